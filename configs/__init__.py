@@ -76,14 +76,14 @@ def load(spec: str, log: Callable[[str], None] = _ignore, *, shape_only: bool = 
         frames = traceback.extract_tb(error.__traceback__)
         # The innermost line in the config's file is the one to change; the frames below it are the framework's.
         frames_of_file = [frame for frame in frames if frame.filename == file]
-        place = "".join(f"  [{frame.filename}:{frame.lineno}]" for frame in frames_of_file[-1:])
-        raise ConfigError(f"{error}{place}") from error
+        location = "".join(f"  [{frame.filename}:{frame.lineno}]" for frame in frames_of_file[-1:])
+        raise ConfigError(f"{error}{location}") from error
     if is_published_model(spec):
         # Imported here, because the package of the families imports JAX and a mistyped name should fail quickly.
         from plimsoll.framework.families import published
 
-        place = config.pretrained.path
-        for line in published.note(place) or hub_models.describe_source(place):
+        path = config.pretrained.path
+        for line in published.note(path) or hub_models.describe_source(path):
             log(line)
     if not isinstance(config, Config):
         raise ConfigError(f"{spec}: expected a function that returns a Config, but it returned {type(config).__name__}")

@@ -23,7 +23,7 @@ _MULTIPLE = 64
 
 
 def with_data(named: Config, path: str, overridden: Sequence[str]) -> tuple[Config, list[str]]:
-    """Returns a copy of a config that trains on the data at `path` and evaluates on a held-out part of it.
+    """Return a copy of a config that trains on the data at `path` and evaluates on a held-out part of it.
 
     If the tokenizer is trained on a small text, its vocabulary and the model's shrink to what the text supports.
 
@@ -46,18 +46,23 @@ def with_data(named: Config, path: str, overridden: Sequence[str]) -> tuple[Conf
 
     config = named.copy()
     if "data" not in config or get_target(config.data) is not DataPipeline:
-        raise ConfigError("--data is for configs that train on text; set this one's config.data.*")
+        raise ConfigError("--data works only with configs that train on text; set config.data.* instead")
     if path.startswith("hf:") and not is_hub_url(path):
-        raise ConfigError(f"--data={path}: a data set of the Hub is --data=hf://datasets/{path.removeprefix('hf:')}")
+        raise ConfigError(
+            f"--data={path}: for a data set of the Hub, pass --data=hf://datasets/{path.removeprefix('hf:')}"
+        )
+    # A score head needs preference pairs, or texts with labels.
+    has_score_head = config.model.takes("head") and config.model.head.takes("num_labels")
     with _prefix_errors():
-        data = _detect_scored_data(config, path) if _scores_sequences(config) else detect_format(path)
+        data = _detect_scored_data(config, path) if has_score_head else detect_format(path)
     lines = [data.line]
-    _fit_classes(config, data.classes, overridden)
+    if data.classes is not None and not {"model", "model.head", "model.head.num_labels"} & set(overridden):
+        config.model.head.num_labels = len(data.classes)
     tokenizer = get_target(config.data.tokenizer)
     sets_tokenizer = any(name.split(".")[:2] == ["data", "tokenizer"] for name in overridden)
     if data.needs_template and tokenizer is not PretrainedTokenizer and not sets_tokenizer:
         raise ConfigError(
-            f"--data={path} holds conversations, which need the chat template of a model: "
+            f"--data={path} contains conversations, which need the chat template of a model; pass "
             "--config=hf:DIR with a directory of published weights (docs/finetune.md)"
         )
     config.data.source = data.source
@@ -69,13 +74,8 @@ def with_data(named: Config, path: str, overridden: Sequence[str]) -> tuple[Conf
     return config, lines
 
 
-def _scores_sequences(config: Config) -> bool:
-    """Returns whether the config's model has a scoring head, whose data are preference pairs or texts with labels."""
-    return config.model.takes("head") and config.model.head.takes("num_labels")
-
-
 def _detect_scored_data(config: Config, path: str) -> DetectedData:
-    """Returns the data at `path` in the form the scoring head needs: preference pairs, or texts with labels.
+    """Return the data at `path` in the form the scoring head needs: preference pairs, or texts with labels.
 
     A published classifier keeps its classes; otherwise the classes are those of the file.
     """
@@ -88,14 +88,8 @@ def _detect_scored_data(config: Config, path: str) -> DetectedData:
     return detect_scored_format(path, template, pairs=is_reward, keeps_classes=keeps_classes)
 
 
-def _fit_classes(config: Config, classes: list[str] | None, overridden: Sequence[str]) -> None:
-    """Sets a classifier's number of labels to the number of classes in its data, unless the command line sets it."""
-    if classes is not None and not {"model", "model.head", "model.head.num_labels"} & set(overridden):
-        config.model.head.num_labels = len(classes)
-
-
 def _choose_objective(config: Config, overridden: Sequence[str]) -> list[str]:
-    """Sets the objective for preference pairs or labeled answers on a language model, and the reference model it needs.
+    """Set the objective for preference pairs or labeled answers on a language model, and the reference model it needs.
 
     The run ends with sampled answers to held-out prompts. The config and the command line take precedence for all
     three settings; a config that already has an objective is not changed.
@@ -125,11 +119,11 @@ def _choose_objective(config: Config, overridden: Sequence[str]) -> list[str]:
         # Without samples, a run on labeled answers would not end with its table of answers.
         config.trainer.sample_tokens = _SAMPLE_TOKENS
         settings.append(f"trainer.sample_tokens={_SAMPLE_TOKENS}")
-    return [f"objective: {', '.join(settings)}, as the data compares answers"] if settings else []
+    return [f"objective: {', '.join(settings)}, because the data compares answers"] if settings else []
 
 
 def _is_set(path: str, overridden: Sequence[str]) -> bool:
-    """Returns whether the command line sets a field, or an object that contains it.
+    """Return whether the command line sets a field, or an object that contains it.
 
     A field below it does not count: that is a setting of the object that is inserted here.
     """
@@ -137,7 +131,7 @@ def _is_set(path: str, overridden: Sequence[str]) -> bool:
 
 
 def _choose_tokenizer(config: Config, has_text: bool, overridden: Sequence[str]) -> list[str]:
-    """Sets the tokenizer that matches the config's new data; returns lines that describe the change."""
+    """Set the tokenizer that matches the config's new data; return lines that describe the change."""
     from plimsoll.framework.data.tokenizers import BPETokenizer, NoTokenizer
 
     if not has_text:
@@ -152,7 +146,7 @@ def _choose_tokenizer(config: Config, has_text: bool, overridden: Sequence[str])
 
 @contextlib.contextmanager
 def _prefix_errors() -> Iterator[None]:
-    """Prefixes error messages with the flag that named the data."""
+    """Prefix error messages with the flag that named the data."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -160,7 +154,7 @@ def _prefix_errors() -> Iterator[None]:
 
 
 def _set_tokenizer_path(config: Config) -> list[str]:
-    """Sets the tokenizer.json next to the token files, if there is one, in a config whose tokenizer has no file.
+    """Set the tokenizer.json next to the token files, if there is one, in a config whose tokenizer has no file.
 
     Returns:
         lines that describe the change.
@@ -175,11 +169,11 @@ def _set_tokenizer_path(config: Config) -> list[str]:
         if not token_file.fs.exists(f"{os.path.dirname(token_file.path)}/tokenizer.json"):
             return []
     tokenizer.path = f"{os.path.dirname(token_file.name)}/tokenizer.json"
-    return [f"tokenizer: {tokenizer.path}, which lies beside the tokens"]
+    return [f"tokenizer: {tokenizer.path}, found next to the tokens"]
 
 
 def _fit_vocabulary(config: Config, overridden: Sequence[str]) -> list[str]:
-    """Reduces the vocabulary of a tokenizer trained on the config's text, and of the model, to what the text supports.
+    """Reduce the vocabulary of a tokenizer trained on the config's text, and of the model, to what the text supports.
 
     Returns:
         lines that describe the change.
@@ -191,12 +185,12 @@ def _fit_vocabulary(config: Config, overridden: Sequence[str]) -> list[str]:
     leaves = list(flatten_sources(config.data.source.instantiate(), "data.source", "train"))
     texts = training_text(leaves, tokenizer.training_bytes)
     wanted = tokenizer.vocab_size
-    with phase("counting the words of the text", patience=SHORT):
+    with phase("counting the text's words", patience=SHORT):
         num_ids = count_vocabulary(texts, wanted, tokenizer.eos_token)
     if num_ids == wanted:
         return [f"tokenizer: byte-level BPE of {wanted:,} ids, trained on this text"]
     tokenizer.vocab_size = num_ids
-    line = f"tokenizer: byte-level BPE of {num_ids:,} ids, not {wanted:,}, as this text has no more; trained on it"
+    line = f"tokenizer: byte-level BPE of {num_ids:,} ids, not {wanted:,}, because this text supports no more"
     if {"model", "model.vocab_size"} & set(overridden):
         return [line]
     # Padded, because the mesh shards the vocabulary, and the number of ids may be prime.

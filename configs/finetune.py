@@ -105,7 +105,9 @@ def _with_score_head(change: Callable[..., Config], base: Callable[..., Config],
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
 
-    scored.__doc__ = f"As {base.__name__}, of {what}: its score head is drawn where the published model has none."
+    scored.__doc__ = (
+        f"Like `{base.__name__}`, for {what}. A published model without a score head gets a randomly initialized one."
+    )
     return scored
 
 

@@ -23,7 +23,15 @@ from plimsoll.framework.schedules.memory import Memory
 
 
 def flow(pattern: list[Config], *, shape: tuple[int, int, int], levels: int, scales: int, steps: int) -> Config:
-    """Build a multi-scale flow with `steps` repetitions of the pattern at each of `scales` scales."""
+    """Build a multi-scale flow.
+
+    Args:
+        pattern: layers that each scale repeats.
+        shape: height, width and channels of an image.
+        levels: number of values of a channel.
+        scales: number of scales.
+        steps: number of repeats of the pattern at each scale.
+    """
     stacks = []
     for _ in range(scales):
         stacks.append(config_for(Stack, num_layers=steps * len(pattern), pattern=pattern))
@@ -31,7 +39,15 @@ def flow(pattern: list[Config], *, shape: tuple[int, int, int], levels: int, sca
 
 
 def digits(pattern: list[Config], *, depth: int, steps: int, rate: float = 1e-3, remat: str = "none") -> Config:
-    """Build a flow with two scales of the pattern on the digits: 1,436 training images, 361 held out."""
+    """Build a flow with two scales of the pattern on the digits: 1,436 training images, 361 held out.
+
+    Args:
+        pattern: layers that each scale repeats.
+        depth: number of repeats of the pattern at each scale.
+        steps: number of training steps.
+        rate: peak learning rate.
+        remat: remat policy of the stacks.
+    """
     # Pixels of the digits have 17 levels, 0 to 16.
     model = flow(pattern, shape=(8, 8, 1), levels=17, scales=2, steps=depth)
     data = config_for(
@@ -54,7 +70,13 @@ def digits(pattern: list[Config], *, depth: int, steps: int, rate: float = 1e-3,
 
 
 def learner(*, rate: float, ema: float, warmup: float = 100) -> Config:
-    """AdamW with weight decay only for the nets, clip 1.0, averaged weights."""
+    """Build a learner: AdamW with weight decay only for the nets, clip 1.0, averaged weights.
+
+    Args:
+        rate: peak learning rate.
+        ema: decay rate of the average of the weights.
+        warmup: length of the warm-up, in steps or as a fraction of the run.
+    """
     return config_for(
         Learner,
         optimizer=adamw(peak=rate, warmup=warmup, weight_decay=0.01, b2=0.999, end=0.02),

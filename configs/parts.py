@@ -25,10 +25,15 @@ def adamw(
     end: float = 0.1,
     steps: int | None = None,
 ) -> Config:
-    """AdamW with a linear warm-up and a cosine decay to `end` times the peak.
+    """Build AdamW with a linear warm-up and a cosine decay.
 
-    The warm-up is in steps, or a fraction of the run. The schedule has `steps` steps, or the length of the run if
-    None.
+    Args:
+        peak: peak learning rate.
+        warmup: length of the warm-up, in steps or as a fraction of the run.
+        weight_decay: coefficient of the weight decay.
+        b2: decay rate of the second moment.
+        end: final learning rate as a fraction of the peak.
+        steps: length of the schedule; None means the length of the run.
     """
     schedule = config_for(warmup_cosine, peak_value=peak, warmup=warmup, end_fraction=end, steps=steps)
     return config_for(optax.adamw, learning_rate=schedule, b1=0.9, b2=b2, weight_decay=weight_decay)
@@ -58,7 +63,7 @@ def muon(*, peak: float, adam_peak: float, warmup: float, end: float = 0.02) -> 
 
 
 def no_decay(pattern: str = r"norm|bias|position") -> Config:
-    """Build a rule that disables weight decay for norms, biases and learned positions."""
+    """Build a rule that disables weight decay where the regex `pattern` matches a parameter's path."""
     return config_for(Rule, pattern=pattern, set={"weight_decay": 0.0})
 
 
@@ -66,6 +71,14 @@ def large(model: Config, *, seq_len: int, batch: int, peak: float, steps: int | 
     """Build a large model's config: AdamW, clip 1.0, bf16 parameters and compute, f32 master weights and moments.
 
     Data is nanoGPT-style token files: set data.source.path to the output of `plimsoll prepare`.
+
+    Args:
+        model: the model; changed in place.
+        seq_len: number of tokens of a sequence.
+        batch: number of sequences of a global batch.
+        peak: peak learning rate.
+        steps: number of training steps; None leaves trainer.max_steps unset.
+        warmup: length of the warm-up, in steps or as a fraction of the run.
     """
     model.param_dtype = "bfloat16"
     model.compute_dtype = "bfloat16"

@@ -27,10 +27,10 @@ def as_reward_model(config: Config, facts: dict[str, Any]) -> Config:
     """
     if scores.is_scored(facts) and len(scores.label_names(facts)) != 1:
         count = len(scores.label_names(facts))
-        raise ValueError(f"config.json: its model has {count} labels; expected one, that of a reward model")
-    _give_head(config, facts, num_labels=1)
+        raise ValueError(f"config.json: its model has {count} labels; expected one, as in a reward model")
+    _add_score_head(config, facts, num_labels=1)
     config.model.head.objective = config_for(PairwiseReward)
-    _give_data(config, facts, config_for(RankedSource, paths=[_FILE]), "pairs")
+    _set_data(config, facts, config_for(RankedSource, paths=[_FILE]), "pairs")
     return config
 
 
@@ -49,10 +49,10 @@ def as_classifier(config: Config, facts: dict[str, Any]) -> Config:
     """
     names = scores.label_names(facts) if scores.is_scored(facts) else ["0", "1"]
     if len(names) < 2:
-        raise ValueError("config.json: its model has one label; expected those of a classifier")
-    _give_head(config, facts, num_labels=len(names))
+        raise ValueError("config.json: its model has one label; expected at least two, as in a classifier")
+    _add_score_head(config, facts, num_labels=len(names))
     config.model.head.objective = config_for(Classification)
-    _give_data(config, facts, config_for(LabelledSource, paths=[_FILE], classes=names), "labelled")
+    _set_data(config, facts, config_for(LabelledSource, paths=[_FILE], classes=names), "labelled")
     return config
 
 
@@ -63,7 +63,7 @@ def as_published(config: Config, facts: dict[str, Any]) -> Config:
     return as_reward_model(config, facts) if len(scores.label_names(facts)) == 1 else as_classifier(config, facts)
 
 
-def _give_head(config: Config, facts: dict[str, Any], num_labels: int) -> None:
+def _add_score_head(config: Config, facts: dict[str, Any], num_labels: int) -> None:
     """Put a score head into the config, unless the published weights already have one."""
     if not scores.is_scored(facts):
         config.model = scores.with_score_head(config.model, num_labels)
@@ -73,8 +73,8 @@ def _give_head(config: Config, facts: dict[str, Any], num_labels: int) -> None:
         config.model.head.dtype = "float32"
 
 
-def _give_data(config: Config, facts: dict[str, Any], source: Config, name: str) -> None:
-    """Make the config read such a source, with a part of it for validation."""
+def _set_data(config: Config, facts: dict[str, Any], source: Config, name: str) -> None:
+    """Make the config read this source, with a part of it for validation."""
     source.pad_token_id = facts.get("pad_token_id")
     train_source, validation_source = source.copy(), source.copy()
     train_source.split, validation_source.split = "train", "validation"

@@ -43,7 +43,7 @@ def classify_tiny() -> Config:
 
 
 def _tiny(source: type, steps: int) -> Config:
-    """Build the config of a small model that scores sequences of such a source; the caller sets the objective."""
+    """Build the config of a small model that scores sequences of this source; the caller sets the objective."""
     vocab_size = 2048
     model = llama_model(layers=2, heads=4, dim=128, hidden=344, vocab_size=vocab_size)
     model.head = config_for(ScoreHead, norm=config_for(RMSNorm, eps=model.head.norm.eps))

@@ -1,4 +1,4 @@
-"""`plimsoll VERB ...`: runs a verb, or lists them. Imports only the verb that runs."""
+"""`plimsoll VERB ...`: runs a verb, or lists the verbs. Imports only the verb that runs."""
 
 import ast
 import importlib

@@ -1,7 +1,7 @@
-"""Measure the speed of this machine's devices, for the step times of `plimsoll plan`: half a minute, once.
+"""Measure the speed of this machine's devices once (half a minute), for the step times of `plimsoll plan`.
 
-    plimsoll calibrate              # measures, prints and keeps the rates
-    plimsoll calibrate --show       # those that are kept
+    plimsoll calibrate              # measures, prints and stores the rates
+    plimsoll calibrate --show       # prints the stored rates
 
 Measures matrix products, memory, elementwise operations, program launches from Python and, on accelerators, the links
 to host memory and between devices. The rates are stored in $XDG_CACHE_HOME/plimsoll (~/.cache/plimsoll), by device
@@ -22,8 +22,8 @@ from plimsoll.launch import cli
 def main(argv: list[str]) -> int:
     """Measure the devices of this machine, or show earlier measurements."""
     parser = cli.Parser("calibrate", __doc__, takes_config=False)
-    parser.add_argument("--show", action="store_true", help="show what is kept, and measure nothing")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--show", action="store_true", help="print the stored rates without measuring")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_flags(argv)
     cli.prepare_jax()
 
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     if args.show:
         rates = rates_store.load(name)
         if rates is None:
-            raise cli.UsageError(f"{name} was never measured on this machine: plimsoll calibrate")
+            raise cli.UsageError(f"no stored rates for {name} on this machine; run plimsoll calibrate")
     else:
         from plimsoll.framework.plan.calibration.measure import measure_rates
 
@@ -53,11 +53,16 @@ def main(argv: list[str]) -> int:
 
 
 def rate_sections(rates: Any, path: str) -> list[TableSection]:
-    """Build the tables of a device's rates: each kind of work at its smallest, middle and largest size."""
+    """Build the tables of a device's rates: each kind of work at its smallest, middle and largest size.
+
+    Args:
+        rates: the rates of a device.
+        path: file that stores them.
+    """
     summary = [
         ["measured", rates.measured],
-        ["kept in", path],
-        ["starting a program", f"{1e6 * rates.program_start:.0f} us of Python"],
+        ["stored in", path],
+        ["program start", f"{1e6 * rates.program_start:.0f} us of Python"],
     ]
     for label, link in (("host link", rates.host_link), ("links", rates.links)):
         if link is not None:
@@ -67,12 +72,12 @@ def rate_sections(rates: Any, path: str) -> list[TableSection]:
         middle = len(curve.points) // 2
         row = [kind]
         for size, _ in (curve.points[0], curve.points[middle], curve.points[-1]):
-            row += [f"{curve.rate(size) / 1e9:.1f}", f"of {_format_size(size)}"]
+            row += [f"{curve.rate(size) / 1e9:.1f}", f"at {_format_size(size)}"]
         rows.append(row)
     units = [
-        ["product", "GFLOP/s, of products with so many FLOPs"],
-        ["memory", "GB/s, where so many bytes are in use"],
-        ["others", "billions of operations a second, of arrays with so many"],
+        ["product", "GFLOP/s, by the FLOPs of one product"],
+        ["memory", "GB/s, by the bytes in use"],
+        ["others", "billions of operations per second, by the number of operations"],
     ]
     return [TableSection(rates.device, summary), TableSection("rates", rows, True), TableSection("units", units)]
 

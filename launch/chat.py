@@ -29,15 +29,21 @@ _DEFAULT_PORT = 8000
 def add_flags(parser: cli.Parser) -> None:
     """Add the flags of this verb, in addition to those that name the model."""
     add = parser.add_argument
-    add("--system", metavar="TEXT", help="a system prompt, which precedes the conversation")
-    add("--num_samples", type=int, default=1, metavar="N", help="answers to each message; the first one is kept")
+    add("--system", metavar="TEXT", help="system prompt of the conversation")
+    add(
+        "--num_samples",
+        type=int,
+        default=1,
+        metavar="N",
+        help="answers per message; the conversation continues from the first one",
+    )
     sampling_flags.add_flags(
         parser,
-        max_new_tokens=f"per answer; default {_DEFAULT_TOKENS}, or half the context",
-        seed="of the first answer's draws; each further answer takes the next seed",
+        max_new_tokens=f"maximum length of an answer in tokens; default {_DEFAULT_TOKENS}, or half the context",
+        seed="random seed of the first answer; each further answer uses the next seed; default 0",
     )
-    add("--web", action="store_true", help="a page for a browser on this machine, instead of the terminal")
-    add("--port", type=int, metavar="N", help=f"of --web; default {_DEFAULT_PORT}, and 0 takes a free one")
+    add("--web", action="store_true", help="serve a page for a browser on this machine instead of using the terminal")
+    add("--port", type=int, metavar="N", help=f"port of --web; default {_DEFAULT_PORT}; 0 selects a free port")
 
 
 @cli.main
@@ -49,7 +55,7 @@ def main(argv: list[str]) -> int:
     if args.num_samples < 1:
         raise cli.UsageError(f"--num_samples={args.num_samples}: expected at least 1")
     if args.port is not None and not args.web:
-        raise cli.UsageError("--port goes with --web")
+        raise cli.UsageError("--port requires --web")
 
     sampling = sampling_flags.build_sampling(args, _DEFAULT_TOKENS)
     with contextlib.ExitStack() as open_until_end:
@@ -71,8 +77,13 @@ def main(argv: list[str]) -> int:
 def make_chat(args: argparse.Namespace, overrides: cli.Overrides, sampling: Sampling) -> Chat:
     """Load the model, and report on stderr how conversations with it are formatted.
 
+    Args:
+        args: flags of the verb.
+        overrides: overrides of the model's config.
+        sampling: sampling settings of the answers.
+
     Raises:
-        ValueError: its tokenizer has no text, or no message would fit in addition to max_new_tokens.
+        ValueError: the model has no text tokenizer, or the context has no room for a message and max_new_tokens.
     """
     loaded = weights.load(args, overrides)
 

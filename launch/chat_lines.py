@@ -1,4 +1,4 @@
-"""A conversation in lines, typed at a terminal or read from a pipe, one message each. Only answers go to stdout."""
+"""A conversation with one message per line, typed at a terminal or read from a pipe. Only answers go to stdout."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from plimsoll.launch.weights import log
 if TYPE_CHECKING:
     from plimsoll.framework.inference.chat import Chat, ChatTurn
 
-HELP = """/reset         forget the conversation
-/system TEXT   another system prompt; without TEXT, none
-/take K        go on from answer K of the last message (--num_samples)
-/quit          leave; so does Ctrl-D. Ctrl-C stops an answer
-A line that begins with a space is a message, whatever follows."""
+HELP = """/reset         clear the conversation
+/system TEXT   set the system prompt; without TEXT, remove it
+/take K        continue from answer K to the last message (--num_samples)
+/quit          quit, as does Ctrl-D. Ctrl-C stops an answer
+A line that starts with a space is always a message, not a command."""
 _COMMANDS = ["/reset", "/system", "/take", "/quit", "/help"]
 
 # Characters that could move the cursor or change the terminal's settings.
@@ -33,7 +33,7 @@ class Session:
     """A conversation, and the commands that change it.
 
     Attributes:
-        turns: turns that are still given to the model.
+        turns: turns that the next prompt contains.
         samples: answers to the last message.
     """
 
@@ -55,11 +55,11 @@ class Session:
         command = cli.choose("command", name, _COMMANDS)
         if command == "/reset":
             self.turns, self.samples = [], []
-            log("the conversation is forgotten")
+            log("conversation cleared")
         elif command == "/system":
             self.chat.check_system(text)
             self.system = text or None
-            log("the system prompt is set" if text else "there is no system prompt now")
+            log("system prompt set" if text else "system prompt removed")
         elif command == "/take":
             self._replace_answer(text)
         elif command == "/help":
@@ -73,7 +73,7 @@ class Session:
             raise cli.UsageError("/take: there is no answer yet")
         number = int(cli.choose("answer", text, numbers))
         self.turns[-1] = self.turns[-1]._replace(answer=self.samples[number - 1])
-        log(f"the conversation goes on from answer {number}")
+        log(f"the conversation continues from answer {number}")
 
 
 class _Signals:
@@ -106,7 +106,10 @@ class _Signals:
 
 
 def run_conversation(session: Session) -> None:
-    """Hold the conversation until the user leaves or the input ends.
+    """Run the conversation until the user quits or the input ends.
+
+    Args:
+        session: the conversation, usually empty.
 
     Raises:
         ValueError: a message from a pipe cannot be answered. At a terminal, the error is shown and the conversation
@@ -117,7 +120,7 @@ def run_conversation(session: Session) -> None:
     signals = _Signals(typed=typed)
     with interrupts.listen_for_signals(signals.handle_signal), _restore_terminal(typed):
         if typed:
-            log("/help shows the commands")
+            log("/help lists the commands")
         for line in _read_typed_lines() if typed else _read_piped_lines():
             try:
                 # A leading space lets a message begin with a slash.
@@ -163,7 +166,7 @@ def _answer(session: Session, question: str, signals: _Signals, *, typed: bool) 
 
 
 def format_omitted_turns(num_turns: int, context: int) -> str:
-    """Return the line about turns that are no longer given to the model."""
+    """Return the line about the oldest turns, which no longer fit into the prompt."""
     turns = "the oldest turn is" if num_turns == 1 else f"the oldest {num_turns} turns are"
     return f"({turns} left out: the context of {context} tokens is full)"
 
@@ -206,7 +209,7 @@ def _read_typed_lines() -> Iterator[str]:
         try:
             line = input("> ")
         except KeyboardInterrupt:
-            log("\n/quit or Ctrl-D leaves")
+            log("\nuse /quit or Ctrl-D to quit")
             continue
         except UnicodeDecodeError as error:
             log(f"error: not UTF-8: {error}")
@@ -238,10 +241,10 @@ def _restore_terminal(typed: bool) -> Iterator[None]:
     import termios
 
     settings = termios.tcgetattr(sys.stdin)
-    take_back = interrupts.register_cleanup(
+    unregister = interrupts.register_cleanup(
         lambda number, line: termios.tcsetattr(sys.stdin, termios.TCSANOW, settings)
     )
     try:
         yield
     finally:
-        take_back()
+        unregister()

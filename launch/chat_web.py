@@ -1,7 +1,7 @@
 """A local web page for chatting with a model: serves chat.html and streams answers as they are generated.
 
     GET  /?key=KEY   the page, and a cookie with the key
-    GET  /chat       {"system": TEXT, "samples": N}: what the page begins with
+    GET  /chat       {"system": TEXT, "samples": N}: the initial settings of the page
     POST /chat       {"system": TEXT, "turns": [[QUESTION, ANSWER], ...], "question": TEXT}, answered by lines of
                      {"row": I, "text": TEXT}, {"note": TEXT}, {"waiting": true}, {"error": TEXT} and, last,
                      {"end": REASON}
@@ -46,7 +46,7 @@ ADDRESS = "127.0.0.1"
 # Far larger than a conversation that fits any context.
 MAX_BODY_BYTES = 1 << 18
 _MAX_HEADER_BYTES = 1 << 14
-# The number of requests being answered or waiting for their turn, and of connections.
+# Limits on requests that are being answered or wait for their turn, and on connections.
 _THREADS = 16
 _CONNECTIONS = 512
 # Seconds after which an idle connection is closed.
@@ -70,7 +70,7 @@ class ChatServer:
     """Listens on 127.0.0.1 from the start, and answers once `serve` is called.
 
     Args:
-        port: port to listen on; 0 takes a free one.
+        port: port to listen on; 0 selects a free port.
 
     Attributes:
         key: secret that every request must contain.
@@ -90,7 +90,9 @@ class ChatServer:
         try:
             listening = socket.create_server((ADDRESS, port))
         except OSError as error:
-            raise cli.UsageError(f"--port={port}: {error.strerror}; --port=0 takes a free one") from None
+            raise cli.UsageError(
+                f"--port={port}: {error.strerror}; use another port, or --port=0 for a free one"
+            ) from None
         self.port: int = listening.getsockname()[1]
         self._server: Any = create_server(
             self._respond,
@@ -118,7 +120,7 @@ class ChatServer:
         """
         self._chat = chat
         self._system = system
-        log(f"{self.url}   (for you on this machine only; Ctrl-C ends)")
+        log(f"{self.url}   (only reachable from this machine; press Ctrl-C to stop)")
         self._server.run()
 
     def close(self) -> None:
@@ -146,8 +148,8 @@ class ChatServer:
     @cached_property
     def policy(self) -> str:
         """The Content-Security-Policy: allows the page's own script and style and this server, and nothing else."""
-        script_sources = " ".join(_sources("script", self.page))
-        style_sources = " ".join(_sources("style", self.page))
+        script_sources = " ".join(_hash_sources("script", self.page))
+        style_sources = " ".join(_hash_sources("style", self.page))
         return (
             f"default-src 'none'; script-src {script_sources}; style-src {style_sources}; img-src data:; "
             "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -177,16 +179,16 @@ class ChatServer:
             cookie = f"{self._cookie}={self.key}; Path=/; HttpOnly; SameSite=Strict"
             return self._send_whole(start, HTTPStatus.OK, "text/html; charset=utf-8", self.page, ("Set-Cookie", cookie))
         if path != "/chat":
-            raise _RequestRefused(HTTPStatus.NOT_FOUND, "there is only / and /chat")
-        self._check_key(_keys(environ, self._cookie))
+            raise _RequestRefused(HTTPStatus.NOT_FOUND, "not found; the only paths are / and /chat")
+        self._check_key(_get_keys(environ, self._cookie))
         if method == "GET":
-            beginning = {"system": self._system or "", "samples": self._chat.num_samples}
-            return self._send_whole(start, HTTPStatus.OK, "application/json", json.dumps(beginning))
+            initial = {"system": self._system or "", "samples": self._chat.num_samples}
+            return self._send_whole(start, HTTPStatus.OK, "application/json", json.dumps(initial))
         if environ.get("CONTENT_TYPE", "").partition(";")[0].strip() != "application/json":
             raise _RequestRefused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "expected Content-Type: application/json")
         body = environ["wsgi.input"].read()
         try:
-            system, turns, question = _conversation(body)
+            system, turns, question = _parse_conversation(body)
             with self._reading:
                 prompt = self._chat.prompt(system, turns, question)
         except ValueError as error:
@@ -226,21 +228,21 @@ class ChatServer:
             hosts = " or ".join(sorted(self.hosts))
             raise _RequestRefused(HTTPStatus.MISDIRECTED_REQUEST, f"expected a Host header of {hosts}, given {host!r}")
         if origin is not None and origin.removeprefix("http://") not in self.hosts:
-            raise _RequestRefused(HTTPStatus.FORBIDDEN, "requests of other sites are refused")
+            raise _RequestRefused(HTTPStatus.FORBIDDEN, "requests from other sites are refused")
 
     def _check_key(self, given: list[str]) -> None:
         if not any(hmac.compare_digest(key.encode(), self.key.encode()) for key in given):
             raise _RequestRefused(
-                HTTPStatus.FORBIDDEN, "open the address that plimsoll chat has printed: it ends with a key"
+                HTTPStatus.FORBIDDEN, "open the address that `plimsoll chat` printed; it ends with a key"
             )
 
     def _send_whole(
-        self, start: Start, status: HTTPStatus, kind: str, text: str, *more: tuple[str, str]
+        self, start: Start, status: HTTPStatus, content_type: str, text: str, *more: tuple[str, str]
     ) -> list[bytes]:
         """Send a response of known length."""
         data = text.encode()
         headers = [
-            ("Content-Type", kind),
+            ("Content-Type", content_type),
             ("Content-Length", str(len(data))),
             ("Content-Security-Policy", self.policy),
             ("X-Content-Type-Options", "nosniff"),
@@ -252,7 +254,7 @@ class ChatServer:
         return [data]
 
 
-def _keys(environ: dict[str, Any], cookie: str) -> list[str]:
+def _get_keys(environ: dict[str, Any], cookie: str) -> list[str]:
     """Return the keys in a request: from the page's cookie, or from `Authorization: Bearer KEY`."""
     keys = []
     # Other servers of this host may have set cookies that cannot be parsed.
@@ -270,11 +272,11 @@ def _line(**fields: Any) -> bytes:
     return f"{json.dumps(fields)}\n".encode()
 
 
-def _conversation(body: bytes) -> tuple[str | None, list[ChatTurn], str]:
+def _parse_conversation(body: bytes) -> tuple[str | None, list[ChatTurn], str]:
     """Return (system prompt, turns, question) from a request.
 
     Raises:
-        ValueError: the body is not JSON, or does not have that form.
+        ValueError: the body is not JSON, or does not have the expected form.
     """
     from plimsoll.framework.inference.chat import ChatTurn
 
@@ -282,7 +284,7 @@ def _conversation(body: bytes) -> tuple[str | None, list[ChatTurn], str]:
     try:
         fields = parse_json(body)
     except ValueError as error:
-        raise ValueError(f"{expected}, given no JSON: {error}") from None
+        raise ValueError(f"{expected}; the body is not JSON: {error}") from None
     if not isinstance(fields, dict) or fields.keys() - {"system", "turns", "question"}:
         raise ValueError(expected)
     system = fields.get("system") or None
@@ -297,8 +299,8 @@ def _conversation(body: bytes) -> tuple[str | None, list[ChatTurn], str]:
     return system, turns, question
 
 
-def _sources(tag: str, page: str) -> list[str]:
-    """Return the inline elements of a kind as sources of a Content-Security-Policy, by their hashes."""
+def _hash_sources(tag: str, page: str) -> list[str]:
+    """Return Content-Security-Policy sources, by hash, for the inline elements with a tag."""
     sources = []
     for content in re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL):
         digest = hashlib.sha256(content.encode()).digest()

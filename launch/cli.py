@@ -31,6 +31,7 @@ from plimsoll import configs
 from plimsoll.configs import data_flag
 from plimsoll.framework.config import Config, ConfigError, FieldError, did_you_mean
 from plimsoll.framework.config.accelerator_rules import apply_accelerator_rules, get_accelerator_rules, is_for
+from plimsoll.framework.config.migrations import find_current_path
 from plimsoll.framework.devices.environment import prepare_jax
 from plimsoll.framework.run import user_errors
 from plimsoll.framework.terminal import interrupts
@@ -83,7 +84,7 @@ class Command:
     spec: str  # the name that --config gives
     named: Config  # that config, unchanged except for --data
     overrides: Overrides
-    # Lines about fields of a stored config that are left out, and about what --data detected.
+    # Lines about ignored fields of a stored config, and about the detected format of --data.
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @functools.cached_property
@@ -133,7 +134,7 @@ class Command:
         return config, lines
 
 
-class _GivenOnce(argparse.Action):
+class _StoreOnce(argparse.Action):
     """Stores a value and refuses a second one, because argparse would silently drop the first."""
 
     def __call__(
@@ -142,8 +143,8 @@ class _GivenOnce(argparse.Action):
         earlier = getattr(namespace, self.dest)
         if earlier is not None:
             parser.error(
-                f"{option_string} is given twice: {earlier!r} and {values!r}; name a folder or glob, or weigh several "
-                "sources by a Mixture in a config (docs/data.md)"
+                f"{option_string} is given twice: {earlier!r} and {values!r}; give one folder or glob, or combine "
+                "sources in a Mixture in a config (docs/data.md)"
             )
         setattr(namespace, self.dest, values)
 
@@ -171,17 +172,19 @@ class Parser(argparse.ArgumentParser):
                 "WORKDIR/config.json"
             )
             self.add_argument("--config", metavar="NAME", help=config_help)
-        self.add_argument("--config.PATH", metavar="VALUE", dest="_override", help="sets one field; applied in order")
+        self.add_argument(
+            "--config.PATH", metavar="VALUE", dest="_override", help="set a config field; repeatable, applied in order"
+        )
 
     def add_data(self) -> None:
-        """Add --data, for verbs that read data."""
+        """Add --data, for verbs that read training data."""
         self.add_argument(
             "--data",
             metavar="PATH",
-            action=_GivenOnce,
-            help="your own data instead of the config's: a file, a folder, a glob, a URL, or "
-            "hf://datasets/ORG/NAME of the Hugging Face Hub; its kind is found, "
-            "and a twentieth of it is held out for evaluation",
+            action=_StoreOnce,
+            help="use your own data instead of the config's: a file, folder, glob, URL, or "
+            "hf://datasets/ORG/NAME on the Hugging Face Hub. The format is detected, "
+            "and 5%% of the data is held out for evaluation",
         )
 
     def parse(self, argv: Sequence[str]) -> Command:
@@ -249,7 +252,7 @@ def split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], list[
             if value.startswith("--"):
                 raise UsageError(f"{flag} needs a value: {flag}=...")
         if flag != "--config":
-            overrides.append((flag.removeprefix("--config."), value))
+            overrides.append((find_current_path(flag.removeprefix("--config.")), value))
         elif spec is None:
             spec = value
         else:

@@ -23,7 +23,9 @@ class LauncherParser(cli.Parser):
         super().__init__(verb, description, conflict_handler="resolve")
         train.add_flags(self)
         self._inherited = dict(self._option_string_actions)
-        self.add_argument("--dry_run", action="store_true", help="print what would be done, and do nothing")
+        self.add_argument(
+            "--dry_run", action="store_true", help="print what would be executed or submitted, without doing it"
+        )
 
     def parse_job(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Return (the flags, the words after `plimsoll train`). Raises ValueError if any of them is invalid."""
@@ -33,7 +35,9 @@ class LauncherParser(cli.Parser):
             safe_child("runs", args.run_name, "--run_name")
         for flag in ("coordinator", "num_processes", "process_id"):
             if getattr(args, flag) is not None:
-                raise cli.UsageError(f"--{flag} is for processes started by hand; {self.prog} sets it for each")
+                raise cli.UsageError(
+                    f"--{flag} is for processes that you start yourself; {self.prog} sets it for each process"
+                )
         # Report every mistake in the config now, before a job waits in a queue for hours.
         command.config.instantiate()
         words = []
@@ -52,13 +56,13 @@ class LauncherParser(cli.Parser):
 def execute(words: list[str], text: str | None = None) -> int:
     """Run a command that reads `text`; returns its exit code. Raises FileNotFoundError if it is not installed."""
     if shutil.which(words[0]) is None:
-        raise FileNotFoundError(f"there is no {words[0]} on this machine; --dry_run prints what it would be given")
+        raise FileNotFoundError(f"{words[0]} is not installed on this machine; use --dry_run to print its input")
     stdin = None if text is None else subprocess.PIPE
     process = subprocess.Popen(words, stdin=stdin, text=True)
     # A signal that ends the launcher also ends the command.
-    take_back = interrupts.register_cleanup(lambda number, line: process.terminate())
+    unregister = interrupts.register_cleanup(lambda number, line: process.terminate())
     process.communicate(text)
-    take_back()
+    unregister()
     return process.returncode
 
 

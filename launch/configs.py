@@ -1,7 +1,7 @@
-"""List the named configs, show a resolved one, or compare two: list | show NAME | diff A B. Trains nothing.
+"""List the named configs, show a resolved one, or compare two: list | show NAME | diff A B.
 
-plimsoll configs show llama2-7b                     # what one usually sets
-plimsoll configs show llama2-7b --only=learner      # a part of it; or --all
+plimsoll configs show llama2-7b                     # the commonly set fields
+plimsoll configs show llama2-7b --only=learner      # the fields of one component; --all shows all fields
 """
 
 import functools
@@ -39,14 +39,14 @@ def main(argv: list[str]) -> int:
         names.append(spec)
     resolves_nothing = action == "list" and (overrides or args.accelerator)
     if (args.json and action != "show") or resolves_nothing:
-        raise cli.UsageError("--json goes with show; overrides and --accelerator go with show and diff")
+        raise cli.UsageError("--json requires show; overrides and --accelerator require show or diff")
     if (args.only or args.all) and action != "show":
-        raise cli.UsageError("--only and --all go with show")
+        raise cli.UsageError("--only and --all require show")
     if sum(map(bool, (args.only, args.all, args.json))) > 1:
         raise cli.UsageError("at most one of --only, --all, --json")
     num_names = {"list": 0, "show": 1, "diff": 2}[action]
     if len(names) != num_names:
-        raise cli.UsageError(f"{action} takes {num_names} names of configs, given {len(names)}")
+        raise cli.UsageError(f"{action} takes {num_names} config names, given {len(names)}")
     if action == "list":
         _print(_list())
         return ExitCode.DONE
@@ -72,15 +72,19 @@ def _parser() -> cli.Parser:
     parser = cli.Parser("configs", __doc__, takes_config=False)
     parser.add_argument("action", choices=["list", "show", "diff"])
     parser.add_argument("names", nargs="*", metavar="NAME", help="a named config, or path/to/file.py:NAME")
-    parser.add_argument("--accelerator", metavar="NAME", help="apply the config's rules for it: v5e-8, h200x8, cpu-1")
+    parser.add_argument(
+        "--accelerator",
+        metavar="NAME",
+        help="apply the config's rules for this accelerator, such as v5e-8, h200x8 or cpu-1",
+    )
     parser.add_argument("--json", action="store_true", help="show: print the config as it is stored with a checkpoint")
-    parser.add_argument("--all", action="store_true", help="show: all fields, in place of those that one usually sets")
+    parser.add_argument("--all", action="store_true", help="show: print all fields, not only the commonly set ones")
     parser.add_argument(
         "--only",
         action="append",
         default=[],
         metavar="WORD",
-        help="show: a path with all fields below it, or the fields that have a word in their path; repeatable",
+        help="show: print a path and all fields below it, or all fields whose path contains WORD; repeatable",
     )
     return parser
 
@@ -152,10 +156,15 @@ def _show(
     for text, doc in rows:
         lines.append(f"{text:{width}}  # {doc}" if doc else text)
     if any(text.endswith(" = ?") for text, _ in rows):
-        note = "?: not set here. The parent fills it in when it builds the component; if it does not, training says so."
+        note = (
+            "?: not set here. The parent sets it when it builds the component; otherwise, training stops with an error."
+        )
         lines += ["", note]
     if not words and len(rows) < num_fields:
-        lines += ["", f"{len(rows)} of {num_fields} fields; --all shows all, --only=WORD those with it in their path"]
+        lines += [
+            "",
+            f"{len(rows)} of {num_fields} fields; --all shows all, --only=WORD shows fields whose path contains WORD",
+        ]
     return [*rules, *lines]
 
 
@@ -176,7 +185,7 @@ def _diff(names: list[str], left: Config, right: Config) -> list[str]:
     """Return the lines of a table of the fields that differ, with both values."""
     rows = [(path, as_text(left_value), as_text(right_value)) for path, left_value, right_value in diff(left, right)]
     if not rows:
-        return [f"{names[0]} and {names[1]} do not differ"]
+        return [f"{names[0]} and {names[1]} are identical"]
     table = [("", names[0], names[1]), *rows]
     path_width = _column_width(table, 0)
     left_width = _column_width(table, 1)

@@ -1,11 +1,11 @@
-"""Measure a trained model: bits per byte of files, multiple choice, tasks of lm-evaluation-harness.
+"""Evaluate a trained model: bits per byte of files, multiple choice, tasks of lm-evaluation-harness.
 
     plimsoll evaluate --workdir=runs/stdlib-tiny --files README.md docs/*.md
     plimsoll evaluate --workdir=runs/stdlib-tiny --validation
     plimsoll evaluate --workdir=runs/stdlib-tiny --choices=questions.jsonl --json=scores.json
     plimsoll evaluate --hf=DIR --tasks=hellaswag,arc_easy
 
-A line of --choices is {"context": text, "choices": [text, ...], "answer": index of the right one}.
+A line of --choices is {"context": text, "choices": [text, ...], "answer": index of the correct choice}.
 """
 
 import dataclasses
@@ -25,18 +25,18 @@ from plimsoll.launch import cli, weights
 def main(argv: list[str]) -> int:
     """Run the verb; returns 0 once everything is printed."""
     parser = weights.parser("evaluate", __doc__)
-    parser.add_argument("--files", nargs="+", default=[], metavar="FILE", help="UTF-8 text, a document each")
-    parser.add_argument("--validation", action="store_true", help="the run's validation sets, all of each")
-    parser.add_argument("--choices", metavar="FILE", help="questions, one JSON object a line")
-    parser.add_argument("--tasks", metavar="A,B", help="of lm-evaluation-harness (pip install lm-eval)")
-    parser.add_argument("--task_path", metavar="DIR", help="more tasks: their YAML files")
-    parser.add_argument("--limit", type=int, metavar="N", help="of each task only the first N")
-    parser.add_argument("--batch_size", type=int, default=8, metavar="B", help="rows at a time; default 8")
-    parser.add_argument("--json", metavar="OUT", help="also write the results there")
+    parser.add_argument("--files", nargs="+", default=[], metavar="FILE", help="UTF-8 text files; each is one document")
+    parser.add_argument("--validation", action="store_true", help="evaluate the run's validation sets in full")
+    parser.add_argument("--choices", metavar="FILE", help="multiple-choice questions, one JSON object per line")
+    parser.add_argument("--tasks", metavar="A,B", help="tasks of lm-evaluation-harness (pip install lm-eval)")
+    parser.add_argument("--task_path", metavar="DIR", help="folder with the YAML files of additional tasks")
+    parser.add_argument("--limit", type=int, metavar="N", help="evaluate only the first N documents of each task")
+    parser.add_argument("--batch_size", type=int, default=8, metavar="B", help="sequences per batch; default 8")
+    parser.add_argument("--json", metavar="OUT", help="also write the results to this file")
     args, overrides = weights.parse(parser, argv)
     reads_text = bool(args.files or args.choices or args.tasks)
     _check(args, reads_text)
-    # Read the files before JAX starts, so that mistakes in them show immediately.
+    # Read the files before JAX starts, so that errors in them are reported immediately.
     texts = {path: read_text(path) for path in args.files}
     questions = [] if args.choices is None else read_choices(args.choices)
     if args.tasks:
@@ -75,17 +75,20 @@ def _check(args: Any, reads_text: bool) -> None:
     if not (reads_text or args.validation):
         raise cli.UsageError("nothing to evaluate: give --files, --validation, --choices or --tasks")
     if args.validation and args.workdir is None:
-        raise cli.UsageError("--validation is of a --workdir: a published model has no validation sets")
+        raise cli.UsageError("--validation requires --workdir: a published model has no validation sets")
     if args.batch_size < 1:
         raise cli.UsageError(f"--batch_size={args.batch_size}: expected at least 1")
     if args.json and not Path(args.json).expanduser().parent.is_dir():
-        raise FileNotFoundError(f"--json: no folder {Path(args.json).parent}")
+        raise FileNotFoundError(f"--json: the folder {Path(args.json).parent} does not exist")
 
 
 def evaluate_validation(loaded: weights.LoadedModel) -> dict[str, dict[str, float]]:
     """Return the metrics of each validation set, by its name.
 
-    Evaluates whole sets, where a run may have used only part of them (trainer.eval_batches).
+    Evaluates whole sets, although a run may use only a part of them (trainer.eval_batches).
+
+    Args:
+        loaded: the model of a run.
 
     Raises:
         ValueError: the run has no validation sets.
@@ -97,13 +100,13 @@ def evaluate_validation(loaded: weights.LoadedModel) -> dict[str, dict[str, floa
         raise ValueError("--validation: the run has no validation sets (data.validation)")
     with phase("preparing data", patience=SHORT):
         data.setup(loaded.folder)
-    companion = loaded.experiment.companion
-    if companion is not None:
-        companion.open(loaded.program, loaded.folder, is_new_run=False, log=print)
+    batch_transform = loaded.experiment.companion
+    if batch_transform is not None:
+        batch_transform.open(loaded.program, loaded.folder, is_new_run=False, log=print)
     metrics_by_set = {}
     for name in data.validation_names:
         metrics = evaluate_set(loaded.program, loaded.state, name, averaged=loaded.averaged)
-        # The evaluation was given no reason to stop early, so it is complete.
+        # None means that the evaluation was stopped early, which is not requested here.
         assert metrics is not None
         metrics_by_set[name] = metrics
         figures = ", ".join(f"{key} {value:,.6g}" for key, value in metrics.items())
@@ -122,7 +125,7 @@ def read_choices(path: str) -> list[dict[str, Any]]:
         try:
             question = parse_json(line)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}:{number}: expected {form}, and this is not JSON: {error}") from None
+            raise ValueError(f"{path}:{number}: expected {form}; the line is not JSON: {error}") from None
         problem = _find_problem(question)
         if problem:
             raise ValueError(f"{path}:{number}: expected {form}; {problem}")
@@ -133,10 +136,10 @@ def read_choices(path: str) -> list[dict[str, Any]]:
 def _find_problem(question: Any) -> str:
     """Describe the first problem of a question; "" for a valid one."""
     if not isinstance(question, dict):
-        return f"the line holds {_describe_json_type(question)}"
+        return f"the line contains {_describe_json_type(question)}"
     for key in ("context", "choices", "answer"):
         if key not in question:
-            return f"there is no {key!r}"
+            return f"{key!r} is missing"
     context = question["context"]
     choices = question["choices"]
     answer = question["answer"]
@@ -151,7 +154,7 @@ def _find_problem(question: Any) -> str:
     if type(answer) is not int:
         return f"answer is {_describe_json_type(answer)}"
     if not 0 <= answer < len(choices):
-        return f"answer is {answer}, of {len(choices)} choices"
+        return f"answer is {answer}, but there are {len(choices)} choices"
     return ""
 
 

@@ -1,7 +1,7 @@
-"""Importing this module ties the process to its parent: it is killed when the parent ends, for whatever reason.
+"""Importing this module makes the kernel kill this process when its parent ends, for whatever reason.
 
-The fork server of `plimsoll local` imports it first. Each fork ties itself again, because a fork does not inherit
-this.
+The fork server of `plimsoll local` imports it first. Each fork calls kill_with_parent again, because a fork does not
+inherit the setting.
 """
 
 import signal
@@ -12,6 +12,6 @@ __all__ = ["kill_with_parent"]
 
 kill_with_parent()
 # A fork of the server starts with the handler set here, until it installs its own. Python's default handler raises an
-# exception, and so prints a traceback from wherever the server or the fork is.
+# exception, so a Ctrl-C during startup would print a traceback.
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)

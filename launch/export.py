@@ -1,4 +1,4 @@
-"""Write a trained model as a directory that transformers' from_pretrained loads, or its adapters as one for peft.
+"""Export a trained model as a directory for transformers' from_pretrained, or its adapters as one for peft.
 
     plimsoll export --workdir=runs/tuned --to=tuned-hf
     plimsoll export --workdir=runs/tuned --to=tuned-adapter --adapter
@@ -18,11 +18,11 @@ from plimsoll.launch import cli, weights
 def main(argv: list[str]) -> int:
     """Run the verb. All checks come before the first file is written."""
     parser = weights.parser("export", __doc__)
-    parser.add_argument("--to", metavar="DIR", required=True, help="must not be there yet")
-    parser.add_argument("--adapter", action="store_true", help="the LoRA alone, as peft loads it")
+    parser.add_argument("--to", metavar="DIR", required=True, help="folder to write; must not exist yet")
+    parser.add_argument("--adapter", action="store_true", help="export only the LoRA adapters, for peft")
     args, overrides = weights.parse(parser, argv)
     if Path(args.to).expanduser().exists():
-        raise FileExistsError(f"--to={args.to} is there already; choose another, or remove it")
+        raise FileExistsError(f"--to={args.to} already exists; choose another folder, or remove it")
 
     from plimsoll.api.export import export
     from plimsoll.framework.terminal.tables import human_bytes

@@ -1,9 +1,10 @@
-"""Continue prompts with a trained model; the text appears as it is generated.
+"""Continue prompts with a trained model; prints the text as it is generated.
 
     plimsoll generate --workdir=runs/stdlib-tiny --prompt='def main():'
     plimsoll generate --workdir=runs/stdlib-tiny --prompt='import' --prompt='class' --temperature=0
 
-Several prompts are one batch; the first is shown as it grows, the others after it. Only text goes to stdout.
+Several prompts form one batch: the first answer is printed as it is generated, the others after it. Only text goes to
+stdout.
 """
 
 import itertools
@@ -16,10 +17,14 @@ from plimsoll.launch import cli, sampling_flags, weights
 
 def add_flags(parser: cli.Parser) -> None:
     """Add the flags of this verb, in addition to those that name the model."""
-    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
-    parser.add_argument("--prompt_file", action="append", default=[], metavar="FILE", help="a file's text as a prompt")
-    sampling_flags.add_flags(parser, max_new_tokens="per prompt; default 128", seed="of the draws; default 0")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; repeatable")
+    parser.add_argument(
+        "--prompt_file", action="append", default=[], metavar="FILE", help="file with a text to continue; repeatable"
+    )
+    sampling_flags.add_flags(
+        parser, max_new_tokens="maximum number of new tokens per prompt; default 128", seed="random seed; default 0"
+    )
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; repeatable")
 
 
 @cli.main
@@ -37,11 +42,11 @@ def main(argv: list[str]) -> int:
 
     sampling = sampling_flags.build_sampling(args, DEFAULT_TOKENS)
     model = Model(weights.load(args, overrides))
-    # The default number of tokens is reduced for a short context, but a number from the user is refused. Refuse
-    # before the prompt is shown.
+    # With a short context, the default number of tokens is reduced, but a number from the user is an error, which is
+    # raised here, before the prompt is shown.
     steps = model.stream(texts, sampling, args.stop, clamp_max_tokens=args.max_new_tokens is None)
-    # Get the first piece before showing the prompt: compiling ends with it, and its messages would interrupt the
-    # text.
+    # Get the first piece before showing the prompt, because the step is compiled for it, and messages about that would
+    # interrupt the text.
     first_pieces = list(itertools.islice(steps, 1))
     show(texts[0])
     continuations = [""] * len(texts)

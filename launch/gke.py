@@ -1,11 +1,11 @@
-"""Run a training on Google Kubernetes Engine, on TPU slices or GPU nodes: writes a JobSet and applies it.
+"""Train on Google Kubernetes Engine, on TPU slices or GPU nodes: writes a JobSet and applies it.
 
     plimsoll gke --config=llama3-70b --workdir=gs://bucket/runs/a --target=2xv5e-256 --image=IMAGE
     plimsoll gke --config=llama2-7b --workdir=/runs/b --target=h200x16 --image=IMAGE --pvc=runs:/runs
 
-The cluster needs JobSet (jobset.sigs.k8s.io) and nodes of the target's kind; the cluster's own scheduler, or Kueue
-with --queue, decides when the run starts. One process runs on each host. When one fails, or a node is preempted,
-JobSet restarts all from the last checkpoint, up to --max_restarts times; exit codes 2, 3 and 4 end the job
+The cluster needs JobSet (jobset.sigs.k8s.io) and nodes with the target's accelerators. The cluster's own scheduler,
+or Kueue with --queue, decides when the run starts. One process runs on each host. When one fails, or a node is
+preempted, JobSet restarts all from the last checkpoint, up to --max_restarts times; exit codes 2, 3 and 4 end the job
 immediately. Processes get secrets as environment variables from Kubernetes Secrets (--secret), never through this
 manifest.
 Sources: https://jobset.sigs.k8s.io/docs and https://cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice.
@@ -51,30 +51,42 @@ def main(argv: list[str]) -> int:
         "--target",
         required=True,
         metavar="T",
-        help="v5e-16, 2xv5e-256, v5p-2048, h200x16 ..., as `plimsoll plan` has it",
+        help="machine as for `plimsoll plan`, such as v5e-16, 2xv5e-256, v5p-2048 or h200x16",
     )
-    add("--image", required=True, help="a container image, made from the Dockerfile of this repository")
-    add("--name", help="of the job; default: the workdir's")
-    add("--namespace", default="default")
+    add("--image", required=True, help="container image, built from the Dockerfile of this repository")
+    add("--name", help="name of the job; default: derived from the workdir")
+    add("--namespace", default="default", help="Kubernetes namespace of the job; default 'default'")
     add(
         "--secret",
         action="append",
         default=[],
         metavar="NAME",
-        help="a Secret, all as environment variables; repeatable",
+        help="Kubernetes Secret; each of its entries becomes an environment variable; repeatable",
     )
-    add("--service_account", metavar="NAME", help="a Kubernetes service account that may use the bucket")
-    add("--pvc", metavar="CLAIM:/PATH", help="mount a PersistentVolumeClaim")
-    add("--queue", metavar="NAME", help="a LocalQueue of Kueue")
+    add("--service_account", metavar="NAME", help="Kubernetes service account with access to the bucket")
+    add("--pvc", metavar="CLAIM:/PATH", help="mount this PersistentVolumeClaim at /PATH")
+    add("--queue", metavar="NAME", help="submit to this LocalQueue of Kueue")
     add(
         "--node_selector",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="such as cloud.google.com/gke-spot=true",
+        help="additional node label to require, such as cloud.google.com/gke-spot=true; repeatable",
     )
-    add("--save_seconds", type=int, default=120, metavar="S", help="between SIGTERM and SIGKILL")
-    add("--max_restarts", type=int, default=20, metavar="K", help="preemptions count too")
+    add(
+        "--save_seconds",
+        type=int,
+        default=120,
+        metavar="S",
+        help="seconds between SIGTERM and SIGKILL, in which the run saves; default 120",
+    )
+    add(
+        "--max_restarts",
+        type=int,
+        default=20,
+        metavar="K",
+        help="restarts before the job fails, including those after preemptions; default 20",
+    )
     args, words = parser.parse_job(argv)
     manifest = job_set(args, words)
     # Keep the keys in the order of the documentation, because people read the manifest with --dry_run.
@@ -106,7 +118,7 @@ def job_set(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     accelerators = {**TPUS, **GPUS}
     accelerator = accelerators.get(target.spec.name)
     if accelerator is None:
-        raise cli.UsageError(f"--target={args.target}: GKE has nodes with {', '.join([*TPUS, *GPUS])}")
+        raise cli.UsageError(f"--target={args.target}: GKE only has nodes with {', '.join([*TPUS, *GPUS])}")
     workdir = args.workdir or f"runs/{args.run_name}"
     name = _job_name(args, workdir)
     claim, mount = _volume_claim(args, workdir)
@@ -139,7 +151,9 @@ def _job_name(args: argparse.Namespace, workdir: str) -> str:
     default = re.sub("[^a-z0-9]+", "-", last_part.lower()).strip("-")[:40]
     name = args.name or default
     if not re.fullmatch("[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):
-        raise cli.UsageError(f"--name={name}: expected 1 to 40 of a-z, 0-9 and '-', the first a letter")
+        raise cli.UsageError(
+            f"--name={name}: expected 1 to 40 characters from a-z, 0-9 and '-', starting with a letter"
+        )
     return name
 
 
@@ -156,7 +170,9 @@ def _volume_claim(args: argparse.Namespace, workdir: str) -> tuple[str, str]:
     # The trailing slashes keep /runs2 from matching /runs.
     is_mounted = mount and f"{workdir}/".startswith(f"{mount.rstrip('/')}/")
     if not is_object_store and not is_mounted:
-        raise cli.UsageError(f"--workdir={workdir} would end with its pod: give gs://BUCKET/..., or a path in a --pvc")
+        raise cli.UsageError(
+            f"--workdir={workdir} would be deleted with its pod; use gs://BUCKET/..., or a path in a --pvc"
+        )
     return claim, mount
 
 

@@ -1,4 +1,4 @@
-"""Run a training in several processes on this machine, and restart all of them when one dies.
+"""Train in several processes on this machine, and restart all of them when one dies.
 
     plimsoll local --config=gpt2-124m --workdir=runs/a --gpus=all
     plimsoll local --config=nanogpt-cpu --workdir=runs/b --processes=2 --devices_per_process=2
@@ -40,12 +40,12 @@ from plimsoll.launch import cli, commands
 def add_flags(parser: cli.Parser) -> None:
     """Add the flags of this verb, in addition to those of `plimsoll train`."""
     add = parser.add_argument
-    add("--processes", type=int, metavar="N", help="how many; default: one for each GPU of --gpus, else 1")
-    add("--devices_per_process", type=int, metavar="K", help="run on CPU, with so many devices in each process")
+    add("--processes", type=int, metavar="N", help="number of processes; default: one for each GPU of --gpus, else 1")
+    add("--devices_per_process", type=int, metavar="K", help="run on CPU, with K devices in each process")
     add("--gpus", metavar="all|0,1,...", help="run on these GPUs, divided among the processes")
-    add("--grace", type=float, default=10.0, metavar="S", help="when one dies, the others have so many seconds to end")
-    add("--backoff", type=float, default=1.0, metavar="S", help="wait before a second restart, doubled up to 60 s")
-    add("--max_restarts", type=int, default=5, metavar="K", help="without a new checkpoint in between; then give up")
+    add("--grace", type=float, default=10.0, metavar="S", help="seconds until the others are killed when one dies")
+    add("--backoff", type=float, default=1.0, metavar="S", help="seconds before a second restart; doubles up to 60")
+    add("--max_restarts", type=int, default=5, metavar="K", help="restarts without a new checkpoint before giving up")
 
 
 @cli.main
@@ -54,11 +54,11 @@ def main(argv: list[str]) -> int:
     parser = commands.LauncherParser("local", __doc__)
     add_flags(parser)
     args, words = parser.parse_job(argv)
-    environments = _environments(args.processes, args.devices_per_process, args.gpus)
+    environments = _build_environments(args.processes, args.devices_per_process, args.gpus)
     if args.dry_run:
         for index, environment in enumerate(environments):
-            place = _rendezvous_flags("127.0.0.1:PORT", len(environments), index)
-            line = [sys.executable, "-m", "plimsoll", "train", *words, *place]
+            rendezvous_flags = _rendezvous_flags("127.0.0.1:PORT", len(environments), index)
+            line = [sys.executable, "-m", "plimsoll", "train", *words, *rendezvous_flags]
             settings = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
             print(*settings, shlex.join(line))
         return ExitCode.DONE
@@ -77,18 +77,18 @@ def _find_newest_step(workdir: str) -> int:
     return -1
 
 
-def _environments(processes: int | None, devices: int | None, gpus: str | None) -> list[dict[str, str]]:
+def _build_environments(processes: int | None, devices: int | None, gpus: str | None) -> list[dict[str, str]]:
     """Return the additional environment variables of each process."""
     too_few = any(value is not None and value < 1 for value in (processes, devices))
     if too_few or (gpus and devices):
-        raise cli.UsageError("--processes, --devices_per_process: expected 1 or more; the latter is not for --gpus")
+        raise cli.UsageError("--processes and --devices_per_process: expected at least 1, the latter without --gpus")
     if gpus is None:
         if (processes or 1) == 1 and devices is None:
             # One process uses whatever devices JAX finds.
             return [{}]
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices or 1}"
         return [{"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}] * (processes or 1)
-    names = _gpus() if gpus == "all" else gpus.split(",")
+    names = _list_gpus() if gpus == "all" else gpus.split(",")
     share, remainder = divmod(len(names), processes or len(names))
     repeated = len({*names}) < len(names)
     # CUDA accepts numbers, and also "GPU-" with a UUID.
@@ -103,21 +103,21 @@ def _environments(processes: int | None, devices: int | None, gpus: str | None) 
     return environments
 
 
-def _gpus() -> list[str]:
+def _list_gpus() -> list[str]:
     """Return the GPUs in CUDA_VISIBLE_DEVICES, or those the driver finds. Raises UsageError if there are none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible:
         return visible.split(",")
     words = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-    advice = "--devices_per_process=K runs on CPU"
+    advice = "use --devices_per_process=K to run on CPU"
     if shutil.which(words[0]) is None:
-        raise cli.UsageError(f"--gpus=all: this machine has no GPUs (there is no {words[0]}); {advice}")
+        raise cli.UsageError(f"--gpus=all: this machine has no GPUs ({words[0]} is not installed); {advice}")
     answer = subprocess.run(words, capture_output=True, text=True, check=False)
     indices = answer.stdout.split()
     if answer.returncode or not indices:
         output = answer.stdout + answer.stderr
         first_line = output.strip().partition("\n")[0]
-        raise cli.UsageError(f"--gpus=all: no GPU was found; {words[0]} says {first_line!r}; {advice}")
+        raise cli.UsageError(f"--gpus=all: no GPU was found ({words[0]} printed {first_line!r}); {advice}")
     return indices
 
 
@@ -191,7 +191,7 @@ class Supervisor:
     def _run(self, grace: float, backoff: float, max_restarts: int) -> int:
         """Start all processes until the run is over, is stopped, or fails too often; returns the exit code."""
         # Restarts since the last new checkpoint, including the next one.
-        fruitless = 0
+        num_fruitless = 0
         restart_flags = list[str]()
         try:
             while not self.stopped:
@@ -199,17 +199,17 @@ class Supervisor:
                 self._start([*self.words, *restart_flags])
                 code, message = self._watch(grace)
                 if self.committed() > step_before:
-                    fruitless = 1
+                    num_fruitless = 1
                 else:
-                    fruitless += 1
-                if code in FINAL or self.stopped or fruitless > max_restarts:
+                    num_fruitless += 1
+                if code in FINAL or self.stopped or num_fruitless > max_restarts:
                     _print_line(message)
                     return code
                 # The first restart after progress is immediate, because the cause may already be resolved.
                 wait = 0.0
-                if fruitless > 1:
-                    wait = min(60.0, backoff * 2 ** (fruitless - 2))
-                _print_line(f"{message}; restart {fruitless} of {max_restarts} in {wait:g} s")
+                if num_fruitless > 1:
+                    wait = min(60.0, backoff * 2 ** (num_fruitless - 2))
+                _print_line(f"{message}; restart {num_fruitless} of {max_restarts} in {wait:g} s")
                 # No process is running, so only a signal can arrive, and it ends the wait.
                 self._next(time.monotonic() + wait)
                 # Restarts resume even if the first start had --resume=never.
@@ -240,7 +240,7 @@ class Supervisor:
         _print_line(f"started, pids {pids}")
 
     def _follow(self, index: int, child: ForkServerProcess, output: Connection) -> None:
-        """Forward a process's output, and report its end once the processes that it started have ended too."""
+        """Forward a process's output, kill the processes that it has started once it ends, and report its end."""
         printing = threading.Thread(target=_forward_output, args=(output, index), daemon=True)
         printing.start()
         child.join()
@@ -266,7 +266,7 @@ class Supervisor:
                     raise SystemExit(128 + number)
                 self.stopped = number
                 name = signal.Signals(number).name
-                _print_line(f"{name} passed on: the processes save and stop; a second one kills them")
+                _print_line(f"Forwarded {name}: the processes save and exit; a second signal kills them")
                 self._send(number)
         return None
 
@@ -304,7 +304,7 @@ class Supervisor:
                 if i != index:
                     other_codes.append(str(code_by_index.get(i, "killed")))
             seconds = time.time() - failed_at
-            message += f" at {datetime.fromtimestamp(failed_at):%H:%M:%S.%f}; all gone {seconds:.1f} s later"
+            message += f" at {datetime.fromtimestamp(failed_at):%H:%M:%S.%f}; all ended {seconds:.1f} s later"
             message += f" (others: {', '.join(other_codes or ['none'])})"
         exit_code = code if code >= 0 else 128 - code
         return exit_code, message

@@ -1,4 +1,4 @@
-"""Predict what a run needs on any machine, without having it: compile its exact step with that machine's compiler.
+"""Predict the memory and step time of a run on any machine: compile its exact step with that machine's compiler.
 
     plimsoll plan --config=llama2-7b --target=v5e-16 --config.memory.remat=full
     plimsoll plan --config=gpt2-124m --target=rtx4090 --compare memory.remat=none,dots,full --html=plan.html
@@ -10,8 +10,10 @@
     plimsoll plan --function=step.py:abstract_step --target=h100
     plimsoll plan --targets
 
-Exit codes: 0 it fits (of several plans, at least one fits; of several targets, at least one fits with the settings
-that are printed); 2 the command or the config was wrong; 4 it does not fit.
+You do not need access to the machine.
+
+Exit codes: 0: it fits (with several plans, at least one fits; with several targets, at least one fits with the printed
+settings); 2: the command or the config is invalid; 4: it does not fit.
 """
 
 import dataclasses
@@ -34,38 +36,41 @@ from plimsoll.launch.plan_targets import list_targets, plan_several_targets
 def add_flags(parser: cli.Parser) -> None:
     """Add the flags of this verb."""
     add = parser.add_argument
-    add("--target", help="v5e-16, v5p-1024 (cores), 2xv5e-256, h200x8, 4090, cpu:8, local ...; several by commas")
+    add(
+        "--target",
+        help="v5e-16, v5p-1024 (cores), 2xv5e-256, h200x8, 4090, cpu:8, local ...; separate several by commas",
+    )
     parser.add_data()
     add(
         "--smallest",
         action="store_true",
-        help="of these targets, or of all, the one with least device memory that carries it",
+        help="pick the target with the least device memory that fits the config, from --target or from all",
     )
     add(
         "--function",
         metavar="FILE.py:NAME",
-        help="plan any JAX function instead of a config: NAME() returns (function, arguments), or these and a dict of "
-        "options of pl.plan_function",
+        help="plan any JAX function instead of a config: NAME() returns (function, arguments), optionally followed "
+        "by a dict of options of pl.plan_function",
     )
-    add("--targets", action="store_true", help="list all targets; stands alone")
-    add("--estimate", action="store_true", help="the closed form alone: seconds, and less exact")
+    add("--targets", action="store_true", help="list all targets; takes no other flags")
+    add("--estimate", action="store_true", help="only the analytical estimate: takes seconds, less exact")
     add("--compare", action="append", default=[], metavar="PATH=A,B", help="plan each value; repeatable")
     _add_search_flags(parser)
-    add("--device_memory_gib", type=float, metavar="GIB", help="instead of what the target has")
+    add("--device_memory_gib", type=float, metavar="GIB", help="memory of one device, instead of the target's")
     add("--step_only", action="store_true", help="leave out initialization and evaluation")
     add(
         "--verdict_only",
         action="store_true",
-        help="do not look for settings that fit where this does not, which takes seconds, or minutes of compiling",
+        help="skip the search for settings that fit when the config does not (seconds, or minutes of compiling)",
     )
-    add("--json", type=Path, metavar="FILE", help="write the report (of --compare: a list of them)")
+    add("--json", type=Path, metavar="FILE", help="write the report as JSON (with --compare: a list of reports)")
     add(
         "--html",
         type=Path,
         metavar="FILE",
-        help="write one page to pass around: pictures, a slider over batch and length, commands",
+        help="write a self-contained page: charts, sliders over batch size and sequence length, commands",
     )
-    add("--fresh", action="store_true", help="compile again although nothing has changed")
+    add("--fresh", action="store_true", help="compile again even if nothing has changed")
 
 
 def _add_search_flags(parser: cli.Parser) -> None:
@@ -81,19 +86,19 @@ def _add_search_flags(parser: cli.Parser) -> None:
     add(
         "--largest",
         action="store_true",
-        help="make the model larger by its family's own rule until nothing fits; with --compare, for each value",
+        help="scale up the model by its family's rule until nothing fits; with --compare, for each value",
     )
-    add("--picture", type=Path, metavar="FILE.png", help="with --largest: draw tokens/s by parameters")
+    add("--picture", type=Path, metavar="FILE.png", help="with --largest: plot tokens/s over parameters")
     add(
         "--allow",
         metavar="NAME,NAME",
-        help="with --auto, --largest: what of the training may change: rounding, moments, optimizer8bit",
+        help="with --auto or --largest: allowed changes to the training: rounding, moments, optimizer8bit",
     )
     add(
         "--host_memory_gib",
         type=float,
         metavar="GIB",
-        help="with --auto, --largest: of each host, instead of what the target has",
+        help="with --auto or --largest: memory of each host, instead of the target's",
     )
 
 
@@ -109,7 +114,7 @@ def main(argv: list[str]) -> int:
     command = parser.parse(argv)
     args = command.args
     if not (args.target or "").strip(" ,") and not args.smallest:
-        raise cli.UsageError("--target=NAME is required; plimsoll plan --targets lists them all")
+        raise cli.UsageError("--target=NAME is required; run plimsoll plan --targets to list all targets")
     check_files(args)
     check_auto(command)
     check_largest(command)
@@ -145,7 +150,7 @@ def _plan_one_target(command: cli.Command, name: str) -> int:
     limit = cli.gib("device_memory_gib", args.device_memory_gib) or target.limit_bytes
     commands = list(_variants(command, args.compare, target))
     if not commands:
-        raise cli.UsageError("none of the combinations of --compare can be")
+        raise cli.UsageError("no combination of the --compare values is valid; see the messages above")
     reports = [make_report(variant, name, target, limit, args.estimate) for variant in commands]
     if len(reports) == 1:
         sections = report_tables.sections(reports[0])
@@ -162,7 +167,7 @@ def _variants(command: cli.Command, compare: list[str], target: Any) -> Iterator
     """Yield the command for each combination of compared values.
 
     All combinations are validated before the first one is compiled. With several --compare flags, invalid
-    combinations are reported and left out.
+    combinations are reported and skipped.
     """
     from plimsoll.framework.plan.suggest import check_target
 
@@ -176,7 +181,7 @@ def _variants(command: cli.Command, compare: list[str], target: Any) -> Iterator
             if len(compare) < 2:
                 raise
             settings = " ".join(map("=".join, choice))
-            print(f"left out: {settings}: {error}", file=sys.stderr)
+            print(f"skipped {settings}: {error}", file=sys.stderr)
         else:
             yield variant
 

@@ -15,24 +15,29 @@ def get_auto_mode(command: cli.Command) -> str | None:
 
 
 def check_auto(command: cli.Command) -> None:
-    """Raise UsageError or ConfigError for flags that do not go with a search, or that require one."""
+    """Raise UsageError or ConfigError for flags that cannot be combined with a search, or that require one."""
     args = command.args
     if args.largest:
         return
     if get_auto_mode(command) is None:
         for flag, value in (("--allow", args.allow), ("--host_memory_gib", args.host_memory_gib)):
             if value is not None:
-                raise cli.UsageError(f"{flag} goes with --auto and --largest")
+                raise cli.UsageError(f"{flag} requires --auto or --largest")
         return
     if args.allow is not None:
         allowed_changes.parse_allowed(args.allow)
     cli.gib("host_memory_gib", args.host_memory_gib)
     if args.compare or args.smallest or "," in (args.target or "").strip(" ,"):
-        raise cli.UsageError("--auto is for one target, without --compare and --smallest")
+        raise cli.UsageError("--auto takes one target, and cannot be combined with --compare or --smallest")
 
 
 def plan_auto(command: cli.Command, name: str) -> int:
-    """Choose settings for a target, and print the overrides, their plan, and the rejected alternatives."""
+    """Choose settings for a target, and print the overrides, their plan, and the rejected alternatives.
+
+    Args:
+        command: command with --auto, or with a config that sets memory.auto.
+        name: name of the target.
+    """
     from plimsoll.framework.plan import targets
     from plimsoll.framework.plan.auto.autotune import autotune
     from plimsoll.framework.plan.auto.settings import with_settings
@@ -58,7 +63,9 @@ def plan_auto(command: cli.Command, name: str) -> int:
         name="" if name == "local" else name,
         estimate=args.estimate,
         phases=not args.step_only,
+        # A step that the search has just compiled is fresh already.
         fresh=args.fresh and found.compiled_step is None,
+        # The search has already found the best settings, so the report needs no suggestions.
         suggests=False,
         compiled_step=found.compiled_step,
     )
@@ -75,13 +82,22 @@ def plan_auto(command: cli.Command, name: str) -> int:
 
 
 def build_request(command: cli.Command, config: Any, target: Any, limit: int | None, host_bytes: int | None) -> Any:
-    """Build the question that the command line of `plan`, or of `train --dry_run`, asks."""
+    """Build the tuning request of a command line of `plan`, or of `train --dry_run`.
+
+    Args:
+        command: the command line.
+        config: config, resolved for the target.
+        target: the machine to tune for.
+        limit: bytes that one device may use; None if unknown.
+        host_bytes: memory of one process's host, in bytes; None takes the target's known value.
+    """
     from plimsoll.framework.plan.auto.settings import find_fixed_paths
     from plimsoll.framework.plan.auto.tuned_settings import Machine
     from plimsoll.framework.plan.auto.tuning_cache import TuningRequest
 
     args = command.args
     fixed = find_fixed_paths(config, command.override_paths)
+    # `train --dry_run` lacks the flags --allow, --auto and --estimate.
     named = getattr(args, "allow", None)
     allowed = () if named is None else allowed_changes.parse_allowed(named)
     machine = Machine.derive(target, limit, host_bytes)

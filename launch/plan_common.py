@@ -43,7 +43,15 @@ def start_cpus(machines: Iterable[Any]) -> None:
 
 
 def make_report(command: cli.Command, name: str, target: Any, limit: int | None, estimate: bool) -> dict[str, Any]:
-    """Produce one report: from the cache, the analytical estimate or the compiler."""
+    """Produce one report: from the cache, the analytical estimate or the compiler.
+
+    Args:
+        command: command whose config is planned.
+        name: name of the target, as the user wrote it.
+        target: the target.
+        limit: bytes that one device may use; None if unknown.
+        estimate: whether to use only the analytical estimate.
+    """
     from plimsoll.framework.plan.cached_report import get_report
 
     args = command.args
@@ -69,7 +77,14 @@ def format_overrides(command: cli.Command) -> list[str]:
 
 
 def write_outputs(args: Any, sections: list[Any], content: Any, draw_page: Callable[[], str]) -> None:
-    """Print the tables, and write the requested files."""
+    """Print the tables, and write the requested files.
+
+    Args:
+        args: parsed flags, with the paths of the files.
+        sections: tables to print.
+        content: content of the JSON file.
+        draw_page: builds the HTML page; called only if the page is requested.
+    """
     from plimsoll.framework.terminal.tables import render
 
     print(render(sections))

@@ -15,9 +15,9 @@ def plan_functions(args: Any) -> int:
     refused = ("config", "data", "smallest", "estimate", "compare", "step_only")
     given = [f"--{name}" for name in refused if getattr(args, name, None)]
     if given:
-        raise cli.UsageError(f"--function goes without {', '.join(given)}")
+        raise cli.UsageError(f"--function cannot be combined with {', '.join(given)}")
     if not args.target:
-        raise cli.UsageError("--target=NAME is required; plimsoll plan --targets lists them all")
+        raise cli.UsageError("--target=NAME is required; run plimsoll plan --targets to list all targets")
     check_files(args)
 
     # Imported late, so that a typo on the command line shows immediately.
@@ -49,7 +49,7 @@ def _load_call(spec: str) -> Any:
     """Load the function and its arguments from FILE.py:NAME.
 
     Raises:
-        UsageError: there is no such file or name, or it returns something else.
+        UsageError: the file or the name does not exist, or the function returns something else.
     """
     from plimsoll import configs
     from plimsoll.framework.plan.function_call import FunctionCall
@@ -59,19 +59,20 @@ def _load_call(spec: str) -> Any:
         raise cli.UsageError(f"--function={spec}: expected FILE.py:NAME")
     maker = configs.find(spec)
     parameters = inspect.signature(maker).parameters.values()
+    # *args and **kwargs may stay empty.
     needed = [one.name for one in parameters if one.default is one.empty and one.kind.name[:3] != "VAR"]
     if needed:
         raise cli.UsageError(
-            f"--function={spec}: {name} takes {', '.join(needed)}; expected the name of a function that takes nothing "
-            f"and returns ({name}, arguments)"
+            f"--function={spec}: {name} takes {', '.join(needed)}; expected the name of a function without required "
+            f"arguments that returns ({name}, arguments)"
         )
-    made: Any = maker()
-    if not isinstance(made, (tuple, list)) or len(made) not in (2, 3):
+    returned: Any = maker()
+    if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
         raise cli.UsageError(
-            f"--function={spec}: {name}() returned {type(made).__name__}; expected (function, arguments), or these and "
-            "a dict of options"
+            f"--function={spec}: {name}() returned {type(returned).__name__}; expected (function, arguments), or these "
+            "followed by a dict of options"
         )
-    function, arguments, *rest = made
+    function, arguments, *rest = returned
     try:
         return FunctionCall(function, arguments, **dict(*rest))
     except (TypeError, ValueError) as error:

@@ -4,10 +4,10 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from plimsoll.framework.config import Config
+from plimsoll.framework.files.workdir import writing
 from plimsoll.framework.plan.auto import allowed_changes
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli
@@ -31,14 +31,14 @@ class FrontierSeries(NamedTuple):
 
 
 def check_largest(command: cli.Command) -> None:
-    """Raise UsageError for flags that do not go with --largest, or that require it."""
+    """Raise UsageError for flags that cannot be combined with --largest, or that require it."""
     args = command.args
     if not args.largest:
         if args.picture is not None:
-            raise cli.UsageError("--picture goes with --largest")
+            raise cli.UsageError("--picture requires --largest")
         return
     if args.auto or args.smallest or args.html:
-        raise cli.UsageError("--largest is without --auto, --smallest and --html (see --picture)")
+        raise cli.UsageError("--largest cannot be combined with --auto, --smallest or --html; to plot, use --picture")
     if args.picture is not None and not args.picture.absolute().parent.is_dir():
         raise cli.UsageError(f"no directory {args.picture.absolute().parent} to write {args.picture.name} into")
     if args.allow is not None:
@@ -69,24 +69,18 @@ def plan_largest(command: cli.Command, names: list[str]) -> int:
     for one, family in zip(series, families, strict=True):
         search = FrontierSearch(family, _SizeTuner(one), not args.estimate, _log)
         frontiers.append(search.run(one.name))
-    title = f"{command.spec} made larger on {', '.join(machine.name for machine in machines)}"
+    title = f"{command.spec} scaled up on {', '.join(machine.name for machine in machines)}"
     content = [
         {"name": frontier.name, "failure": frontier.failure, "points": [point.to_json() for point in frontier.points]}
         for frontier in frontiers
     ]
     write_outputs(args, frontier_tables.frontier_sections(frontiers), content, str)
     if args.picture is not None:
-        _draw(frontier_tables.plot_frontiers, frontiers, args.picture, title)
+        with writing(args.picture):
+            frontier_tables.plot_frontiers(frontiers, args.picture, title)
+        print(f"picture: {args.picture}")
     fits = any(frontier.points for frontier in frontiers)
     return ExitCode.DONE if fits else ExitCode.TOO_BIG
-
-
-def _draw(draw: Any, frontiers: Any, picture: Path, title: str) -> None:
-    from plimsoll.framework.files.workdir import writing
-
-    with writing(picture):
-        draw(frontiers, picture, title)
-    print(f"picture: {picture}")
 
 
 def _log(line: str) -> None:
@@ -98,16 +92,16 @@ def _series(command: cli.Command, machines: list[Any]) -> Iterator[FrontierSerie
     names = () if command.args.allow is None else allowed_changes.parse_allowed(command.args.allow)
     for machine, choice in itertools.product(machines, iter_comparisons(command.args.compare)):
         variant = dataclasses.replace(command, overrides=[*command.overrides, *choice])
-        name = " ".join(f"{path}={value}" for path, value in choice) or "as it is"
+        name = " ".join(f"{path}={value}" for path, value in choice) or "base config"
         if len(machines) > 1:
             name = f"{machine.name}, {name}" if choice else machine.name
         yield FrontierSeries(name, variant, machine, ())
         if names:
-            yield FrontierSeries(f"{name}, may change {', '.join(names)}", variant, machine, names)
+            yield FrontierSeries(f"{name}, --allow={','.join(names)}", variant, machine, names)
 
 
 class _SizeTuner:
-    """Asks for the fastest settings that fit for a given model size.
+    """Finds the fastest settings that fit, for a given model size.
 
     Args:
         series: series whose frontier is searched.
@@ -121,7 +115,7 @@ class _SizeTuner:
         self._host_bytes = cli.gib("host_memory_gib", args.host_memory_gib)
 
     def __call__(self, config: Config, estimate: bool) -> Any:
-        """See `frontier.Ask`."""
+        """See `size_frontier.TuneFunction`."""
         from plimsoll.framework.plan.auto.autotune import autotune
         from plimsoll.framework.plan.auto.settings import find_fixed_paths
         from plimsoll.framework.plan.auto.tuned_settings import Machine

@@ -14,7 +14,14 @@ if TYPE_CHECKING:
 def build_target_page(
     command: cli.Command, variants: Sequence[cli.Command], target: Any, reports: Sequence[dict[str, Any]]
 ) -> str:
-    """Build the page of one target: one plan with a slider over planned points, or the comparison of --compare."""
+    """Build the page of one target: one plan with a slider over planned points, or the comparison of --compare.
+
+    Args:
+        command: the command line.
+        variants: the command for each report, with its compared values applied.
+        target: the target of all reports.
+        reports: one report for each variant.
+    """
     from plimsoll.framework.plan import batch_grid, memory_levers
     from plimsoll.framework.plan.page import page
 
@@ -25,7 +32,7 @@ def build_target_page(
         points = batch_grid.plan_grid(config, target, report)
         moves = memory_levers.estimate_levers(config, target, report, memory_levers.levers(report))
         return page(reports, points=points, asked=asked, moves=moves)
-    # If nothing else differs between the compared plans, they are themselves points of the slider.
+    # If nothing else differs between the compared plans, they are the points of the slider themselves.
     compared_paths = {text.partition("=")[0].removeprefix("config.") for text in command.args.compare}
     points = []
     if compared_paths <= {batch_grid.BATCH, batch_grid.SEQUENCE}:
@@ -34,17 +41,30 @@ def build_target_page(
 
 
 def build_comparison_page(args: Any, source: str, overrides: cli.Overrides, reports: Sequence[dict[str, Any]]) -> str:
-    """Build the page of several targets, or of a function."""
+    """Build the page of several targets, or of a function.
+
+    Args:
+        args: parsed flags.
+        source: --config=NAME or --function=FILE.py:NAME.
+        overrides: overrides of the config.
+        reports: one report for each target.
+    """
     from plimsoll.framework.plan.page import page
 
     return page(reports, asked=describe_command(args, source, overrides))
 
 
 def describe_command(args: Any, source: str, overrides: cli.Overrides) -> PlanCommand:
-    """Return the command line as a page shows it, without flags that only select other outputs of the report."""
+    """Return the command line as a page shows it, without flags that only select other outputs of the report.
+
+    Args:
+        args: parsed flags.
+        source: --config=NAME or --function=FILE.py:NAME.
+        overrides: overrides of the config.
+    """
     from plimsoll.framework.plan.page import PlanCommand
 
-    # Training takes the data flag too; the page of a function has none.
+    # `plimsoll train` takes the data flag, too. With --function, there is no data.
     data_flags = [] if args.data is None else [f"--data={args.data}"]
     flags = [*data_flags, *(f"--compare={text}" for text in args.compare)]
     flags += [f"--{name}" for name in ("smallest", "estimate", "step_only") if getattr(args, name)]

@@ -12,7 +12,7 @@ from plimsoll.launch.plan_page import build_comparison_page
 def list_targets(argv: list[str]) -> int:
     """Print the table of targets; needs neither JAX nor a config."""
     if len(argv) > 1:
-        raise cli.UsageError("--targets stands alone: it lists what --target takes")
+        raise cli.UsageError("--targets takes no other flags: it lists the values of --target")
     from plimsoll.framework.plan import target_table
     from plimsoll.framework.terminal.tables import render
 
@@ -21,12 +21,19 @@ def list_targets(argv: list[str]) -> int:
 
 
 def plan_several_targets(command: cli.Command, names: list[str]) -> int:
-    """Plan for several targets: one table of all, or of those up to the smallest that fits the config."""
+    """Plan for several targets: print one table of all, or only the smallest that fits the config.
+
+    Args:
+        command: the command line.
+        names: names of the targets; empty to take all targets, with --smallest.
+    """
     from plimsoll.framework.plan import compare_targets, targets
 
     args = command.args
     if args.compare or args.device_memory_gib is not None or "local" in names:
-        raise cli.UsageError("several targets: without --compare, --device_memory_gib and the target local")
+        raise cli.UsageError(
+            "several targets cannot be combined with --compare, --device_memory_gib or the target local"
+        )
     if args.smallest:
         # Resolve all names before the first plan, because a later name may be mistyped too.
         names = (
@@ -46,16 +53,16 @@ def plan_several_targets(command: cli.Command, names: list[str]) -> int:
         reports.append(plan_report)
         if args.smallest and compare_targets.can_fit(plan_report):
             break
-    is_carried = any(map(compare_targets.can_fit, reports))
+    any_fits = any(map(compare_targets.can_fit, reports))
     if args.smallest:
-        # A report of machines that are too small is of no use.
+        # Show only the machine that fits, or else the largest one: the smaller ones are of no use.
         reports = [plan_report for plan_report in reports if compare_targets.can_fit(plan_report)] or reports[-1:]
         left_out = {}
     if not reports:
         raise cli.UsageError("; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
     draw_page = functools.partial(build_comparison_page, args, f"--config={command.spec}", command.overrides, reports)
     write_outputs(args, compare_targets.table(reports, left_out), reports, draw_page)
-    return ExitCode.DONE if is_carried else ExitCode.TOO_BIG
+    return ExitCode.DONE if any_fits else ExitCode.TOO_BIG
 
 
 def _plan_if_it_may_fit(command: cli.Command, name: str, target: Any) -> dict[str, Any]:
@@ -64,7 +71,7 @@ def _plan_if_it_may_fit(command: cli.Command, name: str, target: Any) -> dict[st
     from plimsoll.framework.terminal.phases import phase
 
     args = command.args
-    with phase(f"looking at {name}"):
+    with phase(f"estimating {name}"):
         plan_report = make_report(command, name, target, target.limit_bytes, True)
     if args.estimate or not targets.installed_compiler(target.platform):
         return plan_report

@@ -38,14 +38,14 @@ _SECONDS_PER_LINE = 2.0
 def main(argv: list[str]) -> int:
     """Run the verb; returns 0 once all token files are in place."""
     parser = cli.Parser("prepare", __doc__)
-    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write; must not exist, or be empty")
-    parser.add_argument("--force", action="store_true", help="replace DIR when an earlier run of this verb wrote it")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write; must be empty or not exist yet")
+    parser.add_argument("--force", action="store_true", help="replace DIR if `plimsoll prepare` wrote it")
     parser.add_argument(
         "--workers",
         type=int,
         metavar="N",
-        help="processes that tokenize, of one thread each; 1 tokenizes in this process, by the threads of the "
-        "tokenizers library. By default one for each core where there are 8 or more, else 1. The files are the same",
+        help="number of single-threaded processes that tokenize; 1 uses this process and the threads of the tokenizers "
+        "library. Default: one per core on machines with 8 or more cores, else 1. The files do not depend on it",
     )
     parser.add_data()
     command = parser.parse(argv)
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
         prepare(command.config.data, out, force=command.args.force, workers=workers)
     except WorkerLostError as error:
         interrupts.wait_if_exiting()
-        print(f"error: {error}. Nothing is left in {out}; the same command begins again", file=sys.stderr)
+        print(f"error: {error}. Nothing was written to {out}; run the same command again", file=sys.stderr)
         return ExitCode.FAILED
     return ExitCode.DONE
 
@@ -83,14 +83,14 @@ def prepare(data: Config, out: Path, *, force: bool, workers: int = 1) -> None:
     _check_replaceable(out, force)
     pipeline = data.instantiate()
     if not isinstance(pipeline, DataPipeline):
-        raise ValueError(f"data is of {type(pipeline).__name__}; only a DataPipeline has text to be tokenized")
+        raise ValueError(f"data has type {type(pipeline).__name__}; only a DataPipeline has text to tokenize")
     # Both are next to `out`, because a rename works only within a file system.
     temporary = out.with_name(f".{out.name}.partial")
     aside = out.with_name(f".{out.name}.replaced")
     # A killed run may have left this folder.
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    take_back = interrupts.register_cleanup(lambda number, line: shutil.rmtree(temporary, ignore_errors=True))
+    unregister = interrupts.register_cleanup(lambda number, line: shutil.rmtree(temporary, ignore_errors=True))
     try:
         pipeline.prepare_tokenizer(temporary, write=True)
         with start_workers(pipeline.tokenizer, workers) as encode:
@@ -107,8 +107,8 @@ def prepare(data: Config, out: Path, *, force: bool, workers: int = 1) -> None:
         shutil.rmtree(aside, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        take_back()
-    print(f"wrote {out}: {', '.join(files)}; to train on it, for each source:")
+        unregister()
+    print(f"wrote {out}: {', '.join(files)}; to train on it, set for each source:")
     print("  --config.data.source=plimsoll.TokenMemmap")
     print(f"  --config.data.source.path={out}/{next(iter(records))}.bin")
     if (out / "tokenizer.json").exists():
@@ -123,9 +123,11 @@ def _write_sources(pipeline: DataPipeline, folder: Path, encode: Encode) -> dict
         name = f"validation-{leaf.name}" if leaf.name in pipeline.validation_leaves else leaf.name
         with prefix_errors(leaf.label):
             if isinstance(source, TokenMemmap):
-                raise ValueError(f"{source.path} holds tokens already; there is nothing to prepare")
+                raise ValueError(f"{source.path} is already tokenized; there is nothing to prepare")
             if source.codec(pipeline.tokenizer) is not pipeline.tokenizer:
-                raise ValueError("conversations are not prepared: runs that share a data.cache_dir tokenize them once")
+                raise ValueError(
+                    "conversations cannot be prepared; runs with the same data.cache_dir tokenize them once"
+                )
             show(name, write_tokens(source, pipeline.tokenizer, folder / f"{name}.bin", encode))
             records[name] = source.contents(FileHashes())
     return records
@@ -134,15 +136,19 @@ def _write_sources(pipeline: DataPipeline, folder: Path, encode: Encode) -> dict
 def _check_replaceable(out: Path, force: bool) -> None:
     """Raise FileExistsError for files without --force, or for files that this verb did not write."""
     if out.exists() and not out.is_dir():
-        raise FileExistsError(f"--out={out} is a file; name a folder")
+        raise FileExistsError(f"--out={out} is a file; give a folder")
     names = sorted(path.name for path in out.iterdir()) if out.exists() else []
     if names and not force:
-        raise FileExistsError(f"--out={out} holds {len(names)} files already; --force replaces what this verb wrote")
+        raise FileExistsError(
+            f"--out={out} already contains {len(names)} files; --force replaces files that this verb wrote"
+        )
     manifest = out / MANIFEST
     written_names = parse_json(manifest.read_text())["files"] if manifest.exists() else []
     for name in names:
         if name not in written_names:
-            raise FileExistsError(f"--out={out} holds {name}, which this verb did not write: --force leaves it alone")
+            raise FileExistsError(
+                f"--out={out} contains {name}, which `plimsoll prepare` did not write; --force does not replace it"
+            )
 
 
 def show(name: str, steps: Iterable[TokenizeProgress]) -> None:

@@ -9,25 +9,21 @@ _FIELDS = {"wandb": "trainer.wandb_project", "mlflow": "trainer.mlflow_uri", "te
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the three flags to a verb that trains."""
-    group = parser.add_argument_group("reports, beside WORKDIR/metrics.jsonl")
+    group = parser.add_argument_group("reports, in addition to WORKDIR/metrics.jsonl")
     group.add_argument(
         "--wandb",
         nargs="?",
         const=os.environ.get("WANDB_PROJECT", "plimsoll"),
         metavar="PROJECT",
-        help="to Weights & Biases; WANDB_MODE=offline and the like work as usual",
+        help="report to Weights & Biases; its environment variables, such as WANDB_MODE, apply",
     )
     group.add_argument(
-        "--mlflow",
-        nargs="?",
-        const="default",
-        metavar="URI",
-        help="to MLflow; without a URI to what MLFLOW_TRACKING_URI says",
+        "--mlflow", nargs="?", const="default", metavar="URI", help="report to MLflow; default URI: MLFLOW_TRACKING_URI"
     )
     group.add_argument(
         "--tensorboard",
         action=argparse.BooleanOptionalAction,
-        help="event files in WORKDIR/tensorboard: written unless the config or --no-tensorboard says otherwise",
+        help="write event files to WORKDIR/tensorboard; overrides trainer.tensorboard",
     )
 
 

@@ -1,4 +1,4 @@
-"""Draw images with a trained flow, or interpolate between held-out images in its latent space.
+"""Sample images from a trained flow, or interpolate between held-out images in its latent space.
 
     plimsoll sample --workdir=runs/digits-glow --output=samples.png --temperature=0.7
     plimsoll sample --workdir=runs/digits-glow --output=between.png --interpolate=8
@@ -18,23 +18,29 @@ from plimsoll.launch import cli, weights
 def main(argv: list[str]) -> int:
     """Run the verb; returns 0 once the picture is written."""
     parser = weights.parser("sample", __doc__, hf=False)
-    parser.add_argument("--output", required=True, metavar="FILE.png", help="where the picture goes; replaced")
-    parser.add_argument("--num", type=int, default=64, metavar="N", help="images; default 64")
-    parser.add_argument("--temperature", type=float, default=0.7, help="standard deviation of latents; default 0.7")
-    parser.add_argument("--interpolate", type=int, metavar="K", help="rows of K images between held-out ones")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws, or of which images; default 0")
+    parser.add_argument(
+        "--output", required=True, metavar="FILE.png", help="picture to write; replaces an existing file"
+    )
+    parser.add_argument("--num", type=int, default=64, metavar="N", help="number of images; default 64")
+    parser.add_argument("--temperature", type=float, default=0.7, help="standard deviation of the latents; default 0.7")
+    parser.add_argument(
+        "--interpolate", type=int, metavar="K", help="interpolate in rows of K images between pairs of held-out images"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="random seed of the samples, or of the choice of held-out images; default 0"
+    )
     args, overrides = weights.parse(parser, argv)
     output = Path(args.output).expanduser()
     steps = args.interpolate
     if output.suffix != ".png" or not output.absolute().parent.is_dir():
-        raise cli.UsageError(f"--output={args.output}: expected the name of a .png file in a folder that exists")
+        raise cli.UsageError(f"--output={args.output}: expected a .png file in an existing folder")
     if args.num < 1 or not (args.temperature >= 0 and math.isfinite(args.temperature)):
-        raise cli.UsageError("expected --num of at least 1, --temperature of at least 0")
+        raise cli.UsageError("--num must be at least 1, and --temperature at least 0")
     # A JAX key has a 32-bit seed.
     if not 0 <= args.seed < 2**32:
         raise cli.UsageError(f"--seed={args.seed}: expected 0 to 2^32 - 1")
     if steps is not None and not 2 <= steps <= args.num:
-        raise cli.UsageError(f"--interpolate={steps}: expected 2 to --num = {args.num} images for a row")
+        raise cli.UsageError(f"--interpolate={steps}: expected 2 to --num={args.num} images per row")
 
     # Imported late, so that a mistake on the command line shows immediately.
     import numpy as np
@@ -55,7 +61,7 @@ def main(argv: list[str]) -> int:
         num_ends = 2 * rows
         if len(held_out) < num_ends:
             raise ValueError(
-                f"--interpolate: {rows} rows need {num_ends} held-out images, data.validation has {len(held_out)}"
+                f"--interpolate: {rows} rows need {num_ends} held-out images, but data.validation has {len(held_out)}"
             )
         order = np.random.default_rng(args.seed).permutation(len(held_out))
         ends = held_out[order[:num_ends]]

@@ -1,4 +1,4 @@
-"""Store a teacher's most likely tokens for every row that a config's run reads, for distillation.
+"""Store a teacher's most likely tokens for every row of a student's training data, for distillation.
 
     plimsoll score --workdir=runs/teacher --config=distil-tiny --out=runs/scores
     plimsoll score --hf=ORG/NAME --config=my.py:student --data=chats.jsonl --top_k=64 --out=scores
@@ -45,28 +45,33 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> cli.Parser:
     parser = cli.Parser("score", __doc__)
-    place = parser.add_mutually_exclusive_group(required=True)
-    place.add_argument("--workdir", metavar="DIR", help="the teacher: a run of `plimsoll train`")
-    place.add_argument("--hf", metavar="DIR", help="the teacher: a Hugging Face directory, or the Hub's ORG/NAME")
-    parser.add_argument("--step", type=int, metavar="N", help="this checkpoint of the workdir, not the newest")
-    parser.add_argument("--ema", action="store_true", help="the averaged weights of the workdir")
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--workdir", metavar="DIR", help="the teacher: a run of `plimsoll train`")
+    model.add_argument("--hf", metavar="DIR", help="the teacher: a Hugging Face directory, or the Hub's ORG/NAME")
+    parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint to load; default: the newest")
+    parser.add_argument("--ema", action="store_true", help="use the averaged weights (EMA) of the run")
     parser.add_argument(
-        "--host_weights", action="store_true", help="the teacher's stack stays in host memory, but for one layer"
+        "--host_weights",
+        action="store_true",
+        help="keep the teacher's stack in host memory, except for one layer at a time",
     )
     parser.add_data()
     parser.add_argument(
-        "--top_k", type=int, default=_TOP_K, metavar="K", help="tokens stored of each position; default 64"
+        "--top_k", type=int, default=_TOP_K, metavar="K", help="tokens to store per position; default 64"
     )
     parser.add_argument(
-        "--rows", choices=["run", "all"], default="run", help="those that the config's run reads (default), or all"
+        "--rows",
+        choices=["run", "all"],
+        default="run",
+        help="score the rows that the student's run reads (default), or all rows",
     )
-    parser.add_argument("--batch_size", type=int, default=8, metavar="B", help="rows at a time; default 8")
-    parser.add_argument("--out", required=True, metavar="FOLDER", help="where the files go")
+    parser.add_argument("--batch_size", type=int, default=8, metavar="B", help="rows per batch; default 8")
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="folder for the scores")
     parser.add_argument(
         _TEXTS_FLAG,
         metavar="FILE",
-        help="another use of this verb: a reward model or a classifier scores the rows of this file; "
-        "`plimsoll score --texts= --help` shows its flags",
+        help="score the rows of this file with a reward model or a classifier instead; "
+        "`plimsoll score --texts= --help` shows the flags of this use",
     )
     return parser
 
@@ -77,7 +82,7 @@ def _check(args: argparse.Namespace) -> None:
         if getattr(args, name) < 1:
             raise cli.UsageError(f"--{name}={getattr(args, name)}: expected at least 1")
     if args.hf is not None and (args.step is not None or args.ema):
-        raise cli.UsageError("--step and --ema are of a --workdir")
+        raise cli.UsageError("--step and --ema require --workdir")
     if "://" in args.out:
         raise cli.UsageError(f"--out={args.out}: expected a local folder")
 
@@ -98,7 +103,7 @@ def _score(args: argparse.Namespace, config: Config) -> int:
     student: Any = config.instantiate()
     data = student.data
     if not isinstance(data, DataPipeline):
-        raise ValueError(f"data is a {type(data).__name__}; a teacher reads the tokens of a DataPipeline")
+        raise ValueError(f"data has type {type(data).__name__}; a teacher can only score the tokens of a DataPipeline")
     folder = Path(args.out).expanduser()
     teacher = weights.load(args, [])
     with phase("preparing data", patience=SHORT):
@@ -115,10 +120,10 @@ def _score(args: argparse.Namespace, config: Config) -> int:
         data=hash_sources(data),
     )
     row_list = list_rows(student, data, args.rows)
-    _tell_size(facts, len(row_list.row_ids_N2), folder)
+    _report_size(facts, len(row_list.row_ids_N2), folder)
     scorer = TeacherScorer(teacher.program, teacher.state, facts, averaged=teacher.averaged, batch_size=args.batch_size)
     num_added, num_rows = store(scorer, row_list, folder)
-    # This is what training reads by default.
+    # Training reads the default number of tokens without a flag.
     top_k_flag = "" if args.top_k == _TOP_K else f" --config.companion.top_k={args.top_k}"
     print(
         f"{folder}: {num_rows:,} rows, {num_added:,} of them new; train with "
@@ -127,19 +132,21 @@ def _score(args: argparse.Namespace, config: Config) -> int:
     return ExitCode.DONE
 
 
-def _tell_size(facts: Any, num_rows: int, folder: Path) -> None:
-    """Print the size of the files for these `Facts`. Raises ValueError if the disk has less free space."""
+def _report_size(facts: Any, num_rows: int, folder: Path) -> None:
+    """Print the size of the files for these facts. Raises ValueError if the disk has less free space."""
     from plimsoll.framework.batch_transforms.teacher_files import MANIFEST, read_manifest
 
     size = num_rows * facts.row_bytes
     weights.log(
-        f"{num_rows:,} rows of {facts.seq_len} tokens, the likeliest {facts.top_k} of {facts.vocab_size}: "
+        f"{num_rows:,} rows of {facts.seq_len} tokens, the {facts.top_k} most likely of {facts.vocab_size} tokens: "
         f"{facts.bytes_per_token:.1f} bytes per token, at most {human_bytes(size)} in {folder}"
     )
     stored = read_manifest(folder)[1] * facts.row_bytes if (folder / MANIFEST).exists() else 0
     free = shutil.disk_usage(folder).free
     if size - stored > free:
-        raise ValueError(f"--out={folder}: {human_bytes(size - stored)} to be written, {human_bytes(free)} free")
+        raise ValueError(
+            f"--out={folder}: the scores need {human_bytes(size - stored)}, but the disk has {human_bytes(free)} free"
+        )
 
 
 if __name__ == "__main__":

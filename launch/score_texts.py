@@ -23,22 +23,22 @@ from plimsoll.launch import cli, weights
 
 
 class ScoreRow(NamedTuple):
-    """A row of a file: its place for messages, its sequences (two for a pair), and its label or None."""
+    """A row of a file: its location for messages, its sequences (two for a pair), and its label or None."""
 
-    place: str
+    location: str
     contents: list[Any]
     label: Any
 
 
 def add_flags(parser: cli.Parser) -> None:
     """Add the flags of this verb, in addition to those that name the model."""
-    parser.add_argument("--texts", metavar="FILE", required=True, help="JSON lines, or Parquet")
-    parser.add_argument("--out", metavar="FILE", help="instead of stdout")
-    parser.add_argument("--batch_size", type=int, default=8, metavar="B", help="sequences at a time; default 8")
+    parser.add_argument("--texts", metavar="FILE", required=True, help="rows to score: a JSON Lines or Parquet file")
+    parser.add_argument("--out", metavar="FILE", help="write the scores to this file; default: stdout")
+    parser.add_argument("--batch_size", type=int, default=8, metavar="B", help="sequences per batch; default 8")
 
 
 def main(argv: list[str]) -> int:
-    """Run `plimsoll score --texts=FILE`, which passes its arguments on; returns 0 once everything is written."""
+    """Run `plimsoll score --texts=FILE` with the arguments of that verb; returns 0 once everything is written."""
     parser = weights.parser("score", __doc__)
     add_flags(parser)
     return run(*weights.parse(parser, argv))
@@ -54,8 +54,8 @@ def run(args: argparse.Namespace, overrides: cli.Overrides) -> int:
     if args.batch_size < 1:
         raise cli.UsageError(f"--batch_size={args.batch_size}: expected at least 1")
     if args.out is not None and not Path(args.out).expanduser().parent.is_dir():
-        raise FileNotFoundError(f"--out: no folder {Path(args.out).parent}")
-    # Read the rows before JAX starts, so that mistakes in them show immediately.
+        raise FileNotFoundError(f"--out: the folder {Path(args.out).parent} does not exist")
+    # Read the rows before JAX starts, so that errors in them are reported immediately.
     rows = list(read_rows(args.texts))
     loaded = weights.load(args, overrides)
     results = score_rows(loaded, rows, args.batch_size)
@@ -103,20 +103,22 @@ def score_rows(loaded: weights.LoadedModel, rows: list[ScoreRow], batch_size: in
     scorer = SequenceScorer(loaded.program, loaded.state, averaged=loaded.averaged, batch_size=batch_size)
     num_labels = loaded.experiment.language_model.score_head.num_labels
     if source is None:
-        raise ValueError("data.source: its sequences are not scored, so it does not say how texts are encoded")
+        raise ValueError("data.source is not a source of scored sequences, so it does not define how texts are encoded")
     codec = source.codec(loaded.tokenizer)
     names = source.classes or [str(number) for number in range(num_labels)]
     sequences = []
     for row in rows:
         if num_labels > 1 and row.label is not None and _class_for_label(row.label, names) is None:
-            raise ValueError(f"{row.place}: field 'label' is {row.label!r}; expected one of {', '.join(names)}")
+            raise ValueError(f"{row.location}: field 'label' is {row.label!r}; expected one of {', '.join(names)}")
         if num_labels > 1 and len(row.contents) > 1:
-            raise ValueError(f"{row.place}: a pair, for a classifier of {num_labels} classes; expected a text")
+            raise ValueError(
+                f"{row.location}: a classifier of {num_labels} classes cannot score a pair; expected a text"
+            )
         for content in row.contents:
             try:
                 sequences.append(codec.encode(content))
             except ValueError as error:
-                raise ValueError(f"{row.place}: {error}") from error
+                raise ValueError(f"{row.location}: {error}") from error
     num_cut = sum(len(tokens) > scorer.seq_len for tokens in sequences)
     if num_cut:
         weights.log(f"{num_cut} of {len(sequences)} sequences were cut at data.seq_len={scorer.seq_len} tokens")
@@ -164,12 +166,12 @@ def accuracy_line(rows: list[ScoreRow], results: list[dict[str, Any]]) -> str:
         right = sum(margin > 0 for margin in margins)
         mean = sum(margins) / len(margins)
         return f"{len(margins)} pairs: accuracy {right / len(margins):.4f}, margin {mean:.4f}"
-    judged = [(row, result) for row, result in zip(rows, results, strict=True) if row.label is not None]
-    judged = [(row, result) for row, result in judged if "label" in result]
-    if not judged:
+    labeled = [(row, result) for row, result in zip(rows, results, strict=True) if row.label is not None]
+    labeled = [(row, result) for row, result in labeled if "label" in result]
+    if not labeled:
         return ""
     right = 0
-    for row, result in judged:
+    for row, result in labeled:
         names = list(result["probabilities"])
         right += result["label"] == _class_for_label(row.label, names)
-    return f"{len(judged)} labels: accuracy {right / len(judged):.4f}"
+    return f"{len(labeled)} labels: accuracy {right / len(labeled):.4f}"

@@ -92,6 +92,6 @@ def select_matching(config: Config, words: Sequence[str]) -> list[str]:
             matches = [path for path in paths if text in path]
         if not matches or not text:
             names = sorted({part for path in paths for part in path.split(".")})
-            raise cli.UsageError(f"--only={word}: no field has that in its path{did_you_mean(text, names)}")
+            raise cli.UsageError(f"--only={word}: no field path contains it{did_you_mean(text, names)}")
         found.update(matches)
     return [path for path in paths if path in found]

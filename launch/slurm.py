@@ -1,4 +1,4 @@
-"""Run a training on a SLURM cluster: writes the batch script and submits it with sbatch.
+"""Train on a SLURM cluster: writes the batch script and submits it with sbatch.
 
     plimsoll slurm --config=llama2-7b --workdir=/shared/runs/a --nodes=4 --gpus_per_node=8 --time=1-00:00:00
 
@@ -29,7 +29,7 @@ case $code in 130 | 143) exit 0 ;; *) exit "$code" ;; esac
 SCRIPT = """
 cd -- {directory} || exit 2
 CODES=$(mktemp -d "$PWD/.slurm-$SLURM_JOB_ID-XXXXXX") || exit 2
-# Process 0 counts those alone that know it.
+# Process 0 accepts only processes that know this key.
 export PLIMSOLL_RENDEZVOUS_KEY="${{PLIMSOLL_RENDEZVOUS_KEY:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')}}"
 export CODES
 # shellcheck disable=SC2016  # the tasks expand it
@@ -56,21 +56,37 @@ def main(argv: list[str]) -> int:
     """Check everything, then print or submit the script."""
     parser = commands.LauncherParser("slurm", __doc__)
     add = parser.add_argument
-    add("--nodes", type=int, default=1, metavar="N")
-    add("--gpus_per_node", type=int, default=0, metavar="K", help="one process each; 0: CPU nodes")
-    add("--tasks_per_node", type=int, metavar="K", help="processes on each node; default: one for each GPU, or one")
-    add("--time", metavar="D-HH:MM:SS", help="the limit of one allocation; the run goes on in the next one")
-    add("--partition", metavar="NAME")
-    add("--account", metavar="NAME")
-    add("--job_name", metavar="NAME", help="default: the workdir's name")
+    add("--nodes", type=int, default=1, metavar="N", help="number of nodes; default 1")
+    add(
+        "--gpus_per_node",
+        type=int,
+        default=0,
+        metavar="K",
+        help="GPUs per node, with one process each; default 0: CPU nodes",
+    )
+    add("--tasks_per_node", type=int, metavar="K", help="processes per node; default: one for each GPU, or one")
+    add("--time", metavar="D-HH:MM:SS", help="time limit of one allocation; the run continues in the next one")
+    add("--partition", metavar="NAME", help="SLURM partition")
+    add("--account", metavar="NAME", help="SLURM account to charge")
+    add("--job_name", metavar="NAME", help="name of the job; default: the name of the workdir")
     add(
         "--container",
         metavar="IMAGE",
-        help="run in this image (needs Pyxis); this directory and the workdir are mounted",
+        help="run in this image (requires Pyxis); this directory and the workdir are mounted",
     )
-    add("--save_seconds", type=int, default=120, metavar="S", help="SIGTERM comes so long before the time is up")
-    add("--max_restarts", type=int, default=20, metavar="K", help="after failures")
-    add("--sbatch", action="append", default=[], metavar="--OPTION=VALUE", help="any other option; repeatable")
+    add(
+        "--save_seconds",
+        type=int,
+        default=120,
+        metavar="S",
+        help="seconds between SIGTERM and the time limit, in which the run saves; default 120",
+    )
+    add(
+        "--max_restarts", type=int, default=20, metavar="K", help="restarts after failures before giving up; default 20"
+    )
+    add(
+        "--sbatch", action="append", default=[], metavar="--OPTION=VALUE", help="any other option of sbatch; repeatable"
+    )
     args, words = parser.parse_job(argv)
     text = script(args, words)
     if args.dry_run:
@@ -82,7 +98,7 @@ def main(argv: list[str]) -> int:
 def script(args: argparse.Namespace, words: list[str]) -> str:
     """Build the batch script. Raises UsageError for an invalid value."""
     if min(args.nodes, args.tasks_per_node or 1) < 1 or args.gpus_per_node < 0:
-        raise cli.UsageError("--nodes and --tasks_per_node: expected 1 or more, --gpus_per_node 0 or more")
+        raise cli.UsageError("--nodes and --tasks_per_node must be at least 1, and --gpus_per_node at least 0")
     tasks_per_node = args.tasks_per_node or args.gpus_per_node or 1
     options = {
         "job-name": args.job_name or Path(args.workdir or args.run_name).name,

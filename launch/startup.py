@@ -1,4 +1,4 @@
-"""What a process of a verb does before any slow import."""
+"""Startup steps of a verb's process that precede all slow imports."""
 
 import os
 

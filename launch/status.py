@@ -3,8 +3,8 @@
     plimsoll status --workdir=runs/a
     plimsoll status --workdir=gs://bucket/a --json
 
-Every process records its state every few seconds in WORKDIR/health. Exit codes: 0 the run is running or completed; 1
-it is not: a process died, is silent, makes no progress or ended otherwise; 2 there is nothing to report.
+Every process records its state every few seconds in WORKDIR/health. Exit codes: 0 the run is in
+progress or completed; 1 a process died, is silent, makes no progress or failed; 2 there is nothing to report.
 """
 
 import json
@@ -30,8 +30,8 @@ _SHOWN = ("process", "host", "pid", "phase", "step", "exit", "reason")
 def main(argv: list[str]) -> int:
     """Read the files that the processes wrote. Starts nothing, so it works wherever the workdir is visible."""
     parser = cli.Parser("status", __doc__, takes_config=False)
-    parser.add_argument("--workdir", metavar="DIR", required=True, help="of the run")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--workdir", metavar="DIR", required=True, help="workdir of the run")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     args = parser.parse_flags(argv)
 
     from plimsoll.framework.checkpoint.directory import folder
@@ -46,7 +46,7 @@ def status(workdir: Any, now: float) -> dict[str, Any]:
     """Return the state of a run at `now` (seconds since the epoch), as JSON.
 
     Raises:
-        FileNotFoundError: no process has ever written there.
+        FileNotFoundError: no process has written to WORKDIR/health.
     """
     from plimsoll.framework.checkpoint.directory import scan
     from plimsoll.framework.processes.health import read
@@ -58,7 +58,7 @@ def status(workdir: Any, now: float) -> dict[str, Any]:
         if facts:
             processes.append(facts)
     if not processes:
-        raise FileNotFoundError(f"--workdir: no run has written {workdir}/health")
+        raise FileNotFoundError(f"--workdir: there is no run in {workdir}: no process has written to {workdir}/health")
     first = processes[0]
     steps, problems = scan(workdir / "checkpoints")
     # An earlier start may have had more processes, whose files still exist.
@@ -77,7 +77,7 @@ def status(workdir: Any, now: float) -> dict[str, Any]:
 
 
 def _row(facts: dict[str, Any], now: float) -> dict[str, Any]:
-    """Return the state of one process, and the seconds since it last wrote."""
+    """Return the state of one process, and the seconds since its last write."""
     shown_facts = {name: facts.get(name) for name in _SHOWN}
     return {"health": _health(facts, now), **shown_facts, "heard": now - facts["time"]}
 
@@ -91,7 +91,7 @@ def _worst(states: list[str], missing: int) -> str:
 
 
 def _health(facts: dict[str, Any], now: float) -> str:
-    """Classify a process as running, done, ended (with its exit code), gone, silent, or standing still."""
+    """Classify a process as running, done, ended (with its exit code), killed, silent, or stalled."""
     from plimsoll.framework.processes.health import has_exited
 
     code = facts.get("exit")
@@ -99,14 +99,14 @@ def _health(facts: dict[str, Any], now: float) -> str:
         return "done" if code == ExitCode.DONE else f"ended with exit code {code}"
     silent_seconds = now - facts["time"]
     if has_exited(facts):
-        return f"gone without a word, as after kill -9; the last one is {silent_seconds:.0f} s old"
+        return f"ended without an exit code, as after kill -9; last heard from {silent_seconds:.0f} s ago"
     if silent_seconds > _SILENT * facts["interval"] + _SILENT:
         return f"silent for {silent_seconds:.0f} s"
     still_seconds = facts["time"] - facts["moved"]
     limit = facts.get("hang_seconds")
-    # At the limit itself the process ends, so report it at half the limit.
+    # The process ends itself at the limit, so report the stall at half the limit.
     if limit and still_seconds > limit / 2 and facts["limited"]:
-        return f"standing still for {still_seconds:.0f} s"
+        return f"stalled for {still_seconds:.0f} s"
     return "running"
 
 

@@ -46,7 +46,7 @@ def prepare(job: Job, command: cli.Command) -> int:
     # Do not touch files of another teacher, or a folder that a run has already started from.
     if (_holds_files(folder) and not model.exists()) or find_last_checkpoint(job.folder) is not None:
         return 0
-    print(f"teacher: {teacher.train_first} is trained first, in {model}, and what it says is stored in {folder}")
+    print(f"teacher: {teacher.train_first} is trained first, in {model}; its scores are stored in {folder}")
     code = _execute("train", f"--config={teacher.train_first}", f"--workdir={model}")
     if code:
         return code

@@ -1,11 +1,11 @@
-"""Train a model from a named config: start, resume, or only check (--dry_run). Ctrl-C and SIGTERM save first.
+"""Train a model from a named config, resume a run, or only check it (--dry_run). Ctrl-C and SIGTERM save first.
 
     plimsoll train --config=stdlib-tiny --workdir=runs/stdlib-tiny
     plimsoll train --config=stdlib-tiny --data=my_folder/ --workdir=runs/mine
     plimsoll train --config=gpt2-124m --config.data.source.path=data/train.bin --workdir=runs/gpt2
 
 Exit codes: 0 the run completed; 1 it failed; 2 the command, the config or the data was wrong; 3 the loss was not
-finite and learner.nonfinite ended the run; 4 it does not fit into the devices' memory, and nothing was started; 5
+finite and learner.nonfinite ended the run; 4 it does not fit into the devices' memory, and training did not start; 5
 another process of the run died, or the processes did not find each other; 6 it hung, and its stacks are in
 WORKDIR/health; 7 replicas disagree; 130 and 143 it was stopped by SIGINT and SIGTERM, and the trained state is saved.
 docs/operations.md explains what to do.
@@ -25,18 +25,36 @@ from plimsoll.launch import cli, reports
 
 def add_flags(parser: cli.Parser) -> None:
     """Add the flags of this verb, which the launchers also accept and pass on."""
-    place = parser.add_mutually_exclusive_group(required=True)
-    place.add_argument("--workdir", metavar="DIR", help="config, metrics, checkpoints and logs go there")
-    place.add_argument("--run_name", metavar="NAME", help="short for --workdir=runs/NAME")
+    workdir = parser.add_mutually_exclusive_group(required=True)
+    workdir.add_argument("--workdir", metavar="DIR", help="folder for the config, metrics, checkpoints and logs")
+    workdir.add_argument("--run_name", metavar="NAME", help="short for --workdir=runs/NAME")
     parser.add_data()
-    parser.add_argument("--resume", choices=["auto", "never", "must"], default="auto", help="if there are checkpoints")
-    parser.add_argument("--dry_run", action="store_true", help="show the start table, compile the step, train nothing")
+    parser.add_argument(
+        "--resume",
+        choices=["auto", "never", "must"],
+        default="auto",
+        help="resume from a checkpoint; auto: if there is one",
+    )
+    parser.add_argument(
+        "--dry_run", action="store_true", help="print the start table and compile the step, but do not train"
+    )
     reports.add_flags(parser)
-    parser.add_argument("--force", action="store_true", help="resume on other data; train although it does not fit")
-    parser.add_argument("--device_memory_gib", type=float, metavar="GIB", help="instead of what the devices have")
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="several processes: where process 0 listens")
-    parser.add_argument("--num_processes", type=int, metavar="N", help="several processes: how many")
-    parser.add_argument("--process_id", type=int, metavar="I", help="several processes: which one this is, from 0")
+    parser.add_argument(
+        "--force", action="store_true", help="resume on different data, and train even if it does not fit into memory"
+    )
+    parser.add_argument(
+        "--device_memory_gib",
+        type=float,
+        metavar="GIB",
+        help="memory limit per device; default: the memory of the devices",
+    )
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="with several processes: address where process 0 listens"
+    )
+    parser.add_argument("--num_processes", type=int, metavar="N", help="with several processes: their number")
+    parser.add_argument(
+        "--process_id", type=int, metavar="I", help="with several processes: index of this process, from 0"
+    )
 
 
 @cli.main
@@ -47,7 +65,9 @@ def main(argv: list[str]) -> int:
     began = time.monotonic() - time.process_time()
     parser = cli.Parser("train", __doc__)
     add_flags(parser)
-    parser.add_argument("--target", help="with --dry_run: a machine that is not here, as for `plimsoll plan`: v5p-2048")
+    parser.add_argument(
+        "--target", help="with --dry_run: check for another machine, named as for `plimsoll plan`, such as v5p-2048"
+    )
     command = parser.parse(argv)
     stored_config.check(command.config)
     # Building the experiment reports every mistake in the config before JAX starts.
@@ -88,18 +108,18 @@ def main(argv: list[str]) -> int:
 
 
 def _handle_errors(train: Callable[[], int]) -> int:
-    """Train; a user error ends as one line and an exit code."""
+    """Train; turns a user error into one line on stderr and an exit code."""
     return cli.main(lambda _: train())([])
 
 
 def _dry_run(job: Job, command: cli.Command) -> int:
-    """Do the start of a run on another machine's devices: everything that needs no arrays."""
+    """Dry-run the start of a run on another machine's devices: all steps that need no arrays."""
     from plimsoll.framework.files.workdir import Workdir
     from plimsoll.framework.plan import startup_dry_run, targets
 
     workdir = Workdir(job.folder)
     if not job.dry_run:
-        raise cli.UsageError("--target goes with --dry_run: nothing can be trained on devices that are not here")
+        raise cli.UsageError("--target requires --dry_run: training is only possible on the devices of this machine")
     # The target's compiler reads its environment when JAX starts it.
     targets.set_environment(command.args.target)
     cli.prepare_jax()
@@ -133,11 +153,11 @@ def _choose_memory(job: Job, command: cli.Command, config: Any, target: Any) -> 
     from plimsoll.framework.terminal.tables import render
     from plimsoll.launch.plan_auto import build_request
 
-    found = autotune(build_request(command, config, target, job.limit or target.limit_bytes, None), target)
-    if found.choice is None:
-        raise DoesNotFitError(found.failure)
-    print(render(found.choice.sections()))
-    return with_settings(config, found.choice.settings), [found.choice.line()]
+    result = autotune(build_request(command, config, target, job.limit or target.limit_bytes, None), target)
+    if result.choice is None:
+        raise DoesNotFitError(result.failure)
+    print(render(result.choice.sections()))
+    return with_settings(config, result.choice.settings), [result.choice.line()]
 
 
 if __name__ == "__main__":

@@ -16,17 +16,19 @@ __all__ = ["LoadedModel", "load", "log", "parse", "parser"]
 def parser(verb: str, doc: str | None, *, hf: bool = True) -> cli.Parser:
     """Build the verb's parser with the flags that `load` reads; `hf` adds --hf."""
     verb_parser = cli.Parser(verb, doc, takes_config=False)
-    verb_parser.add_argument("--config", metavar="FILE.py:NAME", help="where a run's own classes are, if it has any")
-    place = verb_parser.add_mutually_exclusive_group(required=True)
-    place.add_argument("--workdir", metavar="DIR", help="a run of `plimsoll train`")
+    verb_parser.add_argument(
+        "--config", metavar="FILE.py:NAME", help="file that defines the run's own classes, if it has any"
+    )
+    model = verb_parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--workdir", metavar="DIR", help="load a run of `plimsoll train`")
     if hf:
-        place.add_argument("--hf", metavar="DIR", help="a Hugging Face directory, or the Hub's ORG/NAME")
+        model.add_argument("--hf", metavar="DIR", help="load a Hugging Face directory, or ORG/NAME from the Hub")
     # `load` reads this even if a verb has no such flag.
     verb_parser.set_defaults(hf=None)
     add = verb_parser.add_argument
-    add("--step", type=int, metavar="N", help="this checkpoint of the workdir, not the newest")
-    add("--ema", action="store_true", help="the averaged weights of the workdir")
-    add("--host_weights", action="store_true", help="the stack stays in host memory, but for one layer")
+    add("--step", type=int, metavar="N", help="step of the checkpoint to load; default: the newest")
+    add("--ema", action="store_true", help="use the averaged weights (EMA) of the run")
+    add("--host_weights", action="store_true", help="keep the stack in host memory, except for one layer at a time")
     return verb_parser
 
 
@@ -37,7 +39,7 @@ def parse(verb_parser: cli.Parser, argv: list[str]) -> tuple[argparse.Namespace,
     if spec is not None:
         configs.load(spec)
     if args.hf is not None and (args.step is not None or args.ema):
-        raise cli.UsageError("--step and --ema are of a --workdir")
+        raise cli.UsageError("--step and --ema require --workdir")
     return args, overrides
 
 
@@ -50,7 +52,7 @@ def load(args: argparse.Namespace, overrides: cli.Overrides, *, text: bool = Tru
         text: whether the model is a language model whose tokenizer must be prepared.
 
     Raises:
-        FileNotFoundError, ValueError: a file is missing, or the parts do not fit together. The message is one line.
+        FileNotFoundError, ValueError: a file is missing, or the files do not match. The message is one line.
     """
     change = partial(cli.apply_overrides, overrides=overrides)
     is_mesh_requested = any(loaded.is_mesh_setting(path) for path, _ in overrides)

@@ -262,11 +262,11 @@ def verdicts(
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=sorted(FAMILIES), action="append", help="this one; may be repeated")
-    parser.add_argument("--only", default="", metavar="TEXT", help="alterations whose name contains it")
-    parser.add_argument("--sample", type=int, metavar="N")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--verbose", action="store_true", help="a line for each directory")
+    parser.add_argument("--shape", choices=sorted(FAMILIES), action="append", help="check only this shape; repeatable")
+    parser.add_argument("--only", default="", metavar="TEXT", help="check only alterations whose name contains TEXT")
+    parser.add_argument("--sample", type=int, metavar="N", help="check only N randomly chosen directories")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of --sample")
+    parser.add_argument("--verbose", action="store_true", help="print a line for each directory")
     args = parser.parse_args(argv)
     counts: collections.Counter[str] = collections.Counter()
     for verdict in verdicts(args.shape or FAMILIES, sample=args.sample, seed=args.seed, only=args.only):

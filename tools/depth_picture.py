@@ -39,7 +39,7 @@ def draw(rows: Sequence[Any], png: Path, title: str) -> Path:
     if not all(row.fits for row in rows):
         grey = {"color": "#888888", "marker": "o", "markerfacecolor": "white", "linestyle": ""}
         panels[0].plot([], [], label="hollow: does not fit into the device", **grey)
-    panels[0].set(title="memory beside weights and optimizer state", ylabel=f"temporaries per device ({name})")
+    panels[0].set(title="memory in addition to weights and optimizer state", ylabel=f"temporaries per device ({name})")
     if timed:
         deepest = {row.policy: row.step_seconds for row in rows if row.layers == max(row.layers for row in rows)}
         for policy in policies:

@@ -51,7 +51,7 @@ class Kill:
     at: float
     process: int
     found: float | None = None  # the launcher reports that a process has died
-    gone: float | None = None  # all other processes have ended
+    ended: float | None = None  # all other processes have ended
     resumed: float | None = None  # the state is restored
     first: float | None = None  # the first step afterwards is done
     reached: int = 0  # the last step that was logged before the kill
@@ -115,11 +115,11 @@ class KilledRun:
         if not self.kills:
             return
         kill = self.kills[-1]
-        if "was killed by SIGKILL at" in line and kill.gone is None:
-            later = re.search(r"all gone ([\d.]+) s later", line)
-            kill.gone = now
+        if "was killed by SIGKILL at" in line and kill.ended is None:
+            later = re.search(r"all ended ([\d.]+) s later", line)
+            kill.ended = now
             kill.found = now - float(later[1]) if later else now
-        elif (step := re.search(r"resumed from step (\d+)", line)) and kill.resumed is None and kill.gone:
+        elif (step := re.search(r"resumed from step (\d+)", line)) and kill.resumed is None and kill.ended:
             kill.resumed, kill.back_to = now, int(step[1])
         elif re.search(r"\] step +\d+/", line) and kill.first is None and kill.resumed:
             kill.first = now
@@ -128,20 +128,21 @@ class KilledRun:
 def main() -> int:
     """Run both runs, one after the other."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--folder", type=Path, required=True, help="for both workdirs; must not hold earlier ones")
-    parser.add_argument("--minutes", type=float, default=10.0, help="of each run, its first start included")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="folder for both workdirs; must not contain earlier ones"
+    )
+    parser.add_argument("--minutes", type=float, default=10.0, help="duration of each run, including its first start")
     parser.add_argument("--every", type=float, default=60.0, metavar="S", help="seconds between two kills")
-    parser.add_argument("--processes", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0, help="of who is killed")
+    parser.add_argument("--processes", type=int, default=4, help="processes of each run")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the choice of killed processes")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    warm = KilledRun(
-        args.folder / "warm", args.processes
-    )  # compiles and tokenizes in advance, so that neither run has to
+    # This run compiles and tokenizes in advance, so that neither of the compared runs has to.
+    warm = KilledRun(args.folder / "warm", args.processes)
     warm.start()
     while not (warm.workdir / "metrics.jsonl").exists() or not (warm.workdir / "metrics.jsonl").stat().st_size:
         time.sleep(0.5)
-        assert warm.process.poll() is None, f"it does not run: see {warm.workdir}.out"
+        assert warm.process.poll() is None, f"the run has ended early; see {warm.workdir}.out"
     warm.stop()
     steps, runs = {}, {}
     for name in ("undisturbed", "killed"):
@@ -159,10 +160,10 @@ def main() -> int:
 
 def report(args: Any, steps: dict[str, int], calm: KilledRun, killed: KilledRun) -> int:
     """Print the table and return the exit code."""
-    print("| kill | process | detect s | all gone s | start s | restore to first step s | steps done again |")
+    print("| kill | process | detect s | all ended s | start s | restore to first step s | steps done again |")
     print("|---|---|---|---|---|---|---|")
     for number, kill in enumerate(killed.kills, start=1):
-        times = [kill.at, kill.found, kill.gone, kill.resumed, kill.first]
+        times = [kill.at, kill.found, kill.ended, kill.resumed, kill.first]
         gaps = [f"{b - a:.2f}" if a and b else "-" for a, b in itertools.pairwise(times)]
         print(f"| {number} | {kill.process} | {' | '.join(gaps)} | {kill.reached - kill.back_to} |")
     compared = [step for step in killed.logged if step in calm.logged]

@@ -52,7 +52,8 @@ def _changes(value: Any, default: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _field(config: Config, name: str) -> Any:
-    return config.get(name, REQUIRED)  # REQUIRED, if the field is required and its parent fills it in
+    # A required field that the parent fills in counts as REQUIRED.
+    return config.get(name, REQUIRED)
 
 
 def _holds_configs(value: Any) -> bool:
@@ -115,7 +116,7 @@ def main(arguments: list[str]) -> int:
         return 2
     files = golden()
     lines = differences(load_golden(), files)
-    print("\n".join(lines) or "nothing differs")
+    print("\n".join(lines) or "no differences")
     if not arguments:
         return 1 if lines else 0
     FOLDER.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,11 @@
-"""Reproduces cases of public issue threads about memory, each with one command; docs/memory.md has their figures.
+"""Reproduces cases of public issue threads about memory, each with one command.
 
     python -m tools.issue_threads jax-23316
     python -m tools.issue_threads zygote-1541 --target=v5e-1     # compiled for a TPU, none attached
 
-Peaks are the target compiler's figures for the program. On a CPU, host memory is device memory, so bytes on the host
-are those of the layout. Sizes are small enough for any machine to compile; only the smallest cases are run.
+docs/benchmarks/public_threads.md has the results. Peaks are the target compiler's figures for the program. On a CPU,
+host memory is device memory, so bytes on the host are those of the layout. Sizes are small enough for any machine to
+compile; only the smallest cases are run.
 """
 
 from __future__ import annotations
@@ -128,14 +129,14 @@ def jax_23316(target: Any) -> None:
         "split, but the model is returned without donation": jax.jit(split_by_hand),
         "split, donated": jax.jit(split_by_hand, donate_argnums=0),
     }
-    place = jax.sharding.SingleDeviceSharding(target.devices()[0])
+    device = jax.sharding.SingleDeviceSharding(target.devices()[0])
     for layers, dim, rank in ((1, 8192, 256), (34, 2048, 16)):
         model = llama_model(layers=layers, heads=1, dim=dim, hidden=1, vocab_size=32)
         model.stack.pattern = [config_for(LoRALinear, rank=rank)]
         rule = config_for(Rule, pattern="^embed|^head|/weight$", freeze=True)
         program, ours = compile_step(experiment(model, memory={"remat": "full"}, optimizer=SGD, rules=[rule]), target)
         size = program.layout.bytes_per_device("parameter") + program.layout.bytes_per_device("frozen")
-        array = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)  # noqa: E731
+        array = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=device)  # noqa: E731
         params = [{name: array(shape) for name, shape in LoRALinear(dim=dim, rank=rank).shapes.items()}] * layers
         by_hand = layers * dim * (dim + 2 * rank) * 4
         lowered = {name: step.lower(params, array((16, dim))) for name, step in programs.items()}
@@ -197,7 +198,7 @@ def axlearn_867(target: Any) -> None:
             updates, state = jax.jit(plain.update)(params, state, params)
             own, ours = jax.jit(offloaded.update)(params, ours, params)
         print("offload_optimizer:", {path: leaf.sharding.memory_kind for path, leaf in flatten(ours).items()})
-        print("updates are those of the plain one:", jax.tree.all(jax.tree.map(np.array_equal, updates, own)))
+        print("updates equal those of the plain optimizer:", jax.tree.all(jax.tree.map(np.array_equal, updates, own)))
         specs = jax.tree.map(lambda p: TensorSpec(p.shape, p.dtype), params)
         moved = copy_partition(specs, pattern="wide", memory_kind="pinned_host")
         print("copy_partition:", {path: spec.memory_kind for path, spec in flatten(moved).items()})
@@ -210,8 +211,8 @@ CASES = {case.__name__.replace("_", "-"): case for case in _CASES}
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print one case, or the names of all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", nargs="?", choices=list(CASES))
-    parser.add_argument("--target", default="cpu:1")
+    parser.add_argument("name", nargs="?", choices=list(CASES), help="case to run; default: list all cases")
+    parser.add_argument("--target", default="cpu:1", help="machine to compile for, as for `plimsoll plan`")
     args = parser.parse_args(arguments)
     if args.name is None:
         return print(*(f"{name:15} {case.__doc__}" for name, case in CASES.items()), sep="\n")

@@ -81,19 +81,36 @@ def main(argv: list[str]) -> int:
     parser = cli.Parser("plan", __doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.prog = "python -m tools.memory_vs_depth"
     add = parser.add_argument
-    add("--target", default="local", help="v5e-1, h200x1, cpu:1 ...: compiled only; without it, this machine, measured")
-    add("--layers", default="16,64,256,1024", metavar="N,N", help="the depths")
-    add("--policies", default=",".join(POLICIES), metavar="NAME,NAME", help=f"of {', '.join(POLICIES)}")
-    add("--depth_field", default="model.stack.num_layers", metavar="PATH", help="the config's field that depth is")
-    add("--rounds", type=int, default=5, help="turns of each policy, one step each; 0 measures nothing")
-    add("--out", type=Path, default=Path("memory_vs_depth.png"), metavar="FILE.png", help="the picture; .csv beside it")
+    add(
+        "--target",
+        default="local",
+        help="machine to compile for, such as v5e-1 or h200x1; default: compile and measure on this machine",
+    )
+    add("--layers", default="16,64,256,1024", metavar="N,N", help="depths to compare")
+    add(
+        "--policies",
+        default=",".join(POLICIES),
+        metavar="NAME,NAME",
+        help=f"policies to compare; default: {', '.join(POLICIES)}",
+    )
+    add(
+        "--depth_field", default="model.stack.num_layers", metavar="PATH", help="config field with the number of layers"
+    )
+    add("--rounds", type=int, default=5, help="measured steps of each policy; 0: only compile")
+    add(
+        "--out",
+        type=Path,
+        default=Path("memory_vs_depth.png"),
+        metavar="FILE.png",
+        help="plot to write, with a .csv file next to it",
+    )
     command = parser.parse(argv)
     args = command.args
     layers, policies = _depths(args.layers), args.policies.split(",")
     for policy in policies:
         cli.choose("policy", policy, list(POLICIES))
     if args.out.suffix != ".png" or not args.out.absolute().parent.is_dir():
-        raise cli.UsageError(f"--out={args.out}: expected a name that ends in .png, in a directory that is there")
+        raise cli.UsageError(f"--out={args.out}: expected a .png file in an existing folder")
     if args.rounds < 0:
         raise cli.UsageError(f"--rounds={args.rounds}: expected 0 or more")
 
@@ -108,7 +125,7 @@ def main(argv: list[str]) -> int:
     config, _ = command.resolve(target.name)
     settings = dict(_settings(config, policies, layers, args.depth_field, target))
     if not settings:
-        raise cli.UsageError(f"--policies={args.policies}: none can be had on {target.name}")
+        raise cli.UsageError(f"--policies={args.policies}: {target.name} supports none of them")
     rows, out = [], args.out
     for depth in layers:
         configs = {name: _at(config, {args.depth_field: depth, **changed}) for name, changed in settings.items()}
@@ -132,7 +149,7 @@ def _save(rows: Sequence[DepthRow], png: Path, title: str) -> None:
 def _depths(text: str) -> list[int]:
     """Parse the depths; return them sorted and without duplicates."""
     if not all(part.isdecimal() and int(part) for part in text.split(",")):
-        raise cli.UsageError(f"--layers={text}: expected numbers of layers from 1 on, such as 16,64,256")
+        raise cli.UsageError(f"--layers={text}: expected positive numbers of layers, such as 16,64,256")
     return sorted({int(part) for part in text.split(",")})
 
 
@@ -170,7 +187,7 @@ def _settings(
         except ConfigError:
             raise
         except ValueError as error:
-            raise cli.UsageError(f"policy {name}: {error} (--policies=NAME,NAME takes some of them)") from None
+            raise cli.UsageError(f"policy {name}: {error} (use --policies=NAME,NAME to leave it out)") from None
         yield name, changed
 
 

@@ -1,7 +1,7 @@
 """Mutation test: breaks the source in 17 ways, one at a time, and reports whether a test fails each time.
 
     python tools/mutate.py             all
-    python tools/mutate.py --only mask only those whose name holds "mask"
+    python tools/mutate.py --only mask only those whose name contains "mask"
 
 Each mutation is applied to a copy of the checkout in a temporary folder, and the tests that guard it run there. A
 mutation that no test notices is a gap in the tests: exit code 1.
@@ -189,7 +189,7 @@ def mutate(mutation: Mutation, python: str) -> tuple[bool, str, float]:
 def main() -> int:
     """Run the mutations and print a line for each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", metavar="TEXT", help="only mutations whose name holds this")
+    parser.add_argument("--only", default="", metavar="TEXT", help="run only mutations whose name contains TEXT")
     chosen = [mutation for mutation in MUTATIONS if parser.parse_args().only in mutation.name]
     survivors = 0
     for mutation in chosen:

@@ -198,7 +198,7 @@ def _tests_by_line() -> dict[tuple[str, int], set[str]]:
     tests_by_line: dict[tuple[str, int], set[str]] = {}
     files = sorted(TRACE.glob("*.db"))
     if not files:
-        raise SystemExit(f"error: no trace in {TRACE}; python -m tools.random_mutations --trace makes one")
+        raise SystemExit(f"error: {TRACE} has no trace; create it with python -m tools.random_mutations --trace")
     for file in files:
         data = CoverageData(str(file))
         data.read()
@@ -260,9 +260,9 @@ def judge_mutation(mutation: RandomMutation, tests: list[str]) -> tuple[SuiteRes
 def main() -> int:
     """Draw and try mutations, and print a line for each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--trace", action="store_true", help="note which tests run which line, and stop")
-    parser.add_argument("--count", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trace", action="store_true", help="record which tests run which line, and stop")
+    parser.add_argument("--count", type=int, default=30, help="number of mutations")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the mutations")
     args = parser.parse_args()
     if args.trace:
         return trace()

@@ -35,9 +35,9 @@ from tests.support import exact
 SETTINGS = {
     "plain": {},
     "streamed": {"update": "streamed", "gradients": "pinned_host", "optimizer_state": "pinned_host", "remat": "full"},
-    "hosted": {"update": "streamed", "parameters": "pinned_host", "activations": "pinned_host", "remat": "full"},
+    "offloaded": {"update": "streamed", "parameters": "pinned_host", "activations": "pinned_host", "remat": "full"},
     "in_backward": {"update": "in_backward", "optimizer_state": "pinned_host", "remat": "full"},
-    "unit ahead": {"update": "in_backward", "optimizer_state": "pinned_host", "prefetch": "unit"},
+    "layer ahead": {"update": "in_backward", "optimizer_state": "pinned_host", "prefetch": "unit"},
     "layer_programs": {"update": "layer_programs", "optimizer_state": "pinned_host", "remat": "full"},
 }
 # Names of Python functions, in jaxprs and in StableHLO, and memory addresses.
@@ -76,7 +76,7 @@ def digest_config(name: str) -> dict[str, str]:
     for setting, fields in SETTINGS.items():
         config = configs.load(name)
         config.accelerator_rules = []
-        if setting in ("in_backward", "unit ahead"):
+        if setting in ("in_backward", "layer ahead"):
             config.learner.clip_mode = "previous_norm"
         for field, value in fields.items():
             config.set_path(f"memory.{field}", value)
@@ -132,8 +132,8 @@ def all_steps() -> dict[str, str]:
 def main(argv: list[str]) -> int:
     """Run the command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save", metavar="FILE", help="write all digests into FILE")
-    parser.add_argument("--against", metavar="FILE", help="compare with those in FILE")
+    parser.add_argument("--save", metavar="FILE", help="write all digests to FILE")
+    parser.add_argument("--against", metavar="FILE", help="compare with the digests in FILE")
     args = parser.parse_args(argv)
     digests = all_steps()
     if args.save:

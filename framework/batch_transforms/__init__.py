@@ -1,1 +1,1 @@
-"""Auxiliary models (reference, teacher, rollouts) that add arrays to the batches; see framework.program.batch_transform."""
+"""Batch transforms, which add arrays to batches: reference, teacher, rollouts; see `program.batch_transform`."""

@@ -95,7 +95,7 @@ class AuxiliaryModel:
         return compute_digest(facts)
 
     def check_files(self) -> None:
-        """Reads the headers of the weight files and the tokenizer; the data must be set up.
+        """Read the headers of the weight files and the tokenizer; the data must be set up.
 
         Raises:
             FileNotFoundError, ValueError: weights are missing or have a different shape, or token ids stand for
@@ -111,7 +111,7 @@ class AuxiliaryModel:
                 self._check_tokenizer(experiment.pretrained.path)
 
     def load(self) -> None:
-        """Reads or initializes the weights; with offloading the devices hold one layer. Every process calls this."""
+        """Read or initialize the weights; with offloading the devices hold one layer. Every process calls this."""
         if self._state is not None:
             return
         experiment = self.program.experiment
@@ -128,13 +128,15 @@ class AuxiliaryModel:
         return self._state is not None
 
     def unload(self) -> None:
-        """Frees the weights."""
+        """Free the weights."""
         self._state = None
 
     def __call__(self, batch: Batch, after: object = ()) -> Batch:
         """Return the function's results for the rows of a batch, on the devices; `after` as for `Forward`."""
         if self._state is None:
-            raise ValueError(f"{self.what} is not loaded: call the companion's open() before a step or an evaluation")
+            raise ValueError(
+                f"{self.what} is not loaded: call the batch transform's open() before a step or an evaluation"
+            )
         return self._forward(self._state, batch, after)
 
     @property
@@ -149,24 +151,25 @@ class AuxiliaryModel:
             compile: see `Compile`.
             other_bytes: bytes on a device that are allocated as well, such as the training state.
         """
-        ledger = self._forward.dry_run(compile, other_bytes=other_bytes)
-        ledger.host_peak += self._forward.offloaded_bytes
-        return ledger
+        tracker = self._forward.dry_run(compile, other_bytes=other_bytes)
+        tracker.host_peak += self._forward.offloaded_bytes
+        return tracker
 
-    def _check_tokenizer(self, place: str) -> None:
-        """Raises ValueError if a token id stands for different text in the run's tokenizer and the directory's."""
+    def _check_tokenizer(self, path: str) -> None:
+        """Raise ValueError if a token id stands for different text in the run's tokenizer and the directory's."""
         data: Any = self.run.experiment.data
         tokenizer: Tokenizer = data.tokenizer
         if not tokenizer.has_text:
             return
         vocab_size = self.program.experiment.language_model.vocab_size
-        other = PretrainedTokenizer(path=place, vocab_size=vocab_size)
-        other.prepare(Path(hub_models.folder(place)), None, write=False)
+        other = PretrainedTokenizer(path=path, vocab_size=vocab_size)
+        other.prepare(Path(hub_models.folder(path)), None, write=False)
+        # The vocabularies may be padded to different sizes, so compare only the ids that both have.
         for token, (ours, theirs) in enumerate(zip(tokenizer.table, other.table, strict=False)):
             if ours != theirs:
                 raise ValueError(
-                    f"{self.name} = {self.path}: its token {token} is {theirs!r}, that of data.tokenizer is {ours!r}; "
-                    "expected a model of the same vocabulary"
+                    f"{self.name} = {self.path}: token {token} is {theirs!r} there and {ours!r} in data.tokenizer; "
+                    "expected a model with the same vocabulary"
                 )
 
 

@@ -41,7 +41,7 @@ class AuxiliaryForward:
     results keep the row order of the batch.
 
     Args:
-        program: program with the model and its layout; its step must be a single program (`Whole`).
+        program: program with the model and its layout; its step must be a single program (`JitStep`).
         function: computes the results from the input of the head.
         what: name of the model in status and error messages, such as "the reference".
         group: state group to take the weights from: "parameter" or "ema".
@@ -67,7 +67,7 @@ class AuxiliaryForward:
             raise ValueError(f"memory.update = layer_programs: {what} needs a model that runs as one program")
         model = backend.running.model
         if not isinstance(model, CausalLM):
-            raise ValueError(f"model is a {type(model).__name__}; {what} is of a language model (CausalLM)")
+            raise ValueError(f"model is a {type(model).__name__}; {what} needs a language model (CausalLM)")
         self.model = model
         self.program = program
         self._function = function
@@ -102,7 +102,7 @@ class AuxiliaryForward:
         return sum(self.program.layout.bytes_per_device(group, "pinned_host") for group in self._groups)
 
     def dry_run(self, compile: Compile, *, other_bytes: int) -> MemoryTracker:
-        """Compiles the function with `compile` and returns the memory that a call needs.
+        """Compile the function with `compile` and return the memory that a call needs.
 
         Args:
             compile: see `Compile`. If it compiles for the attached devices, later calls run that executable.
@@ -111,13 +111,14 @@ class AuxiliaryForward:
         offloaded = self.offloaded_bytes
         run = compile(self._lower(), HostBytes(arguments=offloaded))
         if run.run is not None:
+            # Fill the cached property, so that calls run this executable instead of compiling again.
             self.__dict__["_compiled"] = run.run
-        ledger = MemoryTracker()
-        ledger.count(run, run.peak + other_bytes)
-        ledger.host_peak = run.host_temp
+        tracker = MemoryTracker()
+        tracker.count(run, run.peak + other_bytes)
+        tracker.host_peak = run.host_temp
         # Each offloaded weight is copied to the device once per microbatch.
-        ledger.moved = max(run.moved, offloaded * self._accumulate)
-        return ledger
+        tracker.moved = max(run.moved, offloaded * self._accumulate)
+        return tracker
 
     @cached_property
     def _input_names(self) -> Sequence[str]:
@@ -163,7 +164,7 @@ class AuxiliaryForward:
         ctx = self.program.evaluation_context(batch)
         storage_specs = model.stage_specs(layout.specs[self._groups[0]], layout.specs["frozen"])
         x_BSD = None
-        # Not `model.hidden`, which does not handle a stack that is split into sections.
+        # Not `model.compute_hidden`, which does not handle a stack that is split into layer ranges.
         for stage in model.stages:
             if stage != "head":
                 x_BSD, _ = model.run(stage, params, x_BSD, ctx, buffers, storage_specs)

@@ -70,7 +70,7 @@ class Reference(BatchTransform):
         self._other: AuxiliaryModel | None = None
         self._program: Program | None = None
 
-    # --- what it is ---------------------------------------------------------------------------------------------------
+    # --- choosing the kind --------------------------------------------------------------------------------------------
 
     def join(self, experiment: Experiment) -> None:
         """See `BatchTransform`."""
@@ -80,23 +80,23 @@ class Reference(BatchTransform):
     def choice(self) -> ReferenceChoice:
         """The kind in effect, with the reason."""
         if self.kind != "auto":
-            return ReferenceChoice(self.kind, "companion.kind says so")
+            return ReferenceChoice(self.kind, "set by companion.kind")
         assert self._experiment is not None, "join() first"
         model = self._experiment.model
         objective = model.head.objective if isinstance(model, CausalLM) else None
         if objective is None or ARRAY not in objective.arrays:
             return ReferenceChoice("none", "the objective reads no reference")
         if self.pretrained is not None:
-            return ReferenceChoice("stored", "companion.pretrained is another model, whose values are computed once")
+            return ReferenceChoice("stored", "log-probabilities under companion.pretrained are computed once")
         if model.lora is None:
             return ReferenceChoice(
-                "stored", "all weights are trained, and the values of the first ones are computed once"
+                "stored", "all weights are trained; log-probabilities under the initial ones are computed once"
             )
         if self._experiment.memory.traits.is_many_programs:
-            return ReferenceChoice("stored", "memory.update = layer_programs runs no forward pass beside its step")
+            return ReferenceChoice("stored", "memory.update = layer_programs runs no forward pass outside its step")
         if model.buffer_specs():
-            return ReferenceChoice("stored", "the model has buffers that steps move, adapters or not")
-        return ReferenceChoice("adapter_off", "the model without its adapters is the one that the run began with")
+            return ReferenceChoice("stored", "training steps change the model's buffers, with or without adapters")
+        return ReferenceChoice("adapter_off", "without its adapters, the model is the one that the run started from")
 
     def arrays(self, delivered: Shapes, *, evaluation: bool = False) -> Shapes:
         """See `BatchTransform`: adds `reference`, f32[B, S], unless the kind is none."""
@@ -113,27 +113,28 @@ class Reference(BatchTransform):
         # The property raises ValueError if the model is not a language model.
         model = experiment.language_model
         if kind == "adapter_off" and model.lora is None:
-            raise ValueError("companion.kind = adapter_off, and model.lora is not set; expected stored or hosted")
+            raise ValueError("companion.kind = adapter_off, but model.lora is not set; expected stored or hosted")
         if kind == "adapter_off" and experiment.memory.traits.is_many_programs:
             raise ValueError(
-                "companion.kind = adapter_off with memory.update = layer_programs, which runs no forward pass beside "
-                "its step; expected companion.kind = stored or hosted"
+                "companion.kind = adapter_off with memory.update = layer_programs, which runs no forward pass "
+                "outside its step; expected companion.kind = stored or hosted"
             )
         if kind == "adapter_off" and model.buffer_specs():
             raise ValueError(
-                "companion.kind = adapter_off, and the model has buffers (a router's bias) that steps move, so that it "
-                "is not what the run began with; expected companion.kind = stored or hosted"
+                "companion.kind = adapter_off, but training steps change the model's buffers (a router's bias), so it "
+                "is not the model that the run started from; expected companion.kind = stored or hosted"
             )
 
     def check_files(self, program: Program, workdir: Path, *, is_new_run: bool) -> None:
-        """See `BatchTransform`: checks the reference's weights and tokenizer, and the stored values of a resumed run."""
+        """See `BatchTransform`: check the reference's weights and tokenizer, and a resumed run's stored values."""
         kind = self.choice.kind
         if kind in ("stored", "hosted"):
             self._get_other_model(program).check_files()
+        # In a new run, `open` recomputes values that do not match instead of refusing them.
         if kind == "stored" and not is_new_run:
             ReferenceScoring(program, self._get_other_model(program), workdir).check()
 
-    # --- what it does -------------------------------------------------------------------------------------------------
+    # --- adding the values --------------------------------------------------------------------------------------------
 
     def open(self, program: Program, workdir: Path, *, is_new_run: bool, log: Log) -> None:
         """See `BatchTransform`. Computes a stored reference if it does not exist yet."""
@@ -144,9 +145,10 @@ class Reference(BatchTransform):
             # A program for inference writes no files.
             if program.training:
                 scoring.run(is_new_run=is_new_run, log=log)
+                # Each row now carries its stored values, so the model is not needed again.
                 self._other = None
             elif not scoring.attach_stored():
-                log("the workdir has no stored reference of these weights and data: its model is loaded")
+                log("the workdir has no stored reference for these weights and data; loading the reference model")
                 self._get_other_model(program).load()
         elif choice.kind == "hosted":
             self._get_other_model(program).load()
@@ -161,6 +163,7 @@ class Reference(BatchTransform):
         self, program: Program, state: dict[str, Any], batch: Batch, *, group: str = "parameter"
     ) -> Batch:
         """See `BatchTransform`."""
+        # The data pipeline delivers stored values together with their rows.
         if ARRAY in batch or self.choice.kind == "none":
             return batch
         if self.choice.kind == "adapter_off":
@@ -175,6 +178,7 @@ class Reference(BatchTransform):
         """See `BatchTransform`: one forward pass; adapter_off runs it with the run's own weights."""
         kind = self.choice.kind
         if kind == "adapter_off":
+            # The weights are the run's own, whose memory the plan counts already.
             return estimate_forward(experiment, experiment, mesh, offloaded=False)._replace(offloaded_bytes=0)
         if kind == "hosted":
             other = auxiliary_experiment(experiment, self.pretrained)
@@ -194,9 +198,9 @@ class Reference(BatchTransform):
         if choice.kind == "hosted":
             return {ARRAY: other.dry_run(compile, other_bytes=state_bytes)}
         # A stored reference is computed before the training state exists.
-        ledger = other.dry_run(compile, other_bytes=0)
-        ledger.once = True
-        return {ARRAY: ledger}
+        tracker = other.dry_run(compile, other_bytes=0)
+        tracker.once = True
+        return {ARRAY: tracker}
 
     def _without_adapters(self, program: Program, group: str) -> AuxiliaryForward:
         """Return the forward pass over the running state's own arrays, with adapters disabled."""

@@ -36,44 +36,46 @@ class ReferenceScoring:
         self._sets = self._data.row_sets()
 
     def run(self, *, is_new_run: bool, log: Log) -> None:
-        """Computes the missing values and attaches them to the data. Every process calls this.
+        """Compute the missing values and attach them to the data. Every process calls this.
 
         Args:
-            is_new_run: the run has no checkpoint yet, so values of different weights or data are recomputed, not refused.
+            is_new_run: the run has no checkpoint yet, so values of different weights or data are recomputed instead of
+                refused.
             log: prints a line.
 
         Raises:
             ValueError: the folder holds values for different weights or data than those of the resumed run.
         """
-        stored = self._make_stored_rows(keeps_hashes=True)
+        stored = self._make_stored_rows(save_hashes=True)
         difference = self._difference(stored)
         if not is_new_run:
             self._check(difference)
         if difference == DAMAGED:
-            log(f"{self._folder} is damaged: the reference is computed again")
+            log(f"{self._folder} is damaged; computing the reference again")
         elif difference:
-            log(f"{self._folder} holds a reference of other {difference}: it is computed again")
-        self._begin(stored, anew=difference is not None)
+            log(f"{self._folder} holds a reference for different {difference}; computing it again")
+        self._begin(stored, restart=difference is not None)
         # If there is a checkpoint, the trainer has already compared the config with that of the earlier steps.
         if is_new_run or not stored.is_complete:
             if not stored.is_complete:
-                self._tell_surplus(log)
+                self._warn_unused_rows(log)
             self._model.load()
             if not self._is_reproduced(stored):
-                log(f"{self._folder} holds a reference by another program: it is computed again")
-                self._begin(stored, anew=True)
+                log(f"{self._folder} holds a reference computed by a different program; computing it again")
+                self._begin(stored, restart=True)
             self._score(stored)
             self._model.unload()
+        # Wait until process 0 has written all values, because every process opens the files below.
         distributed.barrier("reference")
         if not distributed.is_true_on_all(stored.difference is None):
             raise ValueError(
-                f"{self._folder}: another process does not see what the first one wrote; expected a folder that all "
-                "hosts have, or companion.kind = hosted"
+                f"{self._folder}: another process does not see the files that process 0 wrote; expected a folder "
+                "that all hosts share, or companion.kind = hosted"
             )
         self._data.attach("reference", stored.open())
 
-    def _tell_surplus(self, log: Log) -> None:
-        """Prints a hint if the run reads less than half of the training rows, as in a run of few steps."""
+    def _warn_unused_rows(self, log: Log) -> None:
+        """Print a hint if the run reads less than half of the training rows, as in a run of few steps."""
         training_rows = self._data.num_rows
         num_steps = self._program.experiment.trainer.known_steps
         if num_steps is None:
@@ -81,25 +83,25 @@ class ReferenceScoring:
         rows_read = num_steps * self._data.global_batch_size
         if 2 * rows_read < training_rows:
             log(
-                f"the reference of all {training_rows:,} rows is computed, and the run reads {rows_read:,} of them; "
-                "companion.kind=hosted computes these alone, in each step"
+                f"computing the reference of all {training_rows:,} rows, but the run reads only {rows_read:,} of "
+                "them; companion.kind=hosted computes only those, in each step"
             )
 
     def check(self) -> None:
-        """Checks the folder of a resumed run. Every process calls this.
+        """Check the folder of a resumed run. Every process calls this.
 
         Raises:
             ValueError: it holds values for different weights or data than those of the resumed run.
         """
         # `run` verifies the checksums of the values. Damaged values are recomputed, so they are no reason to refuse.
-        self._check(distributed.broadcast_from_primary(self._make_stored_rows(keeps_hashes=True).difference))
+        self._check(distributed.broadcast_from_primary(self._make_stored_rows(save_hashes=True).difference))
 
     def _check(self, difference: str | None) -> None:
         if difference in (None, "", DAMAGED):
             return
         same = "data" if difference == "data" else "pretrained, companion.pretrained and trainer.seed"
         raise ValueError(
-            f"{self._folder} holds a reference of other {difference} than those of this run, which has begun with it; "
+            f"{self._folder} holds a reference for different {difference} than those that this run started with; "
             f"expected the same {same} as before, or another --workdir"
         )
 
@@ -121,7 +123,7 @@ class ReferenceScoring:
         Returns:
             False if they are incomplete, missing, damaged, or were computed for different weights or data.
         """
-        stored = self._make_stored_rows(keeps_hashes=False)
+        stored = self._make_stored_rows(save_hashes=False)
         if self._difference(stored) is not None:
             return False
         values = stored.open()
@@ -130,21 +132,21 @@ class ReferenceScoring:
         self._data.attach("reference", values)
         return True
 
-    def _make_stored_rows(self, *, keeps_hashes: bool) -> StoredRows:
+    def _make_stored_rows(self, *, save_hashes: bool) -> StoredRows:
         weights = ""
         # Only one process reads the weight files to hash them.
         if distributed.is_primary():
             hashes = FileHashes(self._folder.with_name(".reference-hashes.json"))
             weights = self._model.weights_digest(hashes)
-            if keeps_hashes:
+            if save_hashes:
                 hashes.save()
         weights = distributed.broadcast_from_primary(weights)
         return StoredRows(self._folder, self._sets, self._data.seq_len, weights)
 
-    def _begin(self, stored: StoredRows, *, anew: bool) -> None:
-        """Prepares the files in the primary process; the others receive the number of finished rows."""
+    def _begin(self, stored: StoredRows, *, restart: bool) -> None:
+        """Prepare the files in the primary process; the others receive the number of finished rows."""
         if distributed.is_primary():
-            stored.begin(anew=anew)
+            stored.begin(restart=restart)
         stored.done = distributed.broadcast_from_primary(stored.done)
 
     def _is_reproduced(self, stored: StoredRows) -> bool:
@@ -160,7 +162,7 @@ class ReferenceScoring:
         return distributed.broadcast_from_primary(same)
 
     def _score(self, stored: StoredRows) -> None:
-        """Computes all remaining rows; the primary process writes them."""
+        """Compute all remaining rows; the primary process writes them."""
         size = self._data.global_batch_size
         total = sum(rows.num_rows for rows in self._sets.values())
         with phase("computing the reference") as computing:
@@ -190,5 +192,6 @@ class ReferenceScoring:
         """Gather the whole array [B, S] in this process."""
         if jax.process_count() == 1:
             return np.asarray(values)
+        # Replicate first: a process can copy only its own shards to the host.
         everywhere = jax.jit(lambda x: x, out_shardings=self._program.replicated)(values)
         return np.asarray(everywhere.addressable_data(0))

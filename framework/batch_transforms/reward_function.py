@@ -67,7 +67,7 @@ class RewardFunction:
         return f"companion.reward = {self.name}"
 
     def check(self) -> None:
-        """Checks that the function exists, without running any of the user's code.
+        """Check that the function exists, without running any of the user's code.
 
         Raises:
             ValueError: the name is malformed, the package does not exist, or the file has no such function.
@@ -123,9 +123,9 @@ def _find_line(file: str | Path | None, error: BaseException) -> str:
     """Return "line N: " for the innermost traceback frame in `file`; "" if there is none."""
     if file is None:
         return ""
-    place = Path(file).resolve()
+    path = Path(file).resolve()
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == place]
+    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path]
     return f"line {lines[-1]}: " if lines else ""
 
 

@@ -53,9 +53,9 @@ class Rollouts(BatchTransform):
 
     Args:
         reward: reward function, "my_rewards.py:exact" or "package.module.function"; see
-            `framework.batch_transforms.reward_function`. The reward function is executable code, so it is not loaded from the
-            stored config of a workdir, which may be untrusted, unless it is one of Plimsoll's own. The field is then
-            None, and no answers can be sampled.
+            `framework.batch_transforms.reward_function`. The reward function is executable code, so it is not loaded
+            from the stored config of a workdir, which may be untrusted, unless it is one of Plimsoll's own. The field
+            is then None, and no answers can be sampled.
         scale: divisor of the advantages: the standard deviation of the rewards of each group ("group") or of the
             batch ("batch"), or no scaling ("none", arXiv 2503.20783).
         reference: auxiliary model that adds `reference` for the answers; required for GRPO with beta > 0.
@@ -87,7 +87,7 @@ class Rollouts(BatchTransform):
         self.table_every = table_every
         self.table_rows = table_rows
         self._samplers: dict[str, Any] = {}
-        self._tell: Log | None = None
+        self._log: Log | None = None
         self._file: Path | None = None
         self._timer = SamplingTimer()
 
@@ -100,7 +100,7 @@ class Rollouts(BatchTransform):
     def reward(self) -> RewardFunction:
         """The reward function. Raises ValueError if companion.reward is None."""
         if self._reward is None:
-            raise ValueError("companion.reward is None; expected the function that judges answers, FILE.py:FUNCTION")
+            raise ValueError("companion.reward is None; expected the function that scores answers, FILE.py:FUNCTION")
         return self._reward
 
     def arrays(self, delivered: Shapes, *, evaluation: bool = False) -> Shapes:
@@ -143,23 +143,23 @@ class Rollouts(BatchTransform):
         memory = experiment.memory
         if memory.traits.is_many_programs:
             raise ValueError(
-                "memory.update = layer_programs has no stack that could answer prompts; with companion = Rollouts "
+                "memory.update = layer_programs cannot sample answers; with companion = Rollouts "
                 "expected in_backward, streamed or after_backward"
             )
         if not all(layer_range.is_whole for layer_range in split_stacks(experiment.model, memory)):
             raise ValueError(
                 "memory settings that differ by layer, with companion = Rollouts: expected one value for all layers"
             )
-        num_cuts = experiment.mesh.sizes["seq"]
-        if num_cuts != 1:
-            raise ValueError(f"mesh.seq = {num_cuts}: an answer is made a token at a time; expected 1")
+        num_seq_shards = experiment.mesh.sizes["seq"]
+        if num_seq_shards != 1:
+            raise ValueError(f"mesh.seq = {num_seq_shards}: answers are sampled one token at a time; expected 1")
         self.reward.check()
         if self.reference is None:
             return
         if isinstance(self.reference, Reference) and self.reference.choice.kind in ("stored", "none"):
             raise ValueError(
                 f"companion.reference.kind = {self.reference.choice.kind} ({self.reference.choice.reason}); expected "
-                "adapter_off (with model.lora) or hosted: answers are sampled anew, and nothing is stored of them"
+                "adapter_off (with model.lora) or hosted: each step samples new answers, which no stored reference has"
             )
         self.reference.check(experiment)
 
@@ -170,7 +170,7 @@ class Rollouts(BatchTransform):
             self.reference.check_files(program, workdir, is_new_run=is_new_run)
 
     def _try_reward(self, data: Prompts) -> None:
-        """Calls the reward function on the first rows of the data, with their correct answers if they have any.
+        """Call the reward function on the first rows of the data, with their correct answers if they have any.
 
         Raises:
             ValueError: it failed. Otherwise the failure would show only after the demonstrations or the first answers.
@@ -181,13 +181,13 @@ class Rollouts(BatchTransform):
         self.reward(prompts, answers, rows)
 
     def open(self, program: Program, workdir: Path, *, is_new_run: bool, log: Log) -> None:
-        """See `BatchTransform`. Raises ValueError with more than one process, or if the reward function does not exist."""
+        """See `BatchTransform`. Raises ValueError with several processes, or if the reward function does not exist."""
         if jax.process_count() > 1:
             raise ValueError(
-                f"companion = Rollouts samples on one machine: expected 1 process, given {jax.process_count()}"
+                f"companion = Rollouts samples in a single process: expected 1 process, given {jax.process_count()}"
             )
         self.reward.load()
-        self._tell = log
+        self._log = log
         self._file = workdir / _FILE
         if self.reference is not None:
             self.reference.open(program, workdir, is_new_run=is_new_run, log=log)
@@ -286,12 +286,12 @@ class Rollouts(BatchTransform):
         if compiled.run is not None and data.is_ready:
             # Compiled for the attached devices, so training can run it.
             self._samplers["parameter"] = compiled.run
-        ledger = MemoryTracker()
-        ledger.count(compiled, compiled.peak + layout.bytes_per_device(memory_kind="device") - resident)
-        ledger.host_peak = compiled.host_temp
-        ledger.moved = compiled.moved
+        tracker = MemoryTracker()
+        tracker.count(compiled, compiled.peak + layout.bytes_per_device(memory_kind="device") - resident)
+        tracker.host_peak = compiled.host_temp
+        tracker.moved = compiled.moved
         others = {} if self.reference is None else self.reference.dry_run(program, compile)
-        return {"rollouts": ledger, **others}
+        return {"rollouts": tracker, **others}
 
     def _answers(
         self,
@@ -302,7 +302,7 @@ class Rollouts(BatchTransform):
         step: int | None,
         group: str,
     ) -> SampledAnswers:
-        """Samples the answers on the devices and returns them as host arrays."""
+        """Sample the answers on the devices and return them as host arrays."""
         data = _prompts(program.experiment)
         weights = merge(state[group], state["frozen"])
         sampler = self._samplers.get(group)
@@ -345,7 +345,7 @@ class Rollouts(BatchTransform):
         texts: list[str],
         rewards_B: np.ndarray,
     ) -> None:
-        """Prints some answers and appends them to the file, if they are due at this step."""
+        """Print some answers and append them to the file, if they are due at this step."""
         data = _prompts(program.experiment)
         set_number = int(host_batch["sources"].max())
         indices = host_batch["indices"]
@@ -357,7 +357,7 @@ class Rollouts(BatchTransform):
             is_last = step + 1 == program.experiment.trainer.known_steps
             is_due = step % self.table_every == 0 or is_last
             chosen = list(range(0, len(texts), data.group_size))[: self.table_rows] if is_due else []
-        if self._tell is None or self._file is None or not host_batch["lengths"].any() or not chosen:
+        if self._log is None or self._file is None or not host_batch["lengths"].any() or not chosen:
             return
         name = data.sets[set_number].name
         records = []
@@ -367,7 +367,7 @@ class Rollouts(BatchTransform):
             records.append({"step": step, "set": name, "prompt": prompt, "answer": texts[index], "reward": reward})
         table = ["", *(f"  {r['prompt']!r} -> {r['answer']!r}  reward {r['reward']:.3g}" for r in records)]
         after = "" if step is None else f" after {step} steps"
-        self._tell(f"answers{after}, {name}{self._timer.shares()}:" + "\n".join(table))
+        self._log(f"answers{after}, {name}{self._timer.shares()}:" + "\n".join(table))
         # Evaluating a finished run does not add to its file.
         if step is None:
             return

@@ -86,9 +86,9 @@ class StoredRows:
             hashes = self._hash_files(stored["done"])
         return stored.get("sha256") != _hex_digests(hashes)
 
-    def begin(self, *, anew: bool) -> None:
-        """Prepares the files for writing; keeps the rows of an earlier start unless `anew` is set."""
-        stored = None if anew else self._read()
+    def begin(self, *, restart: bool) -> None:
+        """Prepare the files for writing; keeps the rows of an earlier start unless `restart` is set."""
+        stored = None if restart else self._read()
         if stored is None:
             shutil.rmtree(self.folder, ignore_errors=True)
             durable.make_folder(self.folder)
@@ -120,7 +120,7 @@ class StoredRows:
         return np.array(self._values(name, "r")[first : first + count])
 
     def write(self, name: str, first: int, values: np.ndarray) -> None:
-        """Writes rows of a set from row `first` on, f32[n, S]; all earlier rows must be finished."""
+        """Write rows of a set from row `first` on, f32[n, S]; all earlier rows must be finished."""
         num_rows = min(len(values), self._sets[name].num_rows - first)
         rows = np.ascontiguousarray(values[:num_rows], np.float32)
         stored = self._values(name, "r+")

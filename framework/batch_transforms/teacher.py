@@ -90,12 +90,12 @@ class Teacher(BatchTransform):
         objective = model.head.objective
         if objective is None or IDS not in objective.arrays:
             raise ValueError(
-                "companion is a Teacher, and nothing reads what it adds: expected model.head.objective = "
+                "companion is a Teacher, but nothing reads its arrays: expected model.head.objective = "
                 "plimsoll.Distillation"
             )
 
     def check_files(self, program: Program, workdir: Path, *, is_new_run: bool) -> None:
-        """See `BatchTransform`: checks the folder's facts and rows, or the weight headers and tokenizer of the model."""
+        """See `BatchTransform`: check the folder's facts and rows, or the weight files and tokenizer of a model."""
         if self.kind == "stored":
             self._rows = self._open_rows(program)
             self._check_rows(program.experiment)
@@ -117,18 +117,19 @@ class Teacher(BatchTransform):
         assert self._rows is not None
         facts = self._rows.facts
         log(
-            f"teacher: {self.path} has {self._rows.num_rows:,} rows of {facts.seq_len} tokens, the likeliest "
-            f"{facts.top_k} of each, weights {facts.weights[:12]}"
+            f"teacher: {self.path} has {self._rows.num_rows:,} rows of {facts.seq_len} tokens, the top "
+            f"{facts.top_k} of each position, weights {facts.weights[:12]}"
         )
 
     def _check_teacher(self, program: Program, workdir: Path) -> None:
-        """Raises ValueError in every process if the run started with another teacher."""
+        """Raise ValueError in every process if the run started with another teacher."""
         difference = None
+        # The digest of a live teacher reads all of its weight files, so only one process computes it.
         if distributed.is_primary() and (workdir / _RECORD).exists():
             known = _read_record(workdir / _RECORD)
             found = self._weights(program, workdir)
             if known != found:
-                difference = f"weights {found[:12]}; the run began with {known[:12]}"
+                difference = f"weights {found[:12]}; the run started with {known[:12]}"
         difference = distributed.broadcast_from_primary(difference)
         if difference:
             raise ValueError(
@@ -203,7 +204,7 @@ class Teacher(BatchTransform):
         try:
             rows = TeacherRows(Path(self.path).expanduser())
         except (FileNotFoundError, ValueError) as error:
-            made = "" if self.train_first is None else "; `plimsoll train` without --dry_run makes it"
+            made = "" if self.train_first is None else "; `plimsoll train` without --dry_run creates it"
             raise type(error)(f"companion.path: {error}{made}") from None
         facts = rows.facts
         where = f"companion.path = {self.path}"
@@ -211,17 +212,18 @@ class Teacher(BatchTransform):
             raise ValueError(f"{where}: stored for data.seq_len = {facts.seq_len}, the run has {data.seq_len}")
         if facts.tokenizer != data.tokenizer.digest:
             raise ValueError(
-                f"{where}: the teacher's tokenizer is another one than data.tokenizer, so its tokens mean other texts"
+                f"{where}: the teacher's tokenizer differs from data.tokenizer, so its token ids mean different text"
             )
         vocab_size = program.experiment.language_model.vocab_size
         if facts.vocab_size > vocab_size:
             raise ValueError(
-                f"{where}: stored for {facts.vocab_size} ids; model.vocab_size = {vocab_size}, expected as many or more"
+                f"{where}: stored for {facts.vocab_size} ids; model.vocab_size = {vocab_size}, expected at least that"
             )
         if facts.top_k < self.top_k:
             raise ValueError(f"{where}: stored with --top_k={facts.top_k}, companion.top_k = {self.top_k} needs more")
         stored_digests = set(facts.data.values())
         for leaf, digest in zip(data.leaves, hash_sources(data).values(), strict=True):
+            # Only the content of a source matters; its name may differ.
             if digest not in stored_digests:
                 names = ", ".join(f"{name} {stored[:12]}" for name, stored in facts.data.items())
                 raise ValueError(
@@ -231,7 +233,7 @@ class Teacher(BatchTransform):
         return rows
 
     def _check_rows(self, experiment: Experiment) -> None:
-        """Raises ValueError if some of the run's rows are not stored; samples rows evenly from first to last."""
+        """Raise ValueError if some of the run's rows are not stored; samples rows evenly from first to last."""
         data = experiment.data
         assert isinstance(data, DataPipeline)
         assert self._rows is not None
@@ -240,8 +242,8 @@ class Teacher(BatchTransform):
         num_missing = sum(row_key(row_list.read(number)) not in self._rows for number in range(num_checked))
         if num_missing:
             raise ValueError(
-                f"companion.path = {self.path}: of {num_checked:,} of the run's rows that were looked at, "
-                f"{num_missing:,} are not among its {self._rows.num_rows:,}; {_SCORE_AGAIN}"
+                f"companion.path = {self.path}: of {num_checked:,} of the run's rows that were checked, "
+                f"{num_missing:,} are not among its {self._rows.num_rows:,} rows; {_SCORE_AGAIN}"
             )
 
     def _load_stored(self, program: Program, batch: Batch) -> dict[str, np.ndarray]:
@@ -268,8 +270,8 @@ class Teacher(BatchTransform):
         number = self._rows.find_row(row_key(row))
         if number is None:
             raise ValueError(
-                f"companion.path = {self.path}: a row that the run reads now is not among its "
-                f"{self._rows.num_rows:,}; {_SCORE_AGAIN}"
+                f"companion.path = {self.path}: a row that the run reads is not among its "
+                f"{self._rows.num_rows:,} rows; {_SCORE_AGAIN}"
             )
         return number
 
@@ -300,9 +302,10 @@ def _copy_to_host(array: jax.Array, rows: np.ndarray) -> np.ndarray:
     filled = np.zeros(host.shape, bool)
     for shard in array.addressable_shards:
         row_slice, column_slice = shard.index
+        # Positions of the shard's rows in `rows`, which is sorted.
         shard_rows = np.searchsorted(rows, np.arange(array.shape[0])[row_slice])
         host[shard_rows, column_slice] = np.asarray(shard.data)
         filled[shard_rows, column_slice] = True
     if not filled.all():
-        raise ValueError("companion.kind = stored: mesh.seq cuts rows between processes; expected mesh.seq within one")
+        raise ValueError("companion.kind = stored: mesh.seq splits rows across processes; expected each in one process")
     return host

@@ -73,7 +73,7 @@ class TeacherFacts:
     data: dict[str, str]
 
     def check(self) -> None:
-        """Raises ValueError if a value has the wrong type or is out of range."""
+        """Raise ValueError if a value has the wrong type or is out of range."""
         texts = [self.weights, *self.data, *self.data.values()]
         numbers = [self.vocab_size, self.seq_len, self.top_k]
         are_texts = all(isinstance(text, str) for text in texts) and isinstance(self.tokenizer, str | None)
@@ -171,11 +171,12 @@ def read_manifest(folder: Path) -> tuple[TeacherFacts, int]:
         if stored_format == _FORMAT:
             facts = TeacherFacts(**manifest)
             facts.check()
+            # type() instead of isinstance(): True is an int.
             if type(num_rows) is not int or num_rows < 0:
                 raise ValueError(f"rows = {num_rows!r}")
             return facts, num_rows
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} is not what `plimsoll score` writes: {error!r}") from None
+        raise ValueError(f"{path} is not a valid file of `plimsoll score`: {error!r}") from None
     raise ValueError(
         f"{path} has format {stored_format}; this version reads format {_FORMAT}: "
         "run `plimsoll score` again, into a new folder"
@@ -222,8 +223,8 @@ class TeacherRows:
         damaged = np.flatnonzero(_checksums(rows) != self._checksums[numbers])
         if damaged.size:
             raise ValueError(
-                f"{self.folder} is damaged: row {numbers[damaged[0]]:,} is not what `plimsoll score` stored; "
-                "remove the folder and run that again"
+                f"{self.folder} is damaged: row {numbers[damaged[0]]:,} does not match its checksum; "
+                "remove the folder and run `plimsoll score` again"
             )
         return rows
 
@@ -251,11 +252,12 @@ class TeacherWriter:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[TeacherWriter]:
-        """Locks the folder for this process, and opens the files truncated to the committed rows."""
+        """Lock the folder for this process, and open the files truncated to the committed rows."""
         durable.make_folder(self.folder)
         with contextlib.ExitStack() as stack:
             lock = stack.enter_context(open(self.folder / ".lock", "w"))
             try:
+                # The kernel releases this lock when the process ends, even after a kill.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ValueError(f"{self.folder}: another process is writing there") from None
@@ -269,7 +271,7 @@ class TeacherWriter:
             yield self
 
     def append(self, rows: TeacherOutputs) -> None:
-        """Appends rows; they count from the next `commit` on."""
+        """Append rows; they count from the next `commit` on."""
         *row_types, _ = _row_types(self.facts)
         arrays = []
         for array, (dtype, row_shape) in zip(rows, row_types, strict=True):
@@ -282,23 +284,24 @@ class TeacherWriter:
         self.num_rows += len(rows.keys)
 
     def commit(self) -> None:
-        """Makes all rows so far durable: they count even after a kill at any moment."""
+        """Make all rows so far durable: they count even after a kill at any moment."""
         for file in self._files:
             with writing(file.name):
                 file.flush()
                 os.fsync(file.fileno())
+        # The manifest comes last, so it counts only rows that are on disk.
         write_json(self.folder / MANIFEST, {"format": _FORMAT, **dataclasses.asdict(self.facts), "rows": self.num_rows})
 
 
 def _check_same(folder: Path, stored: TeacherFacts, facts: TeacherFacts) -> None:
-    """Raises ValueError if the folder's rows belong to another teacher or other data."""
+    """Raise ValueError if the folder's rows belong to another teacher or other data."""
     for field in dataclasses.fields(TeacherFacts):
         old = getattr(stored, field.name)
         new = getattr(facts, field.name)
         if old != new:
             raise ValueError(
-                f"{folder} holds a teacher's answers with other {field.name}: {_short(old)}, not {_short(new)}; "
-                "expected an empty folder, or one with the same teacher and data"
+                f"{folder} holds the outputs of a teacher with different {field.name}: {_short(old)}, not "
+                f"{_short(new)}; expected an empty folder, or one with the same teacher and data"
             )
 
 

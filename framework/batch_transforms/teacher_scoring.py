@@ -59,8 +59,8 @@ def check_teacher(teacher: Experiment, student: Experiment, data: DataPipeline, 
     theirs = teacher.data.tokenizer  # pyright: ignore[reportAttributeAccessIssue]
     if ours.digest != theirs.digest:
         raise ValueError(
-            f"the teacher's tokenizer is another one than data.tokenizer ({_digest(theirs.digest)}, not "
-            f"{_digest(ours.digest)}): its tokens mean other texts; expected a teacher with the same tokenizer"
+            f"the teacher's tokenizer differs from data.tokenizer ({_digest(theirs.digest)}, not "
+            f"{_digest(ours.digest)}), so its token ids mean different text; expected a teacher with the same tokenizer"
         )
     teacher.language_model.check(program.mesh, data)
     # The embedding tables may be padded to different sizes; padded ids never occur in text.
@@ -71,7 +71,7 @@ def check_teacher(teacher: Experiment, student: Experiment, data: DataPipeline, 
 
 
 def _digest(value: str | None) -> str:
-    return "of ids without text" if value is None else value[:12]
+    return "ids without text" if value is None else value[:12]
 
 
 class RowList(NamedTuple):
@@ -158,6 +158,7 @@ class TeacherScorer:
         self._arrays = (weights, state["buffer"])
         self.facts = facts
         shards = batch_shards(program.mesh.shape)
+        # The number of rows must be a multiple of the batch shards.
         self.batch_size = -(-batch_size // shards) * shards
         forward = InferenceForward(program, weights)
         top_k_function = teacher_top_k.make_top_k_function(facts.top_k, facts.vocab_size)

@@ -5,7 +5,7 @@ flipped bits. Arrays are restored directly into the shardings and memory kinds o
 without a second copy. docs/checkpoints.md describes the files.
 
 This file has the `Checkpointer`. The other files are directory.py (names, manifests, errors), integrity.py (checksums),
-storage.py (orbax) and objects.py (object stores).
+storage.py (orbax) and object_store.py (object stores).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Checkpointer:
             self._prepare_directory()
 
     def _prepare_directory(self) -> None:
-        """Creates the directory, and removes leftovers of killed saves from it."""
+        """Create the directory, and remove leftovers of killed saves from it."""
         if not self._in_store:
             durable.make_folder(self.directory)
         # The processes share the directory, so only one of them cleans up.
@@ -146,12 +146,12 @@ class Checkpointer:
         return committed_steps
 
     def problems(self) -> list[str]:
-        """Describes entries that look like checkpoints but are not: incomplete ones and stray directories."""
+        """Describe entries that look like checkpoints but are not: incomplete ones and stray directories."""
         _, problems = files.scan(self.directory)
         return problems
 
     def manifest(self, step: int) -> files.Manifest:
-        """Reads the manifest of `step`, without its arrays.
+        """Read the manifest of `step`, without its arrays.
 
         Raises:
             CheckpointMissingError: there is no complete checkpoint of this step.
@@ -171,7 +171,7 @@ class Checkpointer:
     # --- saving ------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> bool:
-        """Saves a checkpoint in the background; returns once the arrays may be donated or overwritten.
+        """Save a checkpoint in the background; returns once the arrays may be donated or overwritten.
 
         The group "frozen" never changes, so only the first save writes it, and waits for it; later saves refer to it.
         Only one save runs at a time: this call waits for the previous one. A checkpoint of the same step, left here
@@ -222,7 +222,7 @@ class Checkpointer:
         return True
 
     def _save_frozen(self, frozen_arrays: Any) -> int:
-        """Writes the frozen arrays, waits until they are committed, and returns their number."""
+        """Write the frozen arrays, wait until they are committed, and return their number."""
         with Checkpointer(directory=self.directory / files.FROZEN, keep=_KEEP_ALL) as frozen_checkpointer:
             # Use a number above all existing ones: older checkpoints refer to those, so they must never be replaced.
             # Processes may see different directory listings, so all use the number of the primary.
@@ -232,17 +232,17 @@ class Checkpointer:
         return number
 
     def _begin_write(self, path: Any, leaves: dict[str, jax.Array], manifest: files.Manifest) -> Callable[[], None]:
-        """Moves an existing checkpoint of the step aside and starts the write; returns a function that waits for it."""
+        """Move an existing checkpoint of the step aside and start the write; returns a function that waits for it."""
         if self._in_store:
             return object_store.write(path, leaves, manifest, self._before_commit)
         if distributed.is_primary() and os.path.lexists(path):
             # Delete it only after its successor is committed: if the save fails, it is put back.
             path.rename(path.with_name(f"{path.name}.replaced"))
-            logging.warning("checkpoints: step %d exists from before and is being replaced", manifest.step)
+            logging.warning("checkpoints: step %d already exists and is being replaced", manifest.step)
         return storage.write(path, leaves, manifest.to_json())
 
     def _check_space(self, step: int, num_bytes: int) -> None:
-        """Raises CheckpointSaveError in every process if the disk of any process has no room for the arrays."""
+        """Raise CheckpointSaveError in every process if the disk of any process has no room for the arrays."""
         free_bytes = shutil.disk_usage(self.directory).free
         needed_bytes = num_bytes + _OVERHEAD_BYTES
         if distributed.is_true_on_all(free_bytes >= needed_bytes):
@@ -255,7 +255,7 @@ class Checkpointer:
         )
 
     def _finish(self, step: int, finish_write: Callable[[], None]) -> None:
-        """Waits for the commit in a background thread, and only then removes old checkpoints.
+        """Wait for the commit in a background thread, and only then remove old checkpoints.
 
         Orbax syncs the arrays to disk, but not their index, the manifest, or the file names. Without syncing these, a
         power cut would lose the checkpoint.
@@ -282,7 +282,7 @@ class Checkpointer:
         self._remove_old(step)
 
     def _remove_old(self, step: int) -> None:
-        """Removes the replaced checkpoint of `step`, and older checkpoints beyond those to keep."""
+        """Remove the replaced checkpoint of `step`, and older checkpoints beyond those to keep."""
         # Later steps, left from before the run was resumed at an earlier step, are neither counted nor removed. Corrupt
         # ones are not counted either, so `keep` valid checkpoints remain.
         past_steps = [old for old in self.steps() if old <= step and old not in self._bad]
@@ -299,7 +299,7 @@ class Checkpointer:
             logging.warning("checkpoints: step %d was saved, but old ones could not be deleted: %s", step, error)
 
     def _handle_failed_save(self, step: int, error: BaseException) -> CheckpointSaveError:
-        """Creates the error for a failed save, removes its leftovers, and restores the checkpoint it was to replace."""
+        """Create the error for a failed save, remove its leftovers, and restore the checkpoint it was to replace."""
         remaining_steps: Any = "unknown"
         # The save may have failed because the store is unreachable.
         ignored_errors = contextlib.suppress(Exception) if self._in_store else contextlib.nullcontext()
@@ -316,7 +316,7 @@ class Checkpointer:
         return failure
 
     def wait(self) -> None:
-        """Waits until the save in progress has finished.
+        """Wait until the save in progress has finished.
 
         Raises:
             CheckpointSaveError: the last save failed; the message names the step. Raised only once.
@@ -345,7 +345,7 @@ class Checkpointer:
     def restore(
         self, step: int, abstract: Any, *, groups: Collection[str] | None = None, what: str | None = None
     ) -> Restored:
-        """Restores one step, independent of the mesh and process count that saved it.
+        """Restore one step, independent of the mesh and process count that saved it.
 
         Args:
             step: step of the checkpoint.
@@ -403,7 +403,7 @@ class Checkpointer:
     def _refuse_corrupt(
         self, step: int, stored: dict[str, files.LeafRecord], arrays: dict[str, jax.Array], frozen: dict[str, Any]
     ) -> None:
-        """Raises CheckpointCorruptError and frees all arrays if the checksum of an array does not match."""
+        """Raise CheckpointCorruptError and free all arrays if the checksum of an array does not match."""
         sums = checksums(arrays)
         bad_names = [name for name in arrays if sums[name] != stored[name].checksum]
         if not bad_names:
@@ -415,12 +415,12 @@ class Checkpointer:
         listed_names = ", ".join(bad_names[:_MAX_NAMES])
         ellipsis = ", ..." if len(bad_names) > _MAX_NAMES else ""
         raise CheckpointCorruptError(
-            f"step {step} of {self.directory} is corrupt: {len(bad_names)} of {len(arrays)} arrays are not what was "
-            f"saved: {listed_names}{ellipsis}"
+            f"step {step} of {self.directory} is corrupt: {len(bad_names)} of {len(arrays)} arrays differ from what "
+            f"was saved: {listed_names}{ellipsis}"
         )
 
     def compare(self, step: int, abstract: Any) -> files.Manifest:
-        """Returns the manifest of `step` after checking that it has the same leaves as `abstract`.
+        """Return the manifest of `step` after checking that it has the same leaves as `abstract`.
 
         No array is read. Raises the same errors as `restore`.
         """
@@ -435,16 +435,16 @@ class Checkpointer:
         return manifest
 
     def _refuse_mismatch(self, step: int, stored: dict[str, files.LeafRecord], stored_specs: dict[str, Any]) -> None:
-        """Raises CheckpointMismatchError if names, shapes or dtypes differ; orbax would silently cast dtypes."""
+        """Raise CheckpointMismatchError if names, shapes or dtypes differ; orbax would silently cast dtypes."""
         records: dict[str, files.LeafRecord] = {}
         for name, x in stored_specs.items():
             records[name] = files.LeafRecord(tuple(x.shape), str(x.dtype))
         table = files.mismatch_table(stored, records)
         if table:
-            raise CheckpointMismatchError(f"step {step} of {self.directory} is of another model: {table}")
+            raise CheckpointMismatchError(f"step {step} of {self.directory} belongs to another model: {table}")
 
     def restore_latest(self, abstract: Any, *, groups: Collection[str] | None = None) -> Restored:
-        """Restores the newest valid step, see `restore`. Corrupt steps are skipped with a warning.
+        """Restore the newest valid step, see `restore`. Corrupt steps are skipped with a warning.
 
         Raises:
             CheckpointMissingError: there is no checkpoint.

@@ -8,8 +8,8 @@ renames it when it is complete:
     00000100/commit_success.txt     the commit marker, written last, by orbax
     frozen/00000001/                the frozen arrays, in the same format; the manifests of steps refer to them
 
-Object stores have no renames. There, objects.py writes a step's arrays to a separate folder `state-...`, and then the
-manifest, which names that folder, as a single object: this write is the commit.
+Object stores have no renames. There, object_store.py writes a step's arrays to a separate folder `state-...`, and then
+the manifest, which names that folder, as a single object: this write is the commit.
 
 The manifest is JSON, so reading it never executes stored code. This file does not read any arrays.
 """
@@ -100,7 +100,7 @@ class Manifest:
         versions: versions of Plimsoll, jax and orbax that saved the checkpoint.
         saved_at: wall-clock time, ISO 8601.
         frozen: number of the directory with the frozen arrays of this step; None if `leaves` has all arrays.
-        arrays: folder of the arrays; STATE if written by orbax, any other name if written by objects.py.
+        arrays: folder of the arrays; STATE if written by orbax, any other name if written by object_store.py.
     """
 
     step: int
@@ -118,7 +118,7 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Reads the manifest of the checkpoint in `directory`.
+        """Read the manifest of the checkpoint in `directory`.
 
         Raises:
             CheckpointCorruptError: its bytes cannot be read, or have changed since it was written.
@@ -246,7 +246,7 @@ def scan(root: Path) -> tuple[list[int], list[str]]:
         if path != expected_path:
             # If both names exist, the canonical one is the checkpoint.
             if not expected_path.exists():
-                problems.append(f"{path}: not a name that this program gives; it would be {expected_path.name}")
+                problems.append(f"{path}: unexpected name; expected {expected_path.name}")
             continue
         problem = find_missing(path)
         if problem is not None:
@@ -280,7 +280,7 @@ def find_missing(path: Path) -> str | None:
     if not names:
         return "it is empty"
     needed = [f"{MANIFEST}/{MANIFEST_FILE}"]
-    # An array folder written by objects.py has none of orbax's files: there the manifest is the commit.
+    # An array folder written by object_store.py has none of orbax's files: there the manifest is the commit.
     if not any(name.startswith(_OBJECTS) for name in names):
         needed = [*_ORBAX_FILES, *needed]
     missing = [name for name in needed if not (path / name).is_file()]
@@ -288,7 +288,7 @@ def find_missing(path: Path) -> str | None:
 
 
 def remove_leftovers(root: Path) -> list[str]:
-    """Removes leftovers of failed or killed saves and deletions in `root`; returns a message for each.
+    """Remove leftovers of failed or killed saves and deletions in `root`; returns a message for each.
 
     This only affects directories with names given by Plimsoll: half-written ones, half-deleted ones, and those that
     were moved aside while their successor was written (which are put back if it was never completed).
@@ -306,7 +306,7 @@ def remove_leftovers(root: Path) -> list[str]:
             shutil.rmtree(root / replaced[1])
         if replaced and not os.path.lexists(root / replaced[1]):
             path.rename(root / replaced[1])
-            messages.append(f"put {root / replaced[1]} back, which was to be replaced")
+            messages.append(f"restored {root / replaced[1]}: its replacement was not completed")
         elif replaced and (path.is_symlink() or path.is_file()):
             # The replaced entry was a link with a step's name: remove the link, not its target.
             path.unlink()
@@ -330,7 +330,7 @@ def _has_lost_content(path: Path) -> bool:
 
 
 def _remove_objects(path: Any) -> list[str]:
-    """Removes a step's array folders in an object store that no manifest refers to; returns a message for each."""
+    """Remove a step's array folders in an object store that no manifest refers to; returns a message for each."""
     if not _STEP.fullmatch(path.name) or not path.is_dir():
         return []
     names = [entry.name for entry in path.iterdir()]
@@ -343,11 +343,11 @@ def _remove_objects(path: Any) -> list[str]:
     stale_folders = [name for name in array_folders if name != committed_folder]
     for name in stale_folders:
         (path / name).rmtree()
-    return [f"removed {path / name}, left behind by a save that did not end, or replaced" for name in stale_folders]
+    return [f"removed {path / name}, left behind by an unfinished or replaced save" for name in stale_folders]
 
 
 def delete_step(root: Path, step: int) -> None:
-    """Deletes a checkpoint; if killed halfway, the remaining files do not look like a checkpoint."""
+    """Delete a checkpoint; if killed halfway, the remaining files do not look like a checkpoint."""
     path: Any = step_directory(root, step)
     if is_url(root):
         # The manifest is the commit, so delete it first.

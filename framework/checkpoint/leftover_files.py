@@ -22,13 +22,13 @@ Resume = Literal["auto", "never", "must"]
 SAVED = "saved.json"
 
 _ADVICE = (
-    "Nothing was changed. Copy the checkpoints again, all of each folder (a copy may have been interrupted), or choose "
-    "another --workdir; to give up what that run did, remove its workdir"
+    "Nothing was changed. Copy the checkpoints again, with all of their files (a copy may have been interrupted), or "
+    "choose another --workdir. To discard that run, remove its workdir"
 )
 
 
 def record_saved(workdir: Path, step: int | None) -> None:
-    """Records in the workdir that the checkpoint of `step` was committed; None records that there is none yet.
+    """Record in the workdir that the checkpoint of `step` was committed; None records that there is none yet.
 
     Raises:
         OSError: the record cannot be written.
@@ -38,7 +38,7 @@ def record_saved(workdir: Path, step: int | None) -> None:
 
 
 def record_start(workdir: Path) -> None:
-    """Records in the workdir that no checkpoint was committed yet, unless there is already a record.
+    """Record in the workdir that no checkpoint was committed yet, unless there is already a record.
 
     Raises:
         OSError: the record cannot be written.
@@ -48,7 +48,7 @@ def record_start(workdir: Path) -> None:
 
 
 def check(workdir: Workdir, resume: Resume, config: dict[str, Any]) -> list[str]:
-    """Refuses a start that would lose results of an earlier run.
+    """Refuse a start that would lose results of an earlier run.
 
     Args:
         workdir: folder of the run.
@@ -65,49 +65,51 @@ def check(workdir: Workdir, resume: Resume, config: dict[str, Any]) -> list[str]
     """
     root = files.folder(workdir.checkpoints)
     steps, problems = files.scan(root)
-    steps_put_aside = files.list_moved_aside(root)
+    moved_aside_steps = files.list_moved_aside(root)
     if resume == "never":
         _reject_used_workdir(workdir, steps, problems)
     if steps:
         _reject_unreadable(workdir, steps)
         return []
     # The first Checkpointer that is not read-only puts these back.
-    if steps_put_aside:
+    if moved_aside_steps:
         return []
     if resume == "must":
         headline = f"--resume=must, but {workdir.checkpoints} holds no valid checkpoint"
         raise FileNotFoundError("\n  ".join([headline, *problems]))
-    rows = _read_rows(workdir.metrics)
+    rows = read_metrics(workdir.metrics) if workdir.metrics.exists() else []
     _reject_lost(workdir, problems, rows)
     notes = list(problems)
     if rows:
         last_step = max(row["step"] for row in rows)
         notes.append(
-            f"the run that was here before ended at step {last_step}, before its first checkpoint: training starts "
-            f"again, and its {len(rows)} rows of {workdir.metrics} are replaced"
+            f"the previous run here ended at step {last_step}, before its first checkpoint: training starts over, and "
+            f"its {len(rows)} rows of {workdir.metrics} are replaced"
         )
-    for change in _find_changes(workdir.config, config):
-        notes.append(f"config changed since the last start here: {change}")
+    last_config = _read_json(workdir.config)
+    if last_config is not None:
+        for change in config_changes(last_config, config):
+            notes.append(f"config changed since the last start here: {change}")
     return notes
 
 
 def _reject_used_workdir(workdir: Workdir, steps: list[int], problems: list[str]) -> None:
-    """Raises ValueError if a run was saved in the workdir, or has written to it."""
+    """Raise ValueError if a run was saved in the workdir, or has written to it."""
     advice = "choose another --workdir, or remove"
     if steps:
         raise ValueError(
             f"--resume=never, but {workdir.checkpoints} holds checkpoints up to step {max(steps)}; {advice} them"
         )
     if problems:
-        headline = f"--resume=never, but there are remains of checkpoints; {advice} them:"
+        headline = f"--resume=never, but there are incomplete checkpoints; {advice} them:"
         raise ValueError("\n  ".join([headline, *problems]))
     for path in (workdir.path / SAVED, workdir.metrics, workdir.config):
         if path.exists() and path.stat().st_size:
-            raise ValueError(f"--resume=never, but a run has written {path}; {advice} what it left")
+            raise ValueError(f"--resume=never, but a run has written {path}; {advice} its files")
 
 
 def _reject_unreadable(workdir: Workdir, steps: list[int]) -> None:
-    """Raises CheckpointCorruptError if none of the manifests can be read. The arrays are not checked."""
+    """Raise CheckpointCorruptError if none of the manifests can be read. The arrays are not checked."""
     root = files.folder(workdir.checkpoints)
     problems = []
     for step in reversed(steps):
@@ -123,25 +125,25 @@ def _reject_unreadable(workdir: Workdir, steps: list[int]) -> None:
 
 
 def _reject_lost(workdir: Workdir, problems: list[str], rows: list[dict[str, Any]]) -> None:
-    """Raises FileNotFoundError if the run here had checkpoints that are now missing or damaged."""
-    proof = _find_evidence(workdir, rows)
+    """Raise FileNotFoundError if the run here had checkpoints that are now missing or damaged."""
+    evidence = _find_evidence(workdir, rows)
     # In an object store, a kill during the first save leaves one folder without a manifest. On a disk, a checkpoint
     # gets its name only when it is complete.
     num_interrupted = 1 if workdir.mirror else 0
-    if proof is None and len(problems) <= num_interrupted:
+    if evidence is None and len(problems) <= num_interrupted:
         return
     location = workdir.path if workdir.mirror is None else workdir.mirror.url
     saved = f"--workdir: a run was saved in {location}"
-    if proof:
-        saved += f" ({proof})"
+    if evidence:
+        saved += f" ({evidence})"
     last_step = max((row["step"] for row in rows), default=None)
     trained = "" if last_step is None else f"; its metrics go up to step {last_step}"
-    message = f"{saved}, but {workdir.checkpoints} holds no checkpoint that is whole{trained}."
+    message = f"{saved}, but {workdir.checkpoints} holds no complete checkpoint{trained}."
     raise FileNotFoundError("\n  ".join([message, *problems, _ADVICE]))
 
 
 def _find_evidence(workdir: Workdir, rows: list[dict[str, Any]]) -> str | None:
-    """Returns the evidence that a run had a checkpoint here; None if there is none."""
+    """Return the evidence that a run had a checkpoint here; None if there is none."""
     saved = _read_json(workdir.path / SAVED)
     if isinstance(saved, dict) and "step" in saved:
         # With step None, all saves of the run failed, for example on a full disk, so nothing can be lost.
@@ -151,7 +153,7 @@ def _find_evidence(workdir: Workdir, rows: list[dict[str, Any]]) -> str | None:
     if resumed_step:
         return f"metrics.jsonl: resumed from step {resumed_step}"
     if (workdir.path / "loss.png").exists():
-        return "loss.png: it came to its end"
+        return "loss.png: the run finished"
     config = _read_json(workdir.config) or {}
     trainer = config.get("trainer") or {}
     save_every = trainer.get("save_every")
@@ -160,17 +162,6 @@ def _find_evidence(workdir: Workdir, rows: list[dict[str, Any]]) -> str | None:
     if isinstance(save_every, int) and last_step > 2 * save_every:
         return f"metrics.jsonl: step {last_step}; config.json: a checkpoint every {save_every} steps"
     return None
-
-
-def _read_rows(metrics: Path) -> list[dict[str, Any]]:
-    """Read the rows of steps and resumes from the metrics; [] if there is no file."""
-    return read_metrics(metrics) if metrics.exists() else []
-
-
-def _find_changes(path: Path, config: dict[str, Any]) -> list[str]:
-    """Return the fields in which the config of the last start, in the file `path`, differs from `config`."""
-    last_config = _read_json(path)
-    return [] if last_config is None else config_changes(last_config, config)
 
 
 def _read_json(path: Path) -> Any:

@@ -30,7 +30,7 @@ from plimsoll.framework.checkpoint.directory import (
     Manifest,
     summarize_error,
 )
-from plimsoll.framework.checkpoint.storage import empty, read_bytes
+from plimsoll.framework.checkpoint.storage import copy_to_numpy, empty, read_bytes
 from plimsoll.framework.processes import distributed
 
 # Maximum size of an object; larger arrays are split into several.
@@ -68,7 +68,7 @@ class _Upload:
     count: int
 
     def finish(self) -> None:
-        """Uploads the arrays and commits. If the commit does not happen, raises an error in every process."""
+        """Upload the arrays and commit. If the commit does not happen, raises an error in every process."""
         # Every process reaches both barriers even after an error, so that none waits for one that failed.
         with contextlib.ExitStack() as barriers:
             barriers.callback(distributed.barrier, f"{self.folder}-committed")
@@ -100,7 +100,7 @@ class _Upload:
             self._note(self.process).write_text("")
 
     def _commit(self) -> None:
-        """Writes the manifest, which commits the checkpoint. Raises OSError if a process has not written its part."""
+        """Write the manifest, which commits the checkpoint. Raises OSError if a process has not written its part."""
         processes = range(self.count) if self.count > 1 else ()
         lost_processes = [i for i in processes if not self._note(i).exists()]
         if lost_processes:
@@ -118,7 +118,7 @@ class _Upload:
 def write(
     path: Any, arrays: Mapping[str, jax.Array], manifest: Manifest, before_commit: Callable[[], None]
 ) -> Callable[[], None]:
-    """Copies the arrays to host memory; they may be donated when this returns. Collective.
+    """Copy the arrays to host memory; they may be donated when this returns. Collective.
 
     Returns:
         A function that uploads the arrays, commits, and raises any error. It may run in any thread, but every process
@@ -129,7 +129,8 @@ def write(
     leaves: dict[str, _HostLeaf] = {}
     for name, x in arrays.items():
         if x.size:
-            leaves[name] = _HostLeaf(_make_spec(x), _copy_shards(x))
+            spec = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+            leaves[name] = _HostLeaf(spec, _copy_shards(x))
     upload = _Upload(
         path=path,
         folder=folder,
@@ -143,7 +144,7 @@ def write(
 
 
 def read(path: Any, specs: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Reads the arrays in the folder `path`, each into the sharding and memory kind of its spec in `specs`.
+    """Read the arrays in the folder `path`, each into the sharding and memory kind of its spec in `specs`.
 
     This does not validate the data: a missing chunk reads as zeros, so the caller must verify the checksums.
 
@@ -186,27 +187,18 @@ def read(path: Any, specs: Mapping[str, Any]) -> dict[str, jax.Array]:
     return {name: arrays[name] for name in specs}
 
 
-def _make_spec(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-
 def _copy_shards(x: jax.Array) -> list[tuple[Any, np.ndarray]]:
     """Return this process's shards of an array as (index, host data); each shard comes from only one process."""
     shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
     device = next(iter(x.sharding.device_set))
     if device.platform != "cpu" and x.sharding.memory_kind == "device":
         return [(shard.index, np.asarray(shard.data)) for shard in shards]
-    # For arrays in host memory, np.asarray returns a view of the buffer, which then cannot be donated: see storage.py.
-    return [(shard.index, _host_copy(shard.data)) for shard in shards]
-
-
-def _host_copy(data: jax.Array) -> np.ndarray:
-    copy = jax.device_put(data, data.sharding, may_alias=False)
-    return np.array(copy, copy=True)
+    # For arrays in host memory, np.asarray returns a view of the buffer, which then cannot be donated.
+    return [(shard.index, copy_to_numpy(shard.data)) for shard in shards]
 
 
 def _start(path: Any, x: Any) -> dict[str, Any]:
-    """Starts reading this process's part of an array; returns the futures by index.
+    """Start reading this process's part of an array; returns the futures by index.
 
     Raises:
         ValueError: the array at `path` has another shape or dtype.

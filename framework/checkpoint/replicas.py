@@ -29,7 +29,7 @@ class ReplicaMismatchError(RuntimeError):
 
 
 def check(state: Any, step: int) -> None:
-    """Compares all copies of the same shard. Collective; waits for the state.
+    """Compare all copies of the same shard. Collective; waits for the state.
 
     Runs one program without temporaries of the size of a leaf. Does nothing if nothing is replicated.
 

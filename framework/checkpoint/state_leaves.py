@@ -16,6 +16,7 @@ from plimsoll.framework.layout import flatten
 
 
 def without_frozen(groups: dict[str, Any]) -> dict[str, Any]:
+    """Return all groups except "frozen", which a checkpoint stores only once for all steps."""
     return {name: group for name, group in groups.items() if name != "frozen"}
 
 
@@ -28,6 +29,7 @@ def select_groups(abstract: dict[str, Any], groups: Collection[str]) -> dict[str
 
 
 def select_records(stored: dict[str, files.LeafRecord], groups: Collection[str]) -> dict[str, files.LeafRecord]:
+    """Select the manifest records of the leaves in some groups. The group is the first part of a leaf's path."""
     selected: dict[str, files.LeafRecord] = {}
     for name, record in stored.items():
         group, _, _ = name.partition("/")
@@ -49,6 +51,14 @@ def array_leaves(state: Any) -> dict[str, jax.Array]:
 def build_manifest(
     step: int, leaves: dict[str, jax.Array], extra: dict[str, Any], frozen_number: int | None
 ) -> files.Manifest:
+    """Build the manifest of a checkpoint, with the checksums of its arrays. Collective.
+
+    Args:
+        step: number of training steps that the state has taken.
+        leaves: arrays by path, without the frozen ones.
+        extra: JSON data of the caller.
+        frozen_number: number of the directory with the frozen arrays; None if there are none.
+    """
     sums = checksums(leaves)
     saved_at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     records: dict[str, files.LeafRecord] = {}
@@ -78,7 +88,7 @@ def find_narrow_averages(
 
 
 def widen_average(x: jax.Array, spec: Any) -> jax.Array:
-    """Casts an array to the dtype of `spec` and moves it to the sharding of `spec`."""
+    """Cast an array to the dtype of `spec` and move it to the sharding of `spec`."""
     # Cast in device memory, because arithmetic on host memory does not compile.
     device_sharding = spec.sharding.with_memory_kind("device")
     on_device = jax.device_put(x, device_sharding)

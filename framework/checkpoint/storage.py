@@ -34,7 +34,7 @@ _MAX_LOST = 20
 
 
 def write(path: Path, arrays: Mapping[str, jax.Array], manifest: dict[str, Any]) -> Callable[[], None]:
-    """Starts to write a checkpoint to `path`, atomically; the arrays may be donated when this returns. Collective.
+    """Start to write a checkpoint to `path`, atomically; the arrays may be donated when this returns. Collective.
 
     Returns:
         A function that waits for the commit, in any thread, and raises any error.
@@ -50,7 +50,7 @@ def write(path: Path, arrays: Mapping[str, jax.Array], manifest: dict[str, Any])
         # On CPU, orbax would create views of the arrays' own memory, and such arrays are not donated: the next step
         # would silently allocate a second state. So pass copies to orbax. With several processes, it makes them itself.
         if jax.process_count() == 1:
-            stored = {name: _copy(x) for name, x in stored.items()}
+            stored = {name: copy_to_numpy(x) for name, x in stored.items()}
         context.array.saving.enable_pinned_host_transfer = True
     checkpointables = {STATE: stored, MANIFEST: manifest}
     with context:
@@ -58,7 +58,7 @@ def write(path: Path, arrays: Mapping[str, jax.Array], manifest: dict[str, Any])
     return response.result
 
 
-def _copy(x: jax.Array) -> np.ndarray:
+def copy_to_numpy(x: jax.Array) -> np.ndarray:
     """Copy the whole array to memory owned by numpy.
 
     A jax.Array caches the result of np.asarray, which is a view of its buffer. So this calls it on a copy, which is
@@ -69,7 +69,7 @@ def _copy(x: jax.Array) -> np.ndarray:
 
 
 def read(path: Path, specs: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Reads the arrays at `path`, each into the sharding and memory kind of its spec in `specs`. Collective.
+    """Read the arrays at `path`, each into the sharding and memory kind of its spec in `specs`. Collective.
 
     This does not validate the data, so the caller must verify the checksums.
 
@@ -102,7 +102,7 @@ def read(path: Path, specs: Mapping[str, Any]) -> dict[str, jax.Array]:
 
 @contextmanager
 def _silence_orbax() -> Iterator[Callable[[], None]]:
-    """Suppresses pages of tracebacks that add nothing to the error being raised.
+    """Suppress pages of tracebacks that add nothing to the error being raised.
 
     When one read fails, orbax abandons its other reads: asyncio logs each as an error, and each warns again when it is
     garbage collected. Yields a function that waits, after a failure, until none of them is left (they also hold
@@ -139,7 +139,7 @@ def _is_pending(candidate: object) -> bool:
 
 
 def _drain() -> None:
-    """Waits, for a limited time, until no coroutine of orbax is pending."""
+    """Wait, for a limited time, until no coroutine of orbax is pending."""
     deadline = time.monotonic() + _DRAIN_SECONDS
     while time.monotonic() < deadline:
         gc.collect()
@@ -149,7 +149,7 @@ def _drain() -> None:
 
 
 def _load(path: Path, specs: Mapping[str, Any]) -> dict[str, Any]:
-    """Loads arrays with orbax, concurrently, with a limit on the bytes in host memory."""
+    """Load arrays with orbax, concurrently, with a limit on the bytes in host memory."""
     from orbax.checkpoint import v1 as ocp
 
     loaded: dict[str, Any] = {}
@@ -217,7 +217,7 @@ def _context() -> Any:
     # Report a directory that cannot be created at the start of a save instead of at its end.
     context.asynchronous.create_directories_asynchronously = False
     context.pytree.loading.partial_load = True
-    # `_copy` has already made copies.
+    # `copy_to_numpy` has already made copies.
     context.memory.deepcopy_host_arrays = False
     registry = ocp.handlers.local_registry()
     registry.add(ocp.handlers.JsonHandler, checkpointable_name=MANIFEST)

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from plimsoll.framework.config.config import Config
-from plimsoll.framework.config.names import RENAMED, get_dotted_name
+from plimsoll.framework.config.names import get_current_name, get_dotted_name
 from plimsoll.framework.config.schema import ABSENT
 
 _MISSING = "(absent)"
@@ -39,8 +39,13 @@ def _values_by_path(config: Config) -> dict[str, Any]:
 def config_changes(old: Any, new: Any, *, path: str = "config") -> list[str]:
     """Returns a line for each leaf that differs between two configs, in the order of the old one.
 
-    The configs are JSON values. Tuples equal lists and 1 equals 1.0, because JSON does not distinguish them; True does
-    not equal 1.
+    Tuples equal lists and 1 equals 1.0, because JSON does not distinguish them; True does not equal 1. An old name of a
+    component equals its current name.
+
+    Args:
+        old: a config as JSON data, such as that of a checkpoint.
+        new: the config to compare it with, as JSON data.
+        path: dotted path of the two, which the lines start with.
     """
     lines: list[str] = []
     if isinstance(old, dict) and isinstance(new, dict):
@@ -48,7 +53,7 @@ def config_changes(old: Any, new: Any, *, path: str = "config") -> list[str]:
             old_value = old.get(key, _MISSING)
             new_value = new.get(key, _MISSING)
             lines += config_changes(old_value, new_value, path=f"{path}.{key}")
-    elif _are_lists(old, new) and len(old) == len(new):
+    elif isinstance(old, list | tuple) and isinstance(new, list | tuple) and len(old) == len(new):
         for i, (old_value, new_value) in enumerate(zip(old, new, strict=True)):
             lines += config_changes(old_value, new_value, path=f"{path}[{i}]")
     elif _current(old) != _current(new) or isinstance(old, bool) != isinstance(new, bool):
@@ -56,13 +61,9 @@ def config_changes(old: Any, new: Any, *, path: str = "config") -> list[str]:
     return lines
 
 
-def _are_lists(old: Any, new: Any) -> bool:
-    return isinstance(old, list | tuple) and isinstance(new, list | tuple)
-
-
 def _current(value: Any) -> Any:
-    """Returns the value; a former name of a component is replaced by its current name."""
-    return RENAMED.get(value, value) if isinstance(value, str) else value
+    """Returns the value; an old name of a component is replaced by its current name."""
+    return get_current_name(value) if isinstance(value, str) else value
 
 
 def _short(value: Any) -> str:

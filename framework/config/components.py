@@ -5,6 +5,10 @@ a schedule, an initializer. Constructing one only computes and stores values: it
 process and opens no connection. Code that loads, writes, launches or exports is not a component, so a file cannot name
 it.
 
+A saved config names a component of Plimsoll as `plimsoll.NAME`, without its module, so that moving a class to another
+module does not invalidate saved configs. The name of a component is therefore unique in the package, and
+`find_components` maps it to the module that defines it now.
+
 - Plimsoll: classes and functions marked with `@component` where they are defined. Subclasses need their own mark.
 - optax: functions that return a transformation or a schedule, according to their return annotation.
 - jax.nn: functions that return an initializer. Its functions of arrays (`jax.nn.gelu`) may be passed as objects, but
@@ -39,8 +43,8 @@ _NOT_ANNOTATED = {"monitor", "scale_by_factored_rms", "dog", "dowg", "hutchinson
 
 def component(target: Target) -> Target:
     """Marks a component: untrusted data may name the class or function, with any arguments."""
-    # The mark is the object itself. A subclass inherits it and functools.wraps copies it, but then it is not equal to
-    # the object, so neither counts as marked.
+    # The mark is the object itself, not True. A subclass inherits it and functools.wraps copies it, but then it is not
+    # equal to the object, so neither counts as marked.
     setattr(target, _MARK, target)
     return target
 
@@ -55,9 +59,14 @@ def is_component(target: Any) -> bool:
 
 @functools.cache
 def find_components() -> dict[str, str]:
-    """Returns {name: module} of Plimsoll's components.
+    """Returns {name: module} of Plimsoll's components, such as {"Linear": "plimsoll.framework.layers.linear"}.
 
-    They are found by their mark in the source, because importing every module would take seconds.
+    A saved config has only the name (`plimsoll.Linear`), and so does a short name on the command line; this map finds
+    the module to import. Names that older versions saved (`framework.any.module.Linear`) are looked up by their last
+    part, see `names.get_current_name`.
+
+    The first call reads all source files of the package, which takes about 50 ms: components are found by their mark
+    in the source, because importing every module would take seconds. Later calls return the cached map.
     """
     module_by_name = {}
     for file in sorted((_PACKAGE / "framework").rglob("*.py")):
@@ -72,7 +81,7 @@ def is_ours(target: Any) -> bool:
     return _package(target) in OURS
 
 
-def foreign_component(module_name: str, target: Any) -> bool:
+def is_foreign_component(module_name: str, target: Any) -> bool:
     """Returns whether an object in a module of optax or jax.nn is a component.
 
     Functions that return an optimizer, a schedule or an initializer are components.
@@ -93,7 +102,7 @@ def foreign_component(module_name: str, target: Any) -> bool:
     return annotation == optax.Schedule or target.__name__ in _NOT_ANNOTATED
 
 
-def foreign_function(module_name: str, target: Any) -> bool:
+def is_foreign_function(module_name: str, target: Any) -> bool:
     """Returns whether an object of jax.nn may be passed without being called.
 
     That is allowed for functions of arrays and for initializers (`jax.nn.initializers.zeros`).

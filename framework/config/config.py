@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from plimsoll.framework.config.components import component
-from plimsoll.framework.config.migrations import migrate_fields
+from plimsoll.framework.config.migrations import find_current_field, find_current_value, migrate_fields
 from plimsoll.framework.config.names import (
     ConfigError,
     FieldError,
@@ -54,7 +54,12 @@ _MAX_DEPTH = 100
 def config_for(target: Callable[..., Any], /, **fields: Any) -> "Config":
     """Returns a config of a class or function: its defaults, with `fields` set one by one.
 
-    Raises ConfigError for an invalid field, and for a target that has no name to store or no readable signature.
+    Args:
+        target: the class or function that the config builds from.
+        **fields: values of its parameters.
+
+    Raises:
+        ConfigError: a field is invalid, or the target has no name to store or no readable signature.
     """
     remember(target)
     config = Config(target)
@@ -130,6 +135,10 @@ class Config(ConfigBase):
         parent = self._target.__name__ if self._path is None else self._path
         return join(parent, name)
 
+    def _current(self, name: str) -> str:
+        """Returns the current name of a field, which the caller may know by an older name."""
+        return name if name in self._schema else find_current_field(self._target, name)
+
     def _field(self, name: str, path: str | None = None) -> Field:
         if name not in self._schema:
             suggestion = did_you_mean(str(name), self._schema)
@@ -144,6 +153,7 @@ class Config(ConfigBase):
         return self[name]
 
     def __getitem__(self, key: str) -> Any:
+        key = self._current(key)
         default = self._field(key).default
         value = self._fields.get(key, default)
         if value is REQUIRED:
@@ -155,6 +165,7 @@ class Config(ConfigBase):
 
         Unlike a dict's `get`, it raises FieldError for an unknown field.
         """
+        key = self._current(key)
         self._field(key)
         return self._fields.get(key, default)
 
@@ -166,14 +177,16 @@ class Config(ConfigBase):
         self[name] = value
 
     def __setitem__(self, key: str, value: Any) -> None:
+        key = self._current(key)
         self._fields[key] = self._convert_value(key, value)
 
     def _convert_value(self, name: str, value: Any, path: str | None = None) -> Any:
         hint = self._field(name, path).hint
-        return convert(hint, value, path or self._at(name))
+        return convert(hint, find_current_value(self._target, name, value), path or self._at(name))
 
     def __delitem__(self, key: str) -> None:
         """Resets the field to its default; a field without a default becomes unset."""
+        key = self._current(key)
         field = self._field(key)
         self._fields.pop(key, None)
         if field.is_data:
@@ -218,11 +231,16 @@ class Config(ConfigBase):
         return [name for name in required if name not in self._fields and name not in late_names]
 
     def instantiate(self, **late: Any) -> Any:
-        """Builds the object. `late` adds or overrides fields, with arbitrary Python objects.
+        """Builds the object.
 
-        Raises ConfigError if required fields of this level are still unset (the error lists all of them), or if a
-        constructor raised ValueError. In that case the message starts with the dotted path, and the original error is
-        chained as the cause.
+        Args:
+            **late: arguments that are known only now. They add to the fields or override them, and may be arbitrary
+                Python objects.
+
+        Raises:
+            ConfigError: required fields of this level are still unset (the error lists all of them), or a constructor
+                raised ValueError. In that case the message starts with the dotted path, and the original error is
+                chained as the cause.
         """
         target_name = get_dotted_name(self._target)
         path = self._path or ""
@@ -256,7 +274,7 @@ class Config(ConfigBase):
             walked = join(outer, part)
             if isinstance(value, Config):
                 config = value
-                field = part
+                field = config._current(part)
                 keys = []
                 default = config._field(field, walked).default
                 value = config._fields.get(field, default)
@@ -293,7 +311,7 @@ class Config(ConfigBase):
         self._set(self._walk_to(path), path, value)
 
     def _set(self, location: _FieldLocation, path: str, value: Any) -> None:
-        """Sets the value at a place; `path` is the dotted path of that place."""
+        """Sets the value at a location; `path` is its dotted path."""
         # The whole field is checked, so an error names the path of the element below the field.
         below_field = "".join(f".{key}" for key in location.keys)
         field_path = path.removesuffix(below_field)
@@ -317,6 +335,7 @@ class Config(ConfigBase):
         Raises ConfigError.
         """
         location = self._walk_to(path)
+        text = find_current_value(location.config._target, location.field, text)
         hint = location.config._field(location.field).hint
         for key in location.keys:
             hint = element_hint(hint, key)
@@ -350,8 +369,9 @@ class Config(ConfigBase):
     def to_dict(self, visit_map: Any = None, preserve_field_references: bool = False) -> dict[str, Any]:
         """Returns plain JSON data in signature order.
 
-        It has the form {"$class": "plimsoll.Linear", "out": 8, ...}. The parameters exist only for
-        compatibility with ConfigDict's method, and are ignored.
+        It has the form {"$class": "plimsoll.Linear", "out": 8, ...}. The name of a component has no module, so it stays
+        valid when the class moves (see `framework.config.names`). The parameters exist only for compatibility with
+        ConfigDict's method, and are ignored.
         """
         # Check again, because a list or dict can be changed in place.
         fields = {}
@@ -480,7 +500,7 @@ def _parse_component(hint: Any, text: str, path: str) -> Any:
 def _decode(data: Any, path: str, depth: int = 0) -> Any:
     """Decodes JSON data; a dict with a "$class" becomes a config with checked fields."""
     if depth > _MAX_DEPTH:
-        raise ConfigError(f"expected at most {_MAX_DEPTH} levels, and there are more", path=path[:80])
+        raise ConfigError(f"expected at most {_MAX_DEPTH} nested levels, given more", path=path[:80])
     if isinstance(data, list):
         return [_decode(item, join(path, i), depth + 1) for i, item in enumerate(data)]
     if not isinstance(data, dict):

@@ -1,8 +1,43 @@
-"""Migrates fields of configs that an older version of Plimsoll stored to the current constructors."""
+"""Old names of config fields, and old values: what older versions stored, and what users may still type.
 
+Stored configs load without a message. A user who types an old name gets a message with the current one, once for each
+name; the old names will be removed one release later.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
 from typing import Any
 
-_MEMORY = "plimsoll.Memory"
+# {component: {old field: current field}}
+RENAMED_FIELDS: dict[str, dict[str, str]] = {"Experiment": {}}
+# {component: {field: {old value: current value}}}
+RENAMED_VALUES: dict[str, dict[str, dict[str, str]]] = {}
+
+
+def find_current_field(target: Callable[..., Any], name: str) -> str:
+    """Returns the current name of a field that a user has typed; a name that was never renamed stays as it is."""
+    current = RENAMED_FIELDS.get(target.__name__, {}).get(name, name)
+    if current != name:
+        _warn_once(f"{name} was renamed; use {current}")
+    return current
+
+
+def find_current_value(target: Callable[..., Any], field: str, value: Any) -> Any:
+    """Returns the current form of a value that a user has set."""
+    current = _migrate_value(target.__name__, field, value)
+    if current is not value:
+        _warn_once(f"{field} = {value} was renamed; use {current}")
+    return current
+
+
+def find_current_path(path: str) -> str:
+    """Returns a dotted path in an experiment's config with the current name of its first field."""
+    first, dot, rest = path.partition(".")
+    current = RENAMED_FIELDS["Experiment"].get(first, first)
+    if current != first:
+        _warn_once(f"{first} was renamed; use {current}")
+    return f"{current}{dot}{rest}"
 
 
 def migrate_fields(name: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -12,11 +47,27 @@ def migrate_fields(name: str, fields: dict[str, Any]) -> dict[str, Any]:
         name: current dotted name of the class.
         fields: stored fields; those that are already current stay unchanged.
     """
-    if name != _MEMORY or "hosted_layers" not in fields:
+    if not name.startswith("plimsoll."):
         return fields
-    memory_fields = dict(fields)
-    # The number of layers is now part of the placement: pinned_host:8.
-    hosted_layers = memory_fields.pop("hosted_layers")
-    if hosted_layers is not None:
-        memory_fields["parameters"] = f"{memory_fields.get('parameters', 'pinned_host')}:{hosted_layers}"
-    return memory_fields
+    component = name.rpartition(".")[2]
+    renamed = RENAMED_FIELDS.get(component, {})
+    migrated = {}
+    for field, value in fields.items():
+        current = renamed.get(field, field)
+        migrated[current] = _migrate_value(component, current, value)
+    if component == "Memory" and "hosted_layers" in migrated:
+        # The number of layers is now part of the placement: pinned_host:8.
+        hosted_layers = migrated.pop("hosted_layers")
+        if hosted_layers is not None:
+            migrated["parameters"] = f"{migrated.get('parameters', 'pinned_host')}:{hosted_layers}"
+    return migrated
+
+
+def _migrate_value(component: str, field: str, value: Any) -> Any:
+    current_by_old = RENAMED_VALUES.get(component, {}).get(field)
+    return current_by_old.get(value, value) if current_by_old and isinstance(value, str) else value
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logging.getLogger(__name__).warning(message)

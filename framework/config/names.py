@@ -6,6 +6,10 @@ Saved configs and the command line are untrusted input. A name is therefore reso
    not part of Plimsoll. Objects of Plimsoll that are not components stay out of reach, even if something has configured
    them.
 Resolving a name never imports a module outside those packages.
+
+A saved config names a component of Plimsoll as `plimsoll.NAME`, without its module, so that modules can move. Configs
+of older versions have the module too (`framework.any.module.NAME`). Such a module may no longer exist, so the component
+is found by the last part of the name. `RENAMED` maps components that have been renamed since.
 """
 
 import difflib
@@ -22,18 +26,18 @@ from plimsoll.framework.config.components import (
     OPTAX,
     OURS,
     find_components,
-    foreign_component,
-    foreign_function,
     is_component,
+    is_foreign_component,
+    is_foreign_function,
     is_ours,
 )
 
 # Packages in which names may be resolved.
 TRUSTED = ("plimsoll", "optax", "jax.nn")
 # Top-level packages of Plimsoll in configs that older versions saved. Their modules have since moved, so a component is
-# found by its own name.
+# found by its own name, see `get_current_name`.
 _OLD_PACKAGES = ("framework", "configs")
-# {name of a component in a config that an older version saved: current name}
+# {name of a component in a config that an older version saved: current name}. When a component is renamed, add it here.
 RENAMED = {"ThumbSource": "UnpairedSource"}
 # Public names only: no part starts with an underscore.
 _DOTTED = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+\Z", re.ASCII)
@@ -127,7 +131,11 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 def remember(target: Callable[..., Any]) -> None:
     """Records that code of this process configures `target`.
 
-    Raises ConfigError for lambdas and partials, which have no name to store.
+    Args:
+        target: class or function that was passed to `config_for`.
+
+    Raises:
+        ConfigError: it is a lambda or a partial, which has no name to store.
     """
     name = getattr(target, "__qualname__", None)
     if not callable(target) or not name or "<lambda>" in name or not target.__module__:
@@ -155,6 +163,22 @@ def get_dotted_name(target: Callable[..., Any]) -> str:
     return f"{module_name}.{name}"
 
 
+def get_current_name(name: str) -> str:
+    """Returns the current name of a component whose name was saved by an older version; other names stay unchanged.
+
+    For a component, `framework.any.module.NAME` becomes `plimsoll.NAME`, whatever the module.
+    """
+    module_name, _, attribute = name.rpartition(".")
+    is_old = module_name.partition(".")[0] in _OLD_PACKAGES
+    if not is_old and module_name != "plimsoll":
+        return name
+    attribute = RENAMED.get(attribute, attribute)
+    if attribute in find_components():
+        return f"plimsoll.{attribute}"
+    # Not a component; `resolve` rejects it.
+    return f"plimsoll.{name}" if is_old else name
+
+
 def is_trusted(name: str) -> bool:
     """Returns whether text could be a resolvable name, judging by its form and package prefix."""
     if name in _configured:
@@ -179,21 +203,16 @@ def resolve(name: Any, path: str = "", *, passed: bool = False) -> Any:
         shown = show(name).removesuffix(" (str)")
         packages = ", ".join(TRUSTED)
         message = (
-            f"{shown} is refused: names resolve only inside {packages}, or to what your own config "
-            "file configures (give it as --config=path/to/file.py:NAME)"
+            f"{shown} is refused: a name must be inside {packages}, or belong to a class or function that your own "
+            "config file configures (pass it as --config=path/to/file.py:NAME)"
         )
         raise ConfigError(message, path=path)
     if name in _configured and not is_ours(_configured[name]):
         return _configured[name]
-    module_name, _, attribute = name.rpartition(".")
-    if module_name.partition(".")[0] in _OLD_PACKAGES:
-        attribute = RENAMED.get(attribute, attribute)
-        module_name = f"plimsoll.{module_name}"
-        if attribute in find_components():
-            module_name = "plimsoll"
+    module_name, _, attribute = get_current_name(name).rpartition(".")
     if module_name == "plimsoll":
         module_name = find_components().get(attribute, module_name)
-    module = _module(name, module_name, path)
+    module = _import_module(name, module_name, path)
     # vars instead of getattr: a module's __getattr__ would run code.
     members = vars(module)
     if attribute in members and _is_nameable(module_name, members[attribute], passed):
@@ -202,8 +221,7 @@ def resolve(name: Any, path: str = "", *, passed: bool = False) -> Any:
     hint = did_you_mean(attribute, choices)
     if attribute not in members:
         raise ConfigError(f"{name!r} does not exist{hint}", path=path)
-    reason = "it is no component (see docs/configs.md)"
-    raise ConfigError(f"{name!r} is refused: {reason}{hint}", path=path)
+    raise ConfigError(f"{name!r} is refused: it is not a component (see docs/configs.md){hint}", path=path)
 
 
 def choices_in(module: ModuleType, passed: bool = False) -> list[str]:
@@ -215,11 +233,11 @@ def _is_nameable(module_name: str, target: Any, passed: bool) -> bool:
     package = module_name.partition(".")[0]
     if package in OURS:
         return is_component(target)
-    is_function = passed and foreign_function(module_name, target)
-    return is_function or foreign_component(module_name, target)
+    is_function = passed and is_foreign_function(module_name, target)
+    return is_function or is_foreign_component(module_name, target)
 
 
-def _module(name: str, module_name: str, path: str) -> ModuleType:
+def _import_module(name: str, module_name: str, path: str) -> ModuleType:
     """Imports the module of a dotted name.
 
     For other packages, only the few modules listed in `framework.config.components` are allowed. Raises ConfigError.
@@ -228,10 +246,9 @@ def _module(name: str, module_name: str, path: str) -> ModuleType:
     foreign_modules = (*OPTAX, INITIALIZERS, FUNCTIONS)
     if package not in OURS and module_name not in foreign_modules:
         choices = ", ".join(foreign_modules)
-        reason = f"of other packages names resolve in {choices}"
-        raise ConfigError(f"{name!r} is refused: {reason}", path=path)
+        raise ConfigError(f"{name!r} is refused: names of other packages must be inside {choices}", path=path)
     try:
-        # `framework.x.os` is an attribute, not a module, so this does not import os.
+        # `plimsoll.framework.x.os` is an attribute, not a module, so this does not import os.
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         # If the missing module is a different one, this one exists, and an import inside it has failed.

@@ -141,9 +141,9 @@ def _check_name(owner: str, parameter: inspect.Parameter, reserved: Collection[s
     """Raises ConfigError for a parameter that cannot be a field."""
     name = parameter.name
     if name in reserved:
-        reason = "Config needs that name itself; rename it"
+        reason = "Config has a member with that name; rename the parameter"
     elif name.startswith("_") or parameter.kind is parameter.POSITIONAL_ONLY:
-        reason = "it goes by position only"
+        reason = "it is positional-only"
     else:
         return
     raise ConfigError(f"{owner}: parameter {name!r} cannot be a field: {reason}")
@@ -325,7 +325,7 @@ def convert(hint: Any, value: Any, path: str) -> Any:
         except ConfigError as failure:
             failures.append(failure)
             continue
-        if isinstance(result, ConfigBase) or _is_in_range(arm, result):
+        if isinstance(result, ConfigBase) or all(limit.test(result, limit.bound) for limit in _limits(arm)):
             return result
         failures.append(ConfigError("", path=path))
     # The error of an element is more precise than the error that the container does not fit. If there are several, it
@@ -341,10 +341,6 @@ def convert(hint: Any, value: Any, path: str) -> Any:
     is_type_error = all(isinstance(failure, FieldTypeError) for failure in failures)
     error_type = FieldTypeError if is_type_error else ConfigError
     raise error_type(f"expected {describe_hint(hint)}, given {show(value)}{suggestion}", path=path)
-
-
-def _is_in_range(arm: Any, value: Any) -> bool:
-    return all(limit.test(value, limit.bound) for limit in _limits(arm))
 
 
 def _text_choices(hint: Any) -> list[str]:

@@ -16,8 +16,8 @@ def resolve_short_name(name: str, neighbors: Iterable[str]) -> tuple[Any, str]:
 
     Args:
         name: short name, such as TextFiles or cosine_decay_schedule.
-        neighbors: dotted names of components, such as plimsoll.JsonLines. Their modules are searched
-            first, in this order; then Plimsoll's components, and those of optax and jax.nn.initializers.
+        neighbors: dotted names of components, such as plimsoll.JsonLines. Their modules are searched first, in this
+            order; then Plimsoll's components, and those of optax and jax.nn.initializers.
 
     Returns:
         (component, ""), or (None, suggestion for the error message) if there is no component of that name.

@@ -45,7 +45,7 @@ def parse_value(hint: Any, text: str, path: str) -> Any:
             packages = ", ".join(TRUSTED)
             components = short_names(hint)
             choices = f", or is one of {', '.join(components)}" if components else ""
-            advice = f"a component goes by its name, or by its dotted name inside {packages}{choices}"
+            advice = f"name a component by its own name, or by its dotted name inside {packages}{choices}"
             error.args = (f"{error.args[0]}; {advice}",)
         raise
 
@@ -117,5 +117,5 @@ def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(data) != len(pairs):
         keys = [key for key, _ in pairs]
         duplicate = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {duplicate[:80]!r} stands twice in one object")
+        raise ValueError(f"the key {duplicate[:80]!r} occurs twice in one object")
     return data

@@ -105,7 +105,9 @@ class Pipeline(abc.ABC):
         Raises:
             ValueError: rows are created randomly or on the fly, so no per-row values can be stored.
         """
-        raise ValueError(f"data is a {type(self).__name__}, whose rows are not numbered; nothing can be stored of them")
+        raise ValueError(
+            f"data is a {type(self).__name__}, whose rows have no numbers, so no values can be stored for them"
+        )
 
     def attach(self, name: str, values: Mapping[str, np.ndarray]) -> None:
         """Adds an array, f32[B, S], to each batch, with stored values for each row.
@@ -138,16 +140,19 @@ class Pipeline(abc.ABC):
     def epoch_steps(self, epochs: float, origin: int = 0) -> int:
         """Returns the number of steps that read all rows of the training sources `epochs` times.
 
-        Rounds up to a whole last batch. `origin` is that of the run's BatchOrder.
+        Args:
+            epochs: number of epochs; the result rounds up to a whole last batch.
+            origin: origin of the run's BatchOrder.
         """
         return math.ceil((epochs * self._num_rows - origin) / self.global_batch_size)
 
     def count_epochs(self, num_batches: int, origin: int = 0) -> float:
-        """Returns how many times `num_batches` batches read all rows of the training sources."""
+        """Returns the number of epochs in `num_batches` batches; `origin` is that of the run's BatchOrder."""
         return (num_batches * self.global_batch_size + origin) / self._num_rows
 
     def fingerprint_at(self, global_batch_size: int) -> str:
         """Returns the fingerprint of this data with another global batch size."""
+        # A shallow copy shares the data, so this costs no memory.
         other = copy.copy(self)
         other.global_batch_size = global_batch_size
         return other.fingerprint()
@@ -177,6 +182,7 @@ class Pipeline(abc.ABC):
             source, source_row = order.locate(number)
             row = self.training_row(number, source, source_row)
             if self._attached:
+                # `attach` gets the values in the order of `row_sets`, so the training sources come first.
                 set_names = list(next(iter(self._attached.values())))
                 row = self._attach_values(set_names[source], source_row, row)
             batch_rows.append(row)
@@ -215,8 +221,8 @@ class Pipeline(abc.ABC):
         _, read_row = self.evaluation_rows(name)
         numbers = self.eval_batch_numbers(name, limit)
 
-        def batch(turn: int) -> Batch:
-            first_row = numbers[turn] * self.global_batch_size
+        def batch(position: int) -> Batch:
+            first_row = numbers[position] * self.global_batch_size
             indices = [first_row + int(row) for row in rows]
             return _stack_rows([self._attach_values(name, index, read_row(index)) for index in indices])
 
@@ -235,7 +241,7 @@ class Pipeline(abc.ABC):
         if limit is None or limit >= num_batches:
             return range(num_batches)
         # Both the first and the last batch are included.
-        return [turn * (num_batches - 1) // max(1, limit - 1) for turn in range(limit)]
+        return [position * (num_batches - 1) // max(1, limit - 1) for position in range(limit)]
 
 
 def _stack_rows(rows: list[Batch]) -> Batch:

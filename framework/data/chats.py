@@ -69,7 +69,7 @@ class ChatSource(ExampleSource):
         """Yields each row as JSON: [location, messages, tools]."""
         for location, row in read_file_rows(file):
             try:
-                record = [conversation(row), row.get("tools")]
+                record = [parse_conversation(row), row.get("tools")]
                 content = json.dumps(record, ensure_ascii=False)
                 part = assign_split(content, self.validation_fraction)
             except (ValueError, TypeError) as error:
@@ -97,7 +97,7 @@ class ChatSource(ExampleSource):
         return rows
 
 
-def conversation(row: Any, *, formats: str = FORMATS) -> list[Message]:
+def parse_conversation(row: Any, *, formats: str = FORMATS) -> list[Message]:
     """Returns the messages of a row, in any of the formats.
 
     Args:
@@ -172,6 +172,7 @@ class ChatCodec(Tokenizer):
     def __init__(self, tokenizer: PretrainedTokenizer, variables: dict[str, Any]):
         self.tokenizer = tokenizer
         self.variables = variables
+        # Twice the ids, because the lowest bit marks a target, and one more for the separator.
         self.vocab_size = 2 * tokenizer.vocab_size + 1
         self.eos_id = 2 * tokenizer.vocab_size
         # The number is the version of this encoding: increase it to invalidate cached files.
@@ -191,7 +192,7 @@ class ChatCodec(Tokenizer):
         Raises:
             ValueError: the template cannot render a conversation. The message names the file and row.
         """
-        return self.encode_spans([self.rendered(*json.loads(text)) for text in texts])
+        return self.encode_spans([self.render_conversation(*json.loads(text)) for text in texts])
 
     def encode_spans(self, rendered: Sequence[tuple[str, list[Span]]]) -> list[np.ndarray]:
         """Returns the ids of rendered texts, with the tokens inside the spans marked as targets; int64[n] each."""
@@ -241,7 +242,7 @@ class ChatCodec(Tokenizer):
         (encoding,) = self.tokenizer.encode_rendered([turn_end[0].lstrip()])
         return encoding.ids[-1:]
 
-    def rendered(
+    def render_conversation(
         self, location: str, messages: list[Message], tools: Any, first_turn: int = 0
     ) -> tuple[str, list[Span]]:
         """Returns (text of a conversation, the spans of its answers).

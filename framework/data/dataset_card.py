@@ -39,7 +39,7 @@ def read_card(snapshot: Snapshot) -> list[CardConfig]:
         return [_config(entry) for entry in entries]
     except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
         first_line = str(error).partition("\n")[0]
-        raise ValueError(f"{file}: the head of the data set's card cannot be read: {first_line}") from error
+        raise ValueError(f"{file}: the front matter of the dataset card cannot be read: {first_line}") from error
 
 
 def choose_splits(url: str, configs: list[CardConfig], path: str) -> Splits | None:
@@ -60,7 +60,9 @@ def choose_splits(url: str, configs: list[CardConfig], path: str) -> Splits | No
             return config.splits
     names = [config.name for config in configs]
     shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
-    raise ValueError(f"{url} has {len(names)} subsets: choose one by {url.rstrip('/')}/{names[0]} (there are {shown})")
+    raise ValueError(
+        f"{url} has {len(names)} subsets; choose one, such as {url.rstrip('/')}/{names[0]} (subsets: {shown})"
+    )
 
 
 def match_globs(names: list[str], patterns: list[str]) -> list[str]:

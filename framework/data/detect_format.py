@@ -1,6 +1,6 @@
 """--data=PATH: detects the kind of the user's data, and how to split it for training and evaluation.
 
-recognized("my_folder/")  # text, JSON lines, Parquet, token files, conversations, preference pairs, labeled answers
+detect_format("my_folder/")  # text, JSON lines, Parquet, token files, conversations, preference pairs, labeled answers
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.data import hub_data, local_data
-from plimsoll.framework.data.chats import ChatSource, conversation
+from plimsoll.framework.data.chats import ChatSource, parse_conversation
 from plimsoll.framework.data.file_formats import ROW_FORMATS, DataFormat, DataListing
 from plimsoll.framework.data.files import DataFile
 from plimsoll.framework.data.held_out import TextPart, TokenPart
@@ -33,8 +33,8 @@ _TEXT_FIELDS = ("text", "content", "document", "body", "story")
 # Name of a source's examples in the startup message.
 _NOUNS: dict[type[ExampleSource], str] = {
     ChatSource: "conversations",
-    PairSource: "pairs of answers",
-    UnpairedSource: "judged answers",
+    PairSource: "preference pairs",
+    UnpairedSource: "labeled answers",
 }
 
 
@@ -86,9 +86,12 @@ class DetectedData:
 def detect_format(path: str, validation_fraction: float = 0.05) -> DetectedData:
     """Inspects a file, a folder, a glob, an fsspec URL, or a Hub dataset.
 
-    A folder is searched recursively; hidden files are skipped. If names tell which files are for training and which
-    for validation (train*, val*, test*, ...), the data is split by those names. Otherwise, about a fraction
-    `validation_fraction` of it is held out.
+    A folder is searched recursively; hidden files are skipped. If file names indicate the splits (train*, val*, test*,
+    ...), the data is split by those names.
+
+    Args:
+        path: location of the data.
+        validation_fraction: approximate fraction to hold out if the names indicate no splits.
 
     Raises:
         FileNotFoundError, PermissionError, ValueError: the data does not exist, or cannot be read.
@@ -146,7 +149,7 @@ def _rows(listing: DataListing) -> _Rows:
     text_fields = tuple(name for name, value in row.items() if isinstance(value, str))
     if not text_fields:
         names = ", ".join(row) or "it has none"
-        raise ValueError(f"{listing.first}: no field of its first row holds text: {names}")
+        raise ValueError(f"{listing.first}: no field of its first row has text: {names}")
     usual_fields = [name for name in _TEXT_FIELDS if name in text_fields]
     longest_field = max(text_fields, key=lambda name: len(row[name]))
     return _Rows(text_field=[*usual_fields, longest_field][0], text_fields=text_fields)
@@ -159,9 +162,9 @@ def _check_no_label(row: dict[str, Any]) -> None:
     """
     if "label" in row:
         raise ValueError(
-            f"field 'label' is {str(row['label'])[:40]!r}, which the loss of next tokens does not read; expected true "
-            "or false (1 or 0) beside prompt and completion or messages (KTO), a classifier (--config=classify:DIR or "
-            "lora-classify:DIR) for names of classes, or a file without labels"
+            f"field 'label' is {str(row['label'])[:40]!r}, which the next-token loss does not use; expected true or "
+            "false (1 or 0) with prompt and completion or with messages (KTO), a classifier (--config=classify:DIR or "
+            "lora-classify:DIR) for class names, or a file without labels"
         )
 
 
@@ -180,13 +183,13 @@ def _first_row(file: DataFile) -> tuple[str, dict[str, Any]]:
         if not isinstance(row, dict):
             raise ValueError(f"{file}, {location}: expected a JSON object, given {type(row).__name__}")
         return location, row
-    raise ValueError(f"{file} holds no rows")
+    raise ValueError(f"{file} has no rows")
 
 
 def _is_conversation(row: dict[str, Any]) -> bool:
     """Returns whether ChatSource can read a row."""
     try:
-        conversation(row)
+        parse_conversation(row)
     except (ValueError, TypeError):
         return False
     return True
@@ -197,7 +200,7 @@ def _source(data_format: DataFormat, rows: _Rows, paths: Sequence[str], part: _S
     part_fields = part._asdict() if part else {}
     if data_format == "tokens":
         if len(paths) > 1:
-            raise ValueError(f"{len(paths)} token files: name them by one glob in --config.data.source.path")
+            raise ValueError(f"{len(paths)} token files: select them with one glob in --config.data.source.path")
         return config_for(TokenPart if part else TokenMemmap, path=paths[0], **part_fields)
     if rows.examples is not None:
         return config_for(rows.examples, paths=list(paths), **part_fields)

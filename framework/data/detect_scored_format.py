@@ -29,24 +29,24 @@ _NUM_SHOWN = 8
 def detect_scored_format(
     path: str, template: Config | None, *, pairs: bool, keeps_classes: bool, validation_fraction: float = 0.05
 ) -> DetectedData:
-    """Inspects a file, a folder, a glob, an fsspec URL, or a Hub dataset, as `recognized` does.
+    """Inspects a file, a folder, a glob, an fsspec URL, or a Hub dataset, as `detect_format` does.
 
     Args:
-        path: as for `recognized`.
+        path: as for `detect_format`.
         template: config of a LabelledSource or a RankedSource, whose other settings stay; None for the defaults.
         pairs: rows are preference pairs; otherwise texts or conversations with labels.
         keeps_classes: use the classes of `template`; otherwise, those of the training files.
-        validation_fraction: as for `recognized`.
+        validation_fraction: as for `detect_format`.
 
     Raises:
-        FileNotFoundError, PermissionError, ValueError: as for `recognized`, or a row has no label, or a field is
+        FileNotFoundError, PermissionError, ValueError: as for `detect_format`, or a row has no label, or a field is
             missing. The message names the file, row and field.
     """
     listing = hub_data.data_listing(path) if is_hub_url(path) else local_data.data_listing(path)
     if listing.data_format not in ROW_FORMATS:
         wanted = "chosen and rejected" if pairs else "text (or messages) and label"
         raise ValueError(
-            f"{listing.location} holds {listing.data_format}; expected JSON lines, Parquet or CSV with {wanted}"
+            f"{listing.location} has {listing.data_format}; expected JSON lines, Parquet or CSV with {wanted}"
         )
     needs_template = _first_row_needs_template(listing, pairs=pairs)
     classes: list[str] | None = None
@@ -64,6 +64,7 @@ def detect_scored_format(
     if template is not None:
         for name in _KEPT_SETTINGS:
             source[name] = template[name]
+    # Copied after the settings are set, so that both sources have the same ones.
     held_out = source.copy()
     split = f"{validation_fraction:.0%} held out"
     if listing.validation:
@@ -87,4 +88,4 @@ def _first_row_needs_template(listing: DataListing, *, pairs: bool) -> bool:
         except ValueError as error:
             raise ValueError(f"{listing.first}, {location}: {error}") from error
         return not isinstance(content, str)
-    raise ValueError(f"{listing.first} holds no rows")
+    raise ValueError(f"{listing.first} has no rows")

@@ -109,12 +109,14 @@ def start_workers(tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
         tokenizer: a prepared tokenizer; it must encode a document the same way regardless of the rest of its batch.
         workers: number of processes, at least 1.
 
-    The function raises WorkerLostError if a process was killed.
+    Yields:
+        The function. It raises WorkerLostError if a process was killed.
     """
     # Bytes are their own ids, and transferring them takes longer than encoding them.
     if workers == 1 or isinstance(tokenizer, ByteTokenizer):
         yield create_encoder(tokenizer)
         return
+    # The forks inherit the variable. With threads in each of them, there would be more threads than cores.
     with _environment(_LIBRARY_THREADS, "false"):
         context = _Forks()
         processes = context.processes
@@ -122,6 +124,7 @@ def start_workers(tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
         # The first call creates all processes.
         first_call = executor.submit(os.getpid)
 
+        # Workers ignore Ctrl-C, and a signal ends this process without the pool's own cleanup.
         def kill(number: int, line: str) -> None:
             for process in processes:
                 process.kill()
@@ -131,7 +134,7 @@ def start_workers(tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
         def encode(documents: Iterable[str]) -> Iterator[EncodedBatch]:
             try:
                 first_call.result()
-                yield from _in_order(executor, documents, _BATCHES_PER_WORKER * workers)
+                yield from _encode_in_order(executor, documents, _BATCHES_PER_WORKER * workers)
             except BrokenProcessPool as error:
                 raise WorkerLostError(_describe_lost_worker(processes)) from error
 
@@ -142,7 +145,7 @@ def start_workers(tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
             unregister()
 
 
-def _in_order(executor: ProcessPoolExecutor, documents: Iterable[str], limit: int) -> Iterator[EncodedBatch]:
+def _encode_in_order(executor: ProcessPoolExecutor, documents: Iterable[str], limit: int) -> Iterator[EncodedBatch]:
     """Yields the batches in the order of the documents, with at most `limit` of them in flight."""
     futures: deque[Future[EncodedBatch]] = deque()
     for texts in _batches(documents, _WORKER_BATCH):
@@ -195,9 +198,7 @@ def _describe_lost_worker(processes: list[BaseProcess]) -> str:
     how = "ended"
     if codes and codes[0] is not None and codes[0] < 0:
         how = f"was killed by {signal.Signals(-codes[0]).name}"
-    return (
-        f"one of {len(processes)} processes that tokenize {how}; where memory is short, a smaller --workers needs less"
-    )
+    return f"one of {len(processes)} tokenizer processes {how}; if memory is short, use a smaller --workers"
 
 
 @contextlib.contextmanager

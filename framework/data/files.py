@@ -104,7 +104,7 @@ class DataFile:
         # read as text.
         if decompress and compression is None and self.path.endswith((".zst", ".lz4")):
             package = "zstandard" if self.path.endswith(".zst") else "lz4"
-            raise ValueError(f"{self.name}: to read it, `pip install {package}`")
+            raise ValueError(f"{self.name}: reading it needs `pip install {package}`")
         opened = OpenFile(self.fs, self.path, compression=compression)
         text_bytes = 0
         try:
@@ -160,7 +160,7 @@ def _match(pattern: str) -> list[DataFile]:
         exists = fs.exists(path)
     if is_folder:
         files_pattern = f"{pattern.rstrip('/')}/*"
-        raise IsADirectoryError(f"{pattern} is a folder; name its files, for instance {files_pattern}")
+        raise IsADirectoryError(f"{pattern} is a folder; name its files, for example {files_pattern}")
     # A file's own name may contain glob characters, so check this before globs.
     if exists:
         return [DataFile(fs, path)]
@@ -190,7 +190,7 @@ def _base_name(path: str) -> str:
 def fetch_local_copy(file: DataFile, folder: str | None, sidecar_path: str) -> DataFile:
     """Returns a local file unchanged, and a local copy of a remote file.
 
-    The copy is made once, and again if the size, time or tag of the remote file changes. Raises as `explained`.
+    The copy is made once, and again if the size, time or tag of the remote file changes. Raises as `explain_errors`.
 
     Args:
         file: the file to be read in random order.
@@ -245,7 +245,10 @@ class FileHashes:
             with contextlib.suppress(FileNotFoundError, ValueError):
                 entries = parse_json(path.read_text(), parse_constant=_refuse_constant)
                 if isinstance(entries, dict):
-                    self._entries = {k: entry for k, entry in entries.items() if _is_pair(entry)}
+                    # Entries of another form come from another version, and count as missing.
+                    for key, entry in entries.items():
+                        if isinstance(entry, list) and len(entry) == 2:
+                            self._entries[key] = entry
 
     def get_or_compute(self, file: DataFile, kind: str, compute: Callable[[], Any]) -> Any:
         """Returns `compute()` (JSON data of that kind), or the earlier result if the file has not changed since."""
@@ -279,11 +282,8 @@ class FileHashes:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
-
-
-def _is_pair(entry: Any) -> bool:
-    return isinstance(entry, list) and len(entry) == 2
+    # Python's parser accepts NaN and Infinity, which are not JSON.
+    raise ValueError(f"{name} is not JSON")
 
 
 def compute_digest(data: Any) -> str:

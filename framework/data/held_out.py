@@ -113,8 +113,8 @@ class TextPart(DataSource):
                 digests.add(_digest(document))
         if len(digests) == 1:
             raise ValueError(
-                "all documents of the data are equal, so none can be held out; expected several, or data.validation "
-                "of another source"
+                "all documents of the data are equal, so none can be held out; add other documents, or set "
+                "data.validation to another source"
             )
         return min(digests, default=None)
 

@@ -65,13 +65,14 @@ def data_listing(url: str) -> DataListing:
         raise ValueError(
             f"{location} has no {data_format} files to train on, only some to evaluate: {', '.join(validation[:3])}"
         )
+    # A file is reported as left out if neither part uses it.
     left_out = Counter(get_extension(name) or name.rpartition("/")[2] for name in candidates)
     left_out.subtract(get_extension(name) for name in [*train, *validation])
     (first,) = find(snapshot.repo.url(train[0]))
     if get_extension(train[0]) == ".json" and detect_json_format(first) is None:
         raise ValueError(f"{snapshot.repo.url(train[0])} is one JSON value; expected a JSON object on each line")
     if fetched.unreachable_reason:
-        location += f" (by the cache alone: {fetched.unreachable_reason})"
+        location += f" (from the cache only: {fetched.unreachable_reason})"
     return DataListing(
         location=location,
         data_format=data_format,
@@ -81,7 +82,7 @@ def data_listing(url: str) -> DataListing:
         num_train=len(train),
         num_validation=len(validation),
         split_basis=parts.split_basis,
-        left_out=+left_out,
+        left_out=+left_out,  # the unary plus drops counts of zero
     )
 
 
@@ -93,13 +94,13 @@ def _split_files(url: str, snapshot: Snapshot, path: str) -> tuple[_HubSplits, l
         return _files_from_splits(url, splits, names), names
     candidates = match_globs(names, [path, f"{path}/**"]) if path else names
     if not candidates:
-        raise FileNotFoundError(f"{snapshot.repo.url(path)} does not exist: the data set has {', '.join(names[:8])}")
+        raise FileNotFoundError(f"{snapshot.repo.url(path)} does not exist: the dataset has {', '.join(names[:8])}")
     data_names = [name for name in candidates if _format_for_name(name) is not None]
     if not data_names:
         endings = sorted({get_extension(name) or name for name in candidates})
         converted = snapshot.repo.at("refs/convert/parquet").url()
         raise ValueError(
-            f"{snapshot.repo.url(path)} holds no data that is known ({', '.join(endings[:8])}): expected Parquet, "
+            f"{snapshot.repo.url(path)} has no data in a known format ({', '.join(endings[:8])}): expected Parquet, "
             f"JSON lines or .txt; the Hub may have converted it: --data={converted}"
         )
     parts = group_by_split(data_names)
@@ -125,8 +126,8 @@ def _files_from_splits(url: str, splits: Splits, names: list[str]) -> _HubSplits
     if len(for_training) != 1:
         files = "; ".join(f"{split}: {', '.join(patterns)}" for split, patterns in splits.items())
         raise ValueError(
-            f"{url} has {len(for_training) or 'no'} splits for training; name the files by a path behind the URL, such "
-            f"as a glob. Its splits are {files}"
+            f"{url} has {len(for_training) or 'no'} splits for training; append a path to the URL, such as a glob. Its "
+            f"splits are {files}"
         )
     by_split: dict[str | None, list[str]] = {}
     for split, patterns in splits.items():
@@ -134,7 +135,7 @@ def _files_from_splits(url: str, splits: Splits, names: list[str]) -> _HubSplits
             by_split.setdefault(detect_split(split), []).extend(match_globs(names, patterns))
     train = match_globs(names, splits[for_training[0]])
     if not train:
-        raise FileNotFoundError(f"{url}: no file matches {', '.join(splits[for_training[0]])}, as its card says")
+        raise FileNotFoundError(f"{url}: no file matches {', '.join(splits[for_training[0]])}, which its card lists")
     held_out = by_split.get("validation") or by_split.get("test") or []
     return _HubSplits(train, held_out, "by the splits of its card")
 
@@ -165,5 +166,5 @@ def _largest_format(location: str, sizes: dict[str, int], candidates: list[str])
             bytes_by_format[data_format] += size
     if not bytes_by_format:
         endings = ", ".join(sorted({get_extension(name) or name for name in candidates})[:8])
-        raise ValueError(f"{location} holds no data that is known ({endings}): expected Parquet, JSON lines or .txt")
+        raise ValueError(f"{location} has no data in a known format ({endings}): expected Parquet, JSON lines or .txt")
     return max(bytes_by_format, key=lambda data_format: bytes_by_format[data_format])

@@ -36,7 +36,7 @@ _FINGERPRINT = 1
 _CHANNELS = {"L": 1, "RGB": 3, "RGBA": 4}
 
 # Further errors that a damaged archive raises.
-_OF_ZIP = (zipfile.BadZipFile, zlib.error)
+_ZIP_ERRORS = (zipfile.BadZipFile, zlib.error)
 
 
 class ImageSource(abc.ABC):
@@ -61,8 +61,10 @@ class ImageSource(abc.ABC):
 
 @component
 class DigitsSource(ImageSource):
-    """The 1,797 handwritten digits that scikit-learn ships in its wheel (UCI, E. Alpaydin and C. Kaynak 1998; 8 x 8
-    pixels of 17 levels). About 20% are "validation", by the sha256 of an image's bytes: equal images are in one part.
+    """The 1,797 handwritten digits that scikit-learn ships in its wheel.
+
+    They have 8 x 8 pixels of 17 levels (UCI, E. Alpaydin and C. Kaynak 1998). About 20% are "validation", by the sha256
+    of an image's bytes: equal images are in one part.
 
     Args:
         split: which part to read; "all" for both.
@@ -121,9 +123,8 @@ class ImageFolder(ImageSource):
         for file, images in self._read():
             shape = images.shape[1:]
             if shape != self.image_shape:
-                raise ValueError(
-                    f"{file}: images of {_format_shape(shape)}, expected {_format_shape(self.image_shape)} (height x width x channels)"
-                )
+                expected = f"{_format_shape(self.image_shape)} (height x width x channels)"
+                raise ValueError(f"{file}: images of {_format_shape(shape)}, expected {expected}")
             if images.max(initial=0) >= self.levels:
                 raise ValueError(f"{file}: a value of {images.max()}, expected less than levels = {self.levels}")
             parts.append(images)
@@ -137,9 +138,9 @@ class ImageFolder(ImageSource):
             if file.name.lower().endswith((".png", ".npz")):
                 files.append(file)
         if not files:
-            raise FileNotFoundError(f"{folder} holds no .png and no .npz file")
+            raise FileNotFoundError(f"{folder} has no .png and no .npz files")
         for file in files:
-            read_images = _arrays if file.name.lower().endswith(".npz") else _png
+            read_images = _read_npz if file.name.lower().endswith(".npz") else _read_png
             for images in read_images(file):
                 yield file, images
 
@@ -149,7 +150,7 @@ def _format_shape(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
 
 
-def _png(file: DataFile) -> Iterator[np.ndarray]:
+def _read_png(file: DataFile) -> Iterator[np.ndarray]:
     """Yields the one image of a PNG file as uint8 [1,H,W,C]."""
     from PIL import Image
 
@@ -158,7 +159,7 @@ def _png(file: DataFile) -> Iterator[np.ndarray]:
         with Image.open(io.BytesIO(file.read()), formats=["PNG"]) as image:
             image.load()
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{file}: no PNG that can be read: {error}") from error
+        raise ValueError(f"{file}: not a readable PNG: {error}") from error
     if image.mode not in _CHANNELS:
         modes = ", ".join(_CHANNELS)
         raise ValueError(f"{file}: pixels of mode {image.mode}, expected 8 bits each: {modes}")
@@ -167,14 +168,14 @@ def _png(file: DataFile) -> Iterator[np.ndarray]:
     yield pixels.reshape(1, image.height, image.width, _CHANNELS[image.mode])
 
 
-def _arrays(file: DataFile) -> Iterator[np.ndarray]:
+def _read_npz(file: DataFile) -> Iterator[np.ndarray]:
     """Yields the arrays of an NPZ file, each uint8 [n,H,W,C]."""
     try:
         with np.load(io.BytesIO(file.read())) as archive:
             arrays = dict(archive)
     # A header may request more memory than there is; zipfile raises RuntimeErrors.
-    except (OSError, ValueError, EOFError, KeyError, TypeError, RuntimeError, MemoryError, *_OF_ZIP) as error:
-        raise ValueError(f"{file}: no NPZ that can be read: {error}") from error
+    except (OSError, ValueError, EOFError, KeyError, TypeError, RuntimeError, MemoryError, *_ZIP_ERRORS) as error:
+        raise ValueError(f"{file}: not a readable NPZ: {error}") from error
     for name, array in arrays.items():
         if array.dtype != np.uint8 or array.ndim != 4 or not array.size:
             raise ValueError(f"{file}: {name} is {array.dtype} {list(array.shape)}, expected uint8 [N, H, W, C]")
@@ -288,7 +289,7 @@ class ImagePipeline(Pipeline):
         self._num_rows = len(self.images["train"])
         if self._num_rows < self.global_batch_size:
             raise ValueError(
-                f"data.source: holds {self._num_rows} images, too few for one batch of "
+                f"data.source: has {self._num_rows} images, too few for one batch of "
                 f"data.global_batch_size={self.global_batch_size}"
             )
         self._order = GlobalOrder([self._num_rows], [1.0], self.seed)
@@ -296,8 +297,9 @@ class ImagePipeline(Pipeline):
         barrier()
 
     def fingerprint(self) -> str:
-        """sha256 of everything that determines the training batches: resuming with another one would change the data.
-        It does not depend on the number of processes.
+        """Returns the sha256 of everything that determines the training batches.
+
+        Resuming with another fingerprint would change the data. It does not depend on the number of processes.
         """
         facts = [_FINGERPRINT, _digest(self.images["train"]), self.global_batch_size, self.seed, self.flip]
         return compute_digest(facts)

@@ -18,7 +18,7 @@ from plimsoll.framework.data.sources import StdlibSource
 Split = Literal["train", "validation"]
 _DOCSTRING = re.compile(r'"""(.*?)"""', re.DOTALL)
 # Minimum number of different words in a passage that is used in a pair.
-_LEAST_WORDS = 8
+_MIN_WORDS = 8
 _COMMENT = re.compile(r"(?:^[ \t]*#[^\n]*\n){2,}", re.MULTILINE)
 
 
@@ -100,7 +100,7 @@ class LibraryPairs(_LibrarySource):
             words = re.split(r"(\W+)", answer)
             shuffled = words[::2]
             # With so few different words, another order may be just as plausible.
-            if len(set(shuffled)) < _LEAST_WORDS:
+            if len(set(shuffled)) < _MIN_WORDS:
                 continue
             # Sort by hashes, so that the pairs are the same on every machine.
             seed = hashlib.sha256(answer.encode()).digest()

@@ -65,7 +65,7 @@ def _files(path: str) -> list[DataFile]:
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         names += [os.path.join(parent, name) for name in sorted(file_names) if not name.startswith(".")]
     if not names:
-        raise FileNotFoundError(f"the folder {path} holds no files")
+        raise FileNotFoundError(f"the folder {path} has no files")
     return find(name for name in sorted(names) if os.path.isfile(name))
 
 
@@ -82,7 +82,8 @@ def _select_largest_format(path: str, files: list[DataFile]) -> tuple[DataFormat
     if not files_by_format:
         endings = ", ".join(left_out)
         raise ValueError(
-            f"{path} holds no data that is known ({endings}): expected UTF-8 text, .jsonl, .parquet, .csv or .bin files"
+            f"{path} has no data in a known format ({endings}): expected UTF-8 text, .jsonl, .parquet, .csv or .bin "
+            "files"
         )
     largest_format = max(
         files_by_format, key=lambda data_format: sum(file.size() for file in files_by_format[data_format])

@@ -154,6 +154,7 @@ class Examples:
         segment = 0
         for example in self.get_examples(index).tolist():
             for values in self.sequences(example):
+                # Each sequence has its own segment, so that attention does not cross sequences. 0 is padding.
                 segment += 1
                 length = len(values) - 1
                 columns = slice(start, start + length)
@@ -197,8 +198,8 @@ class Conversations(Examples):
         super().__init__(stream, seq_len, lengths, seed)
         num_cut = np.sum((ends > stops) & has_target)
         self.note = (
-            f"{self.padding:.1%} padding, {num_cut:,} conversations cut at {seq_len + 1:,} tokens, "
-            f"{np.sum(~has_target):,} without an answer left out"
+            f"{self.padding:.1%} padding, {num_cut:,} conversations truncated to {seq_len + 1:,} tokens, "
+            f"{np.sum(~has_target):,} without an answer skipped"
         )
 
     def sequences(self, example: int) -> list[np.ndarray]:

@@ -88,7 +88,7 @@ class DataPipeline(Pipeline):
 
     A batch is a dict: tokens int32[B,S], targets int32[B,S] (the next tokens), weights float32[B,S] (0 = not
     counted), and with `document_mask` positions int32[B,S] (restart at 0 in each document) and segments int32[B,S]
-    (1, 2, ... per row, 0 = padding). A PairSource or RankedSource adds ends float32[B,S]; a UnpairedSource or
+    (1, 2, ... per row, 0 = padding). A PairSource or RankedSource adds ends float32[B,S]; an UnpairedSource or
     LabelledSource adds ends and labels, both float32[B,S].
 
     Args:
@@ -181,7 +181,7 @@ class DataPipeline(Pipeline):
                 begins with the config path.
         """
         if "://" in str(workdir):
-            raise ValueError(f"the data pipeline keeps files in the workdir and needs a local folder, given {workdir}")
+            raise ValueError(f"the data pipeline stores files in the workdir and needs a local folder, given {workdir}")
         folder = Path(workdir)
         if self.cache_dir is None:
             cache = folder / "data"
@@ -220,13 +220,13 @@ class DataPipeline(Pipeline):
         if num_rows < self.global_batch_size and self._row_arrays:
             raise ValueError(
                 f"data.source: its answers fill {num_rows} rows of data.seq_len={self.seq_len}, too few for one batch "
-                f"with data.global_batch_size={self.global_batch_size}; set these lower, or packed=false of the source"
+                f"with data.global_batch_size={self.global_batch_size}; reduce these, or set packed=false of the source"
             )
         if num_rows < self.global_batch_size:
             streams = [leaf.stream for leaf in self.train_leaves]
             raise ValueError(
-                f"data.source: holds {num_rows} sequences of data.seq_len={self.seq_len}, too few for one batch, "
-                f"which needs {self._batch_needs(streams)}; or set these lower"
+                f"data.source: has {num_rows} sequences of data.seq_len={self.seq_len}, too few for one batch, "
+                f"which needs {self._batch_needs(streams)}; add data, or reduce these"
             )
         self._num_rows = num_rows
         weights = [leaf.weight for leaf in self.train_leaves]
@@ -253,7 +253,7 @@ class DataPipeline(Pipeline):
             problem = f"{num_tokens} tokens are too few: data.seq_len={self.seq_len} needs {min_tokens}"
             raise ValueError(f"{problem} and a batch {self._batch_needs([leaf.stream])}" if is_training else problem)
         if self.document_mask and leaf.stream.eos_id is None:
-            raise ValueError("data.document_mask needs to know the separator: set its eos_id")
+            raise ValueError("data.document_mask needs a known separator; set eos_id of the source")
         leaf.rows = Windows(leaf.stream, self.seq_len, masked=self.document_mask)
 
     def _batch_needs(self, streams: Sequence[TokenStream]) -> str:
@@ -278,8 +278,9 @@ class DataPipeline(Pipeline):
             self.tokenizer.prepare(folder, texts, write=write)
 
     def fingerprint(self) -> str:
-        """sha256 of everything that determines the training batches: resuming with another one would change the data.
-        It does not depend on the number of processes.
+        """Returns the sha256 of everything that determines the training batches.
+
+        Resuming with another fingerprint would change the data. It does not depend on the number of processes.
         """
         # Separators affect the batches only if documents are masked from each other.
         separators = None
@@ -389,8 +390,9 @@ class DataPipeline(Pipeline):
 
 @contextlib.contextmanager
 def _delete_tokenizer_on_error(file: Path) -> Iterator[None]:
-    """Deletes a new tokenizer from the workdir if the data is rejected, for example because there is too little text:
-    otherwise, the next start would use it on other text.
+    """Deletes a new tokenizer from the workdir if the data is rejected, for example because there is too little text.
+
+    Otherwise, the next start would use it on other text.
     """
     is_new = not file.exists()
     try:
@@ -411,7 +413,7 @@ def _row_arrays(leaves: Sequence[LeafSource]) -> tuple[str, ...]:
         if names_by_label[leaf.label] != names_by_label[first.label]:
             raise ValueError(
                 f"{leaf.label} is a {type(leaf.source).__name__} and {first.label} a {type(first.source).__name__}: "
-                "expected sources of one kind, as both make batches of one step"
+                "expected sources of one kind, because they share a batch"
             )
     return names_by_label[first.label]
 
@@ -423,7 +425,7 @@ def _validation_leaf(name: str, config: Config) -> LeafSource:
         raise ValueError(f"{label}: expected a name of letters, digits, _ and -, and not 'train'")
     source = config.instantiate()
     if isinstance(source, Mixture):
-        raise ValueError(f"{label}: a Mixture has no end; name its sources as validation sets of their own")
+        raise ValueError(f"{label}: a Mixture has no end; make each of its sources a separate validation set")
     return next(flatten_sources(source, label, name))
 
 
@@ -432,8 +434,13 @@ def load_or_tokenize(
 ) -> TokenStream:
     """Tokenizes `source`, or opens the tokens in `cache` for the same content and the same tokenizer.
 
-    Only a process that may `write` tokenizes; other processes open the tokens that it wrote. `name` is the name of
-    the source in messages.
+    Args:
+        source: the text source.
+        tokenizer: the config's tokenizer, prepared.
+        cache: folder with the tokens of all sources.
+        hashes: hashes of files from earlier runs.
+        write: whether this process may tokenize; other processes open the tokens that it wrote.
+        name: name of the source in messages.
 
     Raises:
         FileNotFoundError: the tokens do not exist, and this process may not write them.
@@ -444,7 +451,8 @@ def load_or_tokenize(
     folder = cache / f"tokens-{key[:16]}"
     if not folder.exists() and not write:
         raise FileNotFoundError(
-            f"{folder} does not exist: the first process was to write it; do all see that folder and equal sources?"
+            f"{folder} does not exist, but process 0 should have written it; check that all processes see the same "
+            "folders and sources"
         )
     if not folder.exists():
         _write_folder(folder, source, codec, contents, name)

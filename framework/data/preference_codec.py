@@ -83,7 +83,7 @@ class PreferenceCodec(Tokenizer):
             )
         roles = [message["role"] for message in answer]
         first_turn = len(prompt) + roles.index("assistant")
-        return self._chats.rendered(location, [*prompt, *answer], tools, first_turn)
+        return self._chats.render_conversation(location, [*prompt, *answer], tools, first_turn)
 
     def _text_values(self, prompt: str, answer: str) -> np.ndarray:
         """Returns the values of a prompt as the model receives it, followed by an answer and the end token."""

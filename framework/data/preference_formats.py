@@ -68,7 +68,7 @@ def parse_pair(row: Any, *, strings_are_messages: bool = False) -> LabeledAnswer
 
 
 def parse_unpaired(row: Any, *, strings_are_messages: bool = False) -> list[LabeledAnswers]:
-    """Returns the labeled answers of a row, one `LabeledAnswers` each: a single answer with a label, or the two of a pair.
+    """Returns the labeled answers of a row, one `LabeledAnswers` each: a single answer, or the two of a pair.
 
     Args:
         row: an object with prompt, completion and label (true or false, or 1 or 0), or with messages and label; or a
@@ -86,14 +86,14 @@ def parse_unpaired(row: Any, *, strings_are_messages: bool = False) -> list[Labe
             LabeledAnswers(pair.prompt, [("desirable", chosen)]),
             LabeledAnswers(pair.prompt, [("undesirable", rejected)]),
         ]
-    label = _field(row, "label", "a judged answer has prompt, completion and label, a pair chosen and rejected")
+    label = _field(row, "label", "a labeled answer has prompt, completion and label; a pair has chosen and rejected")
     if not _is_unpaired_label(label):
         raise ValueError(f"field 'label' is {str(label)[:40]!r}, expected true or false")
     name = "completion"
     if row.get(name) is None:
         name = "messages" if row.get("messages") is not None else "conversations"
     if row.get(name) is None:
-        _field(row, "completion", "a judged answer has prompt, completion and label")
+        _field(row, "completion", "a labeled answer has prompt, completion and label")
     prompt, (answer,) = _prompt_and_answers(row, {name: row[name]}, strings_are_messages)
     return [LabeledAnswers(prompt, [("desirable" if label else "undesirable", answer)])]
 
@@ -222,7 +222,7 @@ def _split_turns(
         prompt_turns = conversations[0][:length]
         answers = [turns[length:] for turns in conversations]
     elif holding_names:
-        raise ValueError(f"field {holding_names[0]!r} is a conversation and the other one an answer alone")
+        raise ValueError(f"field {holding_names[0]!r} is a conversation and the other one only an answer")
     else:
         answers = list(turns_by_name.values())
     if system:

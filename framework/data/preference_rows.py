@@ -26,7 +26,7 @@ class _Answers(NamedTuple):
 
     Attributes:
         documents: number of the document that each answer belongs to.
-        label_indices: index of its label in VERDICTS.
+        label_indices: index of its label in ANSWER_LABELS.
         starts: index of the first token of its prompt.
         prompt_lens: number of tokens in its prompt.
         answer_lens: number of tokens in the answer, up to its last target; 0 if there is no target.
@@ -149,13 +149,14 @@ class PreferenceRows(Examples):
         self.first_unusable: tuple[int, str] | None = None
         if not is_usable.all():
             number = int(np.argmin(is_usable))
-            problem = "the chat template gives an answer no token"
+            problem = "the chat template renders an answer without tokens"
             if has_answers[number]:
                 problem = (
                     f"its prompt of {int(first.prompt_lens[number]):,} tokens leaves no room for two answers in a row "
                     f"of data.seq_len={seq_len:,}, which holds the prompt twice"
                 )
             self.first_unusable = int(documents[number]), problem
+        # The longer answer may use the tokens that the shorter one leaves; each gets at least half of the budget.
         shorter = np.minimum(first.answer_lens, second.answer_lens)
         longest = np.maximum(answer_budget // 2, answer_budget - shorter)
         self._sequences = [
@@ -167,12 +168,12 @@ class PreferenceRows(Examples):
         self.is_usable = is_usable
         if is_cut.sum() > _MANY_CUT * len(lengths):
             self.warnings = (
-                f"answers are cut in {is_cut.sum():,} of {len(lengths):,} examples, as a row of "
-                f"data.seq_len={seq_len:,} holds two; a longer data.seq_len leaves them whole",
+                f"answers are truncated in {is_cut.sum():,} of {len(lengths):,} examples, because a row of "
+                f"data.seq_len={seq_len:,} holds two; increase data.seq_len to keep them whole",
             )
         self.note = (
-            f"{len(lengths):,} examples of two sequences, {self.padding:.1%} padding, {is_cut.sum():,} with answers "
-            f"cut, {num_left_out + np.sum(~is_usable):,} left out"
+            f"{len(lengths):,} examples of two sequences, {self.padding:.1%} padding, {is_cut.sum():,} with truncated "
+            f"answers, {num_left_out + np.sum(~is_usable):,} skipped"
         )
 
     def sequences(self, example: int) -> list[np.ndarray]:
@@ -248,8 +249,8 @@ class UnpairedRows(PreferenceRows):
         if is_desirable.all() or not is_desirable.any():
             kind = "desirable" if is_desirable.all() else "undesirable"
             self.warnings += (
-                f"all {len(is_desirable):,} judged answers are {kind}: KTO learns what sets good answers apart from "
-                "bad ones, and expects some of both",
+                f"all {len(is_desirable):,} labeled answers are {kind}: KTO learns the difference between good and bad "
+                "answers; add some of the other kind",
             )
         self.note += f", {is_desirable.sum():,} desirable and {np.sum(~is_desirable):,} undesirable"
 
@@ -260,6 +261,7 @@ class UnpairedRows(PreferenceRows):
         for example in self.get_examples(index):
             labels_by_segment += [float(self._labels[example]), 0.0]
         row["labels"] = np.array(labels_by_segment, np.float32)[row["segments"]]
+        # A mismatched sequence has the label 0: it serves the KL estimate only.
         row["ends"] *= np.abs(row["labels"])
         return row
 
@@ -272,7 +274,7 @@ def _find_mismatches(values: np.ndarray, answers: _Answers) -> np.ndarray:
     """
     num_answers = len(answers.starts)
     if num_answers == 1:
-        raise ValueError("one judged answer alone: KTO's estimate of the KL divergence takes two; expected more rows")
+        raise ValueError("only one labeled answer: KTO's estimate of the KL divergence needs two; expected more rows")
     prompts = []
     for start, length in zip(answers.starts.tolist(), answers.prompt_lens.tolist(), strict=True):
         prompts.append(values[start : start + length].tobytes())
@@ -284,7 +286,7 @@ def _find_mismatches(values: np.ndarray, answers: _Answers) -> np.ndarray:
     # The second pass is for prompts that skip back past the first answer, whose own mismatch is known only then.
     for _ in range(2):
         for number in range(num_answers):
-            neighbour = int(previous[number])
-            if prompts[neighbour] == prompts[number]:
-                mismatches[number] = mismatches[neighbour]
+            neighbor = int(previous[number])
+            if prompts[neighbor] == prompts[number]:
+                mismatches[number] = mismatches[neighbor]
     return mismatches

@@ -87,7 +87,7 @@ class PreferenceSource(ExampleSource):
         problem = example.problem
         if problem is not None:
             if self.unusable == "error":
-                raise ValueError(f'{problem}; expected an answer to learn from, or unusable="leave_out" of the source')
+                raise ValueError(f'{problem}; correct the row, or set unusable="leave_out" in the source')
             answers = []
         return json.dumps([location, example.prompt, answers, tools], ensure_ascii=False)
 
@@ -111,7 +111,7 @@ class PreferenceSource(ExampleSource):
             document, problem = rows.first_unusable
             raise ValueError(
                 f"{self._locate(document)}: {problem}; expected a shorter prompt, a longer data.seq_len, or "
-                'unusable="leave_out" of the source'
+                'unusable="leave_out" in the source'
             )
         if not rows.num_rows:
             raise ValueError(f"no {self.noun} fit in rows of data.seq_len={seq_len}")
@@ -175,7 +175,7 @@ class UnpairedSource(PreferenceSource):
     """
 
     digest_name = "ThumbSource"
-    noun = "judged answers"
+    noun = "labeled answers"
     row_arrays = ("ends", "labels")
 
     def parse_examples(self, row: Any) -> list[LabeledAnswers]:

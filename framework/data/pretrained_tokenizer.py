@@ -76,9 +76,10 @@ class PretrainedTokenizer(Tokenizer):
         self.bos_id = self._id("bos", facts)
         self.eos_id = self._id("eos", facts)
         if self.eos_id is None:
-            eos_token = self.special.get("eos_token", "none that is known")
+            eos_token = self.special.get("eos_token", "unknown")
             raise ValueError(
-                f"{self.path}: its eos_token is {eos_token!r}, no token of it; set data.tokenizer.eos_token"
+                f"{self.path}: its eos_token is {eos_token!r}, which is not one of its tokens; set "
+                "data.tokenizer.eos_token"
             )
         self._stop_ids = sorted({self.eos_id, *_ids(facts, "eos")})
         added_tokens = contents["added_tokens"]
@@ -100,7 +101,9 @@ class PretrainedTokenizer(Tokenizer):
             (file,) = find(f"{folder}/tokenizer.json")
         except FileNotFoundError as error:
             if not has_copy:
-                hint = "a model with another kind of file: save_pretrained() of transformers' AutoTokenizer writes one"
+                hint = (
+                    "if the model has another kind of file, save_pretrained() of transformers' AutoTokenizer writes one"
+                )
                 raise FileNotFoundError(f"{error}; {hint}") from error
             folder = str(workdir)
             (file,) = find(str(workdir / "tokenizer.json"))
@@ -218,7 +221,7 @@ def _special_tokens(facts: dict[str, Any]) -> dict[str, str]:
             # Older files describe a token as an object.
             text = token.get("content") if isinstance(token, dict) else token
             if not isinstance(text, str):
-                raise ValueError(f"tokenizer_config.json: {name} is {token!r:.80}, which is no token")
+                raise ValueError(f"tokenizer_config.json: {name} is {token!r:.80}, expected a token")
             tokens[name] = text
     return tokens
 

@@ -1,7 +1,8 @@
 """Prompts that the model answers itself, from files or generated; their other fields are for the reward function.
 
-A run on prompts has no targets of its own. `framework.batch_transforms.rollouts` samples the answers, which fill the rest
-of a row. Each prompt of a training batch occupies `group_size` consecutive rows, so that its answers can be compared.
+A run on prompts has no targets of its own. `framework.batch_transforms.rollouts` samples the answers, which fill the
+rest of a row. Each prompt of a training batch occupies `group_size` consecutive rows, so that its answers can be
+compared.
 """
 
 from __future__ import annotations
@@ -125,6 +126,7 @@ class Arithmetic(PromptSource):
         def order_key(problem: Row) -> bytes:
             return hashlib.sha256(f"{self.seed}/{problem['prompt']}".encode()).digest()
 
+        # Sorting by a hash shuffles in the same way on every machine and in every version of Python.
         problems.sort(key=order_key)
         for number, problem in enumerate(problems[: self.count]):
             yield f"problem {number}", problem
@@ -149,7 +151,8 @@ class PromptReport:
     prompt_limit: int
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.prompts:,} prompts, the longest of {self.longest} tokens (room for {self.prompt_limit})"
+        longest = f"the longest of {self.longest} tokens (room for {self.prompt_limit})"
+        return f"{self.kind}: {self.prompts:,} prompts, {longest}"
 
 
 @dataclass
@@ -173,8 +176,10 @@ class PromptSet:
 
 @component
 class Prompts(Pipeline):
-    """Global batches of prompts: prompts int32[B,S], which start in column 0, lengths int32[B] (0 = no prompt),
-    and sources int32[B] and indices int32[B], which identify the source row (see `row`).
+    """Global batches of prompts.
+
+    A batch is a dict: prompts int32[B,S], which start in column 0, lengths int32[B] (0 = no prompt), and sources
+    int32[B] and indices int32[B], which identify the source row (see `row`).
 
     In training, rows g * group_size to (g + 1) * group_size - 1 have the same prompt. In an evaluation each prompt
     occurs once. All prompts are in memory.
@@ -213,7 +218,7 @@ class Prompts(Pipeline):
     ):
         if group_size < 2:
             raise ValueError(
-                f"data.group_size: expected at least 2, given {group_size}: an answer is compared with others"
+                f"data.group_size: expected at least 2, given {group_size}: each answer is compared with the others"
             )
         if global_batch_size % group_size:
             raise ValueError(
@@ -289,13 +294,13 @@ class Prompts(Pipeline):
         groups = self.global_batch_size // self.group_size
         if num_prompts < groups:
             raise ValueError(
-                f"data.source: holds {num_prompts} prompts, too few for the {groups} of a batch "
+                f"data.source: has {num_prompts} prompts, too few for the {groups} of a batch "
                 f"(data.global_batch_size = {self.global_batch_size}, data.group_size = {self.group_size})"
             )
         self._num_rows = num_prompts * self.group_size
         # The order of prompts, not of rows: see `training_row`.
         self._prompt_order = GlobalOrder([num_prompts], [1.0], self.seed)
-        self._order = _RowsAsTheyAre()
+        self._order = _IdentityOrder()
         self.is_ready = True
 
     def _prepare_tokenizer(self, folder: Path, *, write: bool) -> None:
@@ -304,7 +309,7 @@ class Prompts(Pipeline):
             if not self.tokenizer.has_text:
                 raise ValueError(f"expected a tokenizer with text, given {type(self.tokenizer).__name__}")
             if not self.tokenizer.stop_ids:
-                raise ValueError("expected a tokenizer with a token that ends a text, as answers end by it")
+                raise ValueError("expected a tokenizer with an end token, because answers end with it")
 
     def _read(self, prompts: PromptSet) -> None:
         """Reads the rows of a source, and tokenizes their prompts."""
@@ -316,20 +321,20 @@ class Prompts(Pipeline):
                 raise ValueError(f"{location}: {error}") from error
             if len(tokens) > self.prompt_tokens:
                 raise ValueError(
-                    f"{location}: a prompt of {len(tokens)} tokens; data.seq_len = {self.seq_len} and "
+                    f"{location}: a prompt of {len(tokens)} tokens is too long; data.seq_len = {self.seq_len} and "
                     f"data.answer_tokens = {self.answer_tokens} leave room for {self.prompt_tokens}"
                 )
             prompts.rows.append(row)
             prompts.tokens.append(np.asarray(tokens, np.int32))
         if not prompts.rows:
-            raise ValueError("holds no prompt")
+            raise ValueError("has no prompts")
 
     def _encode_prompt(self, prompt: Any) -> list[int]:
         """Returns the tokens of a prompt. Raises ValueError if it is neither text nor messages, or has no template."""
         if isinstance(prompt, str):
             tokens = self.tokenizer.encode_prompt(prompt)
             if not tokens:
-                raise ValueError("a prompt without a token")
+                raise ValueError("the prompt has no tokens")
             return tokens
         is_chat = isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt)
         if not is_chat:
@@ -344,7 +349,7 @@ class Prompts(Pipeline):
         return self._codec.encode_question(prompt)
 
     def fingerprint(self) -> str:
-        """sha256 of everything that determines the training batches, and of the fields for the reward function."""
+        """Returns the sha256 of everything that determines the training batches, including fields for the reward."""
         train = self.sets[0]
         prompts = [[tokens.tolist(), row] for tokens, row in zip(train.tokens, train.rows, strict=True)]
         # Some values in Parquet files, such as dates, are not JSON.
@@ -413,7 +418,7 @@ class Prompts(Pipeline):
         return report
 
 
-class _RowsAsTheyAre(GlobalOrder):
+class _IdentityOrder(GlobalOrder):
     """An order in which sequence g of the run is row g of the only source: `Prompts.training_row` finds its prompt."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from plimsoll.framework.config import Fraction, component
-from plimsoll.framework.data.chats import FORMATS, conversation
+from plimsoll.framework.data.chats import FORMATS, parse_conversation
 from plimsoll.framework.data.files import DataFile, find
 from plimsoll.framework.data.preference_formats import parse_pair
 from plimsoll.framework.data.scored_sequences import Content, SequenceSource
@@ -119,8 +119,11 @@ def parse_content(row: Any) -> Content:
         ValueError: it has neither. The message names the field.
     """
     if isinstance(row, dict) and "text" in row:
-        return _text(row, "text")
-    return conversation(row, formats=f"text, {FORMATS}")
+        text = text_field(row, "text")
+        if not text:
+            raise ValueError("field 'text' is empty; expected text")
+        return text
+    return parse_conversation(row, formats=f"text, {FORMATS}")
 
 
 def get_class_name(row: Any) -> str:
@@ -169,7 +172,8 @@ def collect_class_names(paths: Iterable[str]) -> list[str]:
             except ValueError as error:
                 raise ValueError(f"{file}, {location}: {error}") from error
     if len(names) < 2:
-        raise ValueError(f"field 'label' is {', '.join(names) or 'in no row'} everywhere; expected two classes or more")
+        found = f"field 'label' is {', '.join(names)} everywhere" if names else "there are no rows"
+        raise ValueError(f"{found}; expected two classes or more")
     return sorted(names, key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name))
 
 
@@ -193,10 +197,3 @@ def parse_sequences(row: Any) -> list[Content]:
             assert isinstance(pair.prompt, list)
             sequences.append([*pair.prompt, *answer])
     return sequences
-
-
-def _text(row: dict[str, Any], field: str) -> str:
-    text = text_field(row, field)
-    if not text:
-        raise ValueError(f"field {field!r} is empty; expected text")
-    return text

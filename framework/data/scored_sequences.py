@@ -73,7 +73,7 @@ class SequenceSource(ExampleSource):
     def rows(self, stream: TokenStream, seq_len: int, seed: int | None) -> ScoredSequences:
         rows = ScoredSequences(stream, self, seq_len, seed)
         if not rows.num_rows:
-            raise ValueError(f"no pair has at most data.seq_len={seq_len} tokens, or there is none")
+            raise ValueError(f"there are no pairs of at most data.seq_len={seq_len} tokens")
         return rows
 
 
@@ -136,7 +136,7 @@ class SequenceCodec(Tokenizer):
         while end and ids[end - 1] == self.source.pad_token_id:
             end -= 1
         if not end:
-            raise ValueError(f"no token is left of {str(content)[:80]!r}, so that there is nothing to score")
+            raise ValueError(f"{str(content)[:80]!r} has no tokens to score")
         return list(ids[:end])
 
     def _render(self, messages: list[Message]) -> list[int]:
@@ -185,7 +185,7 @@ class ScoredSequences(Examples):
         self._spans = np.stack([starts, stops], 1)[fits]
         lengths = np.minimum(num_tokens, seq_len)[fits]
         super().__init__(stream, seq_len, lengths, seed)
-        what = "pairs left out, of more than" if are_pairs else "sequences cut at"
+        what = "pairs skipped, of more than" if are_pairs else "sequences truncated to"
         self.note = (
             f"{len(lengths):,} examples, {self.padding:.1%} padding, {is_long.sum():,} {what} {seq_len:,} tokens"
         )

@@ -239,7 +239,7 @@ class JsonLines(DataSource):
                 yield text_field(record, self.field)
             # A UnicodeEncodeError is a ValueError too.
             except ValueError as error:
-                raise ValueError(f"{file}, {location}: no JSON object with text: {error}") from error
+                raise ValueError(f"{file}, {location}: not a JSON object with text: {error}") from error
 
 
 def text_field(record: Any, field: str) -> str:
@@ -288,8 +288,8 @@ def json_rows(file: DataFile) -> Iterator[tuple[str, Any]]:
 
 
 def _split_documents(file: DataFile, separator: bytes | None) -> Iterator[tuple[int, bytearray]]:
-    """Yields (first byte, piece) for each piece of the file's text between separators; without one, the whole text."""
-    # A chunk may end inside a piece or a separator. This holds the bytes that cannot be split yet.
+    """Yields (first byte, document) for each document between separators; without one, the whole text."""
+    # A chunk may end inside a document or a separator. This holds the bytes that cannot be split yet.
     unfinished = bytearray()
     offset = 0
     for chunk in file.chunks(_CHUNK_BYTES, decompress=True):
@@ -348,7 +348,7 @@ def csv_rows(file: DataFile) -> Iterator[tuple[str, dict[str, str]]]:
                 continue
             location = f"line {reader.line_num}"
             if len(fields) != len(header):
-                raise ValueError(f"{file}, {location}: {len(fields)} fields, and the header has {len(header)}")
+                raise ValueError(f"{file}, {location}: {len(fields)} fields, but the header has {len(header)}")
             yield location, dict(zip(header, fields, strict=True))
     except csv.Error as error:
         raise ValueError(f"{file}, line {reader.line_num}: not CSV: {error}") from error
@@ -449,7 +449,7 @@ class TokenMemmap:
     def open(self, tokenizer: Tokenizer, hashes: FileHashes, cache_dir: str | None = None) -> TokenStream:
         """Opens all shards as one stream; remote shards are read from their copies in `cache_dir`.
 
-        Raises the errors of `find`, `fetched` and TokenShard.
+        Raises the errors of `find`, `fetch_local_copy` and TokenShard.
         """
         # Fetch everything before verifying the first shard.
         local_files = []
@@ -476,12 +476,15 @@ class Mixture:
 
     def __init__(self, *, sources: list[Config], weights: list[float]):
         if not sources or len(sources) != len(weights):
-            raise ValueError(f"Mixture: expected a weight per source, given {len(weights)} for {len(sources)} sources")
+            raise ValueError(
+                f"Mixture: expected one weight per source, given {len(weights)} for {len(sources)} sources"
+            )
         for weight in weights:
             is_positive = math.isfinite(weight) and weight > 0
             if not is_positive:
                 raise ValueError(f"Mixture.weights: expected positive numbers, given {weight}")
         self.sources = [source.instantiate() for source in sources]
+        # Normalized here, so that equal proportions give equal fingerprints.
         total_weight = sum(weights)
         self.weights = [weight / total_weight for weight in weights]
 

@@ -78,7 +78,9 @@ class TemplateProcess:
 
     def __init__(self, template: str):
         self._template = template
+        # Started by the first `render`.
         self._process: subprocess.Popen[bytes] | None = None
+        # Id of the process that started it; a fork must neither use nor stop it.
         self._owner = 0
         # Threads share the pipes, which carry one conversation at a time.
         self._lock = threading.Lock()
@@ -105,7 +107,7 @@ class TemplateProcess:
             raise ValueError(f"it takes more than {SECONDS:g} s for one conversation") from None
         except (OSError, EOFError):
             self._stop()
-            raise ValueError(f"it ended its process, which may have {MEMORY_BYTES >> 20} MiB") from None
+            raise ValueError(f"its process exited; the memory limit is {MEMORY_BYTES >> 20} MiB") from None
         if "error" in answer:
             raise ValueError(answer["error"])
         return answer["text"]
@@ -169,9 +171,9 @@ def _serve() -> None:
     # Some systems do not support this limit.
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    template = _next_message()
+    template = _read_message()
     while template is not None:
-        message = _next_message()
+        message = _read_message()
         if message is None:
             return
         try:
@@ -186,7 +188,7 @@ def _serve() -> None:
         sys.stdout.buffer.flush()
 
 
-def _next_message() -> bytes | None:
+def _read_message() -> bytes | None:
     head = sys.stdin.buffer.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None

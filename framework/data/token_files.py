@@ -112,7 +112,7 @@ class TokenShard:
             end_byte = start * token_bytes + len(data)
             opened_bytes = self.num_tokens * token_bytes
             raise ValueError(
-                f"{self.file}: ends at byte {end_byte}, but it held {opened_bytes} bytes "
+                f"{self.file}: ends at byte {end_byte}, but it had {opened_bytes} bytes "
                 "when it was opened: it was truncated meanwhile"
             )
         tokens = np.frombuffer(data, self._dtype)
@@ -172,13 +172,13 @@ class TokenShard:
             if size < expected_size:
                 verb = "ends early"
             elif self._sidecar:
-                verb = "goes on"
+                verb = "does not end"
             else:
                 verb = "ends within a token"
             end_byte = min(size, expected_size)
             raise ValueError(
                 f"{self.file}: {verb} at byte {end_byte} (token {end_byte // token_bytes}): "
-                f"it holds {size} bytes, expected {expected_size} of {dtype_name} tokens"
+                f"it has {size} bytes, expected {expected_size} of {dtype_name} tokens"
             )
         if size == 0:
             raise ValueError(f"{self.file}: empty, expected {dtype_name} tokens")
@@ -199,7 +199,8 @@ class TokenShard:
             # and so unequal, if the sidecar lists too few blocks.
             if [digest] != recorded_digests[number : number + 1]:
                 raise ValueError(
-                    f"{self.file}: garbled between byte {first_byte} and byte {last_byte}: not the sidecar's sha256"
+                    f"{self.file}: corrupted between byte {first_byte} and byte {last_byte}: the sha256 differs from "
+                    "the sidecar's"
                 )
             if largest_id >= self.vocab_size:
                 # Reading raises the error, which names the id and its position.

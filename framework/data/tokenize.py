@@ -52,15 +52,12 @@ def write_tokens(
         OSError: `path` cannot be written, for instance because the disk is full. The message names it.
         WorkerLostError: a process of `encode` was killed.
     """
-    with writing(path):
-        yield from _write_tokens(source, tokenizer, path, encode or create_encoder(tokenizer))
-
-
-def _write_tokens(source: DataSource, tokenizer: Tokenizer, path: Path, encode: Encode) -> Iterator[TokenizeProgress]:
+    encode = encode or create_encoder(tokenizer)
     files = source.files()
     progress = TokenizeProgress(total=sum(file.size() for file in files))
     documents = (text for file in files for text in source.read(file))
-    with open(path, "wb") as stream:
+    # `writing` names the file in an error such as a full disk.
+    with writing(path), open(path, "wb") as stream:
         for batch in encode(documents):
             stream.write(batch.content)
             progress.documents += batch.documents
@@ -93,10 +90,10 @@ def explain_empty_source(source: DataSource) -> str:
         num_rows = sum(1 for file in source.files() for _ in read_file_rows(file))
         if num_rows:
             whole = "data.validation={}" if split == "validation" else "data.source.split=all and data.validation={}"
-            rows = "its one row is" if num_rows == 1 else f"all its {num_rows:,} rows are"
+            rows = "its only row is" if num_rows == 1 else f"all its {num_rows:,} rows are"
             return (
-                f"no row is in the part {split!r}: {rows} in the other one, as rows with the same prompt or text "
-                "always are; expected more rows with other prompts, or another validation_fraction, or no split "
+                f"the split {split!r} is empty: {rows} in the other one, where rows with the same prompt or text stay "
+                "together; add rows with other prompts, change validation_fraction, or do not split the data "
                 f"({whole})"
             )
-    return "the source holds no text: every document is empty, or there is none"
+    return "the source has no text: it has no documents, or all of them are empty"

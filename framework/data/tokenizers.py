@@ -205,13 +205,13 @@ class BPETokenizer(Tokenizer):
             return file.read(), file.name
         if not write:
             raise FileNotFoundError(
-                f"{workdir_file} does not exist: the first process was to write it; do all see that folder?"
+                f"{workdir_file} does not exist, but process 0 should have written it; check that all processes see "
+                "the same folder"
             )
         if texts is None:
             raise ValueError(
-                "a BPE tokenizer cannot be trained on tokens; set data.tokenizer.path to the "
-                "tokenizer.json that the tokens were made with "
-                "(`plimsoll prepare` leaves it beside them)"
+                "a BPE tokenizer cannot be trained on tokens; set data.tokenizer.path to the tokenizer.json that the "
+                "tokens were made with (`plimsoll prepare` writes it next to them)"
             )
         with phase("training the tokenizer"):
             # A list, because the library would run the source's generator in another thread, where objects that
@@ -248,7 +248,7 @@ class NoTokenizer(Tokenizer):
 
     @property
     def table(self) -> list[bytes]:
-        raise ValueError("data.tokenizer is NoTokenizer: its ids stand for no text (check `has_text` first)")
+        raise ValueError("data.tokenizer is NoTokenizer: its ids represent no text (check `has_text` first)")
 
 
 def train_bpe(documents: list[str], vocab_size: int, eos_token: str) -> bytes:
@@ -295,7 +295,7 @@ def load_library(data: bytes, name: str, vocab_size: int) -> tuple[Any, dict[str
             raise
         raise ValueError(f"{name}: not a tokenizer.json of the tokenizers library: {error}") from error
     if not isinstance(facts, dict) or not isinstance(facts.get("model"), dict):
-        raise ValueError(f"{name}: not a tokenizer.json of the tokenizers library: it names no model")
+        raise ValueError(f"{name}: not a tokenizer.json of the tokenizers library: it has no model")
     kind = facts["model"].get("type")
     decoders = _decoders(facts)
     if kind not in ("BPE", "Unigram") or not {"ByteLevel", "Metaspace", "Replace"} & decoders:

@@ -18,7 +18,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _M_ARENA_MAX = -8
 # Environment variables with which a user configures malloc.
-_OF_THE_USER = (
+_USER_VARIABLES = (
     "MALLOC_ARENA_MAX",
     "MALLOC_MMAP_MAX_",
     "MALLOC_MMAP_THRESHOLD_",
@@ -56,6 +56,6 @@ def share_one_heap() -> bool:
 
 def _mallopt() -> Callable[[int, int], int] | None:
     """Return glibc's mallopt; None with other C libraries, or if the user configures malloc."""
-    if sys.platform != "linux" or any(name in os.environ for name in _OF_THE_USER):
+    if sys.platform != "linux" or any(name in os.environ for name in _USER_VARIABLES):
         return None
     return getattr(ctypes.CDLL(None), "mallopt", None)

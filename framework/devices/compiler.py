@@ -73,8 +73,8 @@ class Compiler:
             # XLA accepts CPU and GPU options on all platforms, and silently ignores those for other platforms.
             match = re.match("xla_(cpu|gpu|tpu)_", name)
             if match and match[1] != platform:
-                kinds = f"for {match[1].upper()}s, and these devices are {platform.upper()}s"
-                raise ValueError(f"{_PATH}{name}: an option {kinds}; accelerator_rules give each kind its own")
+                kinds = f"for {match[1].upper()}s, but these devices are {platform.upper()}s"
+                raise ValueError(f"{_PATH}{name}: an option {kinds}; set it for one kind with accelerator_rules")
         if not self.options:
             return
         scalar = jax.ShapeDtypeStruct((), "float32", sharding=replicated)
@@ -88,7 +88,7 @@ class Compiler:
             name = max(mentioned_names, key=len, default="")
             package = "libtpu" if platform == "tpu" else "jaxlib"
             hint = did_you_mean(name, _options(package)) if "No such" in message else ""
-            raise ValueError(f"{_PATH}{name}: the compiler says: {message}{hint}") from None
+            raise ValueError(f"{_PATH}{name}: the compiler reports: {message}{hint}") from None
 
 
 def _compiler_message(error: Exception) -> str:
@@ -123,7 +123,7 @@ def check_environment() -> None:
             is_known = library.find(name.encode()) >= 0
         if not is_known:
             hint = did_you_mean(name, _options("jaxlib"))
-            raise ValueError(f"XLA_FLAGS: XLA knows no flag --{name}{hint}")
+            raise ValueError(f"XLA_FLAGS: unknown flag --{name}{hint}")
 
 
 def _options(package: str) -> list[str]:

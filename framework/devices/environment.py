@@ -44,10 +44,11 @@ def start_devices() -> None:
         jax.devices()
     # JAX 0.10 uses an assertion to check that there is a backend.
     except (RuntimeError, AssertionError) as error:
-        asked = os.environ.get("JAX_PLATFORMS", "")
+        platforms = os.environ.get("JAX_PLATFORMS", "")
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"JAX finds no device{f' of JAX_PLATFORMS={asked}' if asked else ''}{f': {reason}' if reason else ''}; "
+            f"JAX finds no device{f' of JAX_PLATFORMS={platforms}' if platforms else ''}"
+            f"{f': {reason}' if reason else ''}; "
             "expected a driver and JAX's plugin for it (pip install 'plimsoll-train[cuda]' or '[tpu]'), or "
             "JAX_PLATFORMS=cpu"
         ) from error

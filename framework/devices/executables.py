@@ -78,7 +78,7 @@ def compile_or_load(lowered: Any, options: Any = None, devices: list[Any] | None
         _save_program(path, serialized[0])
     # A full or read-only disk must not end the run.
     except OSError as error:
-        logging.warning("%s is not kept: %s", path, error.strerror or error)
+        logging.warning("%s was not stored: %s", path, error.strerror or error)
     return result
 
 
@@ -106,7 +106,13 @@ def _save_program(path: Path, program: bytes) -> None:
 
 
 def call(jitted: Any, arrays: Any, *static: Any) -> Any:
-    """Return `jitted(arrays, *static)` for a tree of arrays and static arguments, using a program from `compile_or_load`."""
+    """Return `jitted(arrays, *static)`, computed by a program from `compile_or_load`.
+
+    Args:
+        jitted: a jitted function.
+        arrays: tree of arrays, its first argument.
+        *static: its static arguments.
+    """
     if folder() is None:
         return jitted(arrays, *static)
     leaves, tree = jax.tree.flatten(arrays)

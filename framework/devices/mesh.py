@@ -55,7 +55,7 @@ class MeshShape:
             raise ValueError(f"pipe: expected 1 (pipeline parallelism is reserved), given {pipe}")
         for axis, size in self.sizes.items():
             if size != -1 and size < 1:
-                raise ValueError(f"{axis}: expected -1 (what is left) or at least 1, given {size}")
+                raise ValueError(f"{axis}: expected -1 (all remaining devices) or at least 1, given {size}")
         for axis in across:
             if axis not in AXES:
                 raise ValueError(f"across.{axis}: no such axis{did_you_mean(axis, AXES)}")
@@ -148,7 +148,7 @@ def _devices_by_island(devices: Sequence[Any]) -> dict[int, list[Any]]:
         islands.setdefault(island(device), []).append(device)
     counts = [len(island_devices) for island_devices in islands.values()]
     if len(set(counts)) > 1:
-        raise ValueError(f"expected as many devices in each slice (TPU) or host (GPU), given {counts}")
+        raise ValueError(f"expected the same number of devices in each slice (TPU) or host (GPU), given {counts}")
     return islands
 
 

@@ -43,7 +43,7 @@ FAMILIES: list[type[ModelFamily]] = [
 ]
 
 
-def read(path: str | Path) -> tuple[dict[str, Any], Config]:
+def read_config(path: str | Path) -> tuple[dict[str, Any], Config]:
     """Read the config.json of a directory, or of a model on the Hub.
 
     Args:
@@ -63,23 +63,25 @@ def read(path: str | Path) -> tuple[dict[str, Any], Config]:
     if not file.is_file():
         expected = "a directory as Hugging Face's save_pretrained writes it, or the Hub's ORG/NAME"
         raise FileNotFoundError(f"no file {file}: expected {expected}")
-    facts = _json_object(file)
+    facts = _read_json_object(file)
     adapter = file.with_name("adapter_config.json")
     if adapter.is_file():
         raise ValueError(
-            f"{adapter}: an adapter beside a model, which transformers would load with it; "
-            "merge it into the model, or give the directory of the model alone"
+            f"{adapter}: an adapter next to a model, which transformers would load with it; "
+            "merge it into the model, or pass a directory that has only the model"
         )
     try:
         family = find_family(facts)
         if "auto_map" in facts and not family.has_custom_code:
-            raise ValueError("it asks for code of its own (auto_map); code of a directory is never executed")
-        # transformers also has the architecture, and then uses its own code.
+            raise ValueError(
+                "it requires its own code (auto_map), which is never executed; expected an architecture of transformers"
+            )
+        # transformers has these architectures too, and uses its own code for them.
         facts = {name: value for name, value in facts.items() if name != "auto_map"}
         refuse_unread(ConfigFacts(facts))
         return facts, config_for(family)
     except ValueError as error:
-        # The errors of Facts name the file without its folder.
+        # The errors of ConfigFacts name the file without its folder.
         message = str(error).removeprefix("config.json: ")
         raise ValueError(f"{file}: {message}") from None
 
@@ -95,14 +97,14 @@ def generation_facts(path: str | Path) -> dict[str, Any]:
     file = hub_models.folder(path) / "generation_config.json"
     if not file.is_file():
         return {}
-    return _json_object(file)
+    return _read_json_object(file)
 
 
-def _json_object(file: Path) -> dict[str, Any]:
+def _read_json_object(file: Path) -> dict[str, Any]:
     try:
         facts = parse_json(file.read_text())
     except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from None
+        raise ValueError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(facts, dict):
         raise ValueError(f"{file}: expected a JSON object, given {type(facts).__name__}")
     return facts
@@ -115,6 +117,7 @@ def find_family(facts: dict[str, Any]) -> type[ModelFamily]:
         ValueError: the architecture is unknown, there are several, or model_type, by which transformers chooses,
             belongs to another one.
     """
+    # A model that scores sequences belongs to the family of its language model.
     facts = scores.language_facts(facts)
     architectures = facts.get("architectures") or []
     is_list_of_names = isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
@@ -143,7 +146,7 @@ def pretrained_model(path: str | Path) -> tuple[Config, Config]:
     """Build the configs of a published model and of its weights.
 
     Args:
-        path: see `read`.
+        path: see `read_config`.
 
     Returns:
         (config of the model, config of its `Pretrained` weights).
@@ -151,7 +154,7 @@ def pretrained_model(path: str | Path) -> tuple[Config, Config]:
     Raises:
         FileNotFoundError, ValueError: see `load_model_config`.
     """
-    facts, _ = read(path)
+    facts, _ = read_config(path)
     model, family = load_model_config(path)
     generation = generation_facts(path)
     return model, config_for(Pretrained, path=str(path), family=family, facts=facts, generation=generation)
@@ -160,21 +163,24 @@ def pretrained_model(path: str | Path) -> tuple[Config, Config]:
 def load_model_config(path: str | Path) -> tuple[Config, Config]:
     """Build our config of the model in a directory.
 
+    Args:
+        path: see `read_config`.
+
     Returns:
         (the model's config, its family's config).
 
     Raises:
-        FileNotFoundError: as from `read`.
-        ValueError: as from `read`, or a field is missing or requires something that we cannot compute.
+        FileNotFoundError: as from `read_config`.
+        ValueError: as from `read_config`, or a field is missing or requires something that we cannot compute.
     """
-    facts, family = read(path)
+    facts, family = read_config(path)
     try:
         model = build_model_config(family.instantiate(), facts)
         dtype = float_dtype(ConfigFacts(facts))
     except ValueError as error:
         raise ValueError(str(error).replace("config.json", f"{path}/config.json", 1)) from None
     # Without a dtype in config.json, use the dtype of the first tensor.
-    stored_dtype = _first_dtype(path) if dtype is None else None
+    stored_dtype = _read_first_dtype(path) if dtype is None else None
     if stored_dtype is not None:
         dtype = {"F32": "float32", "F64": "float32", "F16": "float16"}.get(stored_dtype)
     if dtype == "float16" and not family.instantiate().takes_float16:
@@ -190,8 +196,12 @@ def load_model_config(path: str | Path) -> tuple[Config, Config]:
 def build_model_config(family: ModelFamily, facts: dict[str, Any]) -> Config:
     """Return the config of the model that a config.json describes, including models that score sequences.
 
+    Args:
+        family: the model's family.
+        facts: its config.json.
+
     Raises:
-        ValueError: as from Family.model, or the labels cannot be read.
+        ValueError: as from `ModelFamily.model`, or the labels cannot be read.
     """
     model = family.model(scores.language_facts(facts))
     if not scores.is_scored(facts):
@@ -199,7 +209,7 @@ def build_model_config(family: ModelFamily, facts: dict[str, Any]) -> Config:
     return scores.with_score_head(model, len(scores.label_names(facts)))
 
 
-def _first_dtype(path: str | Path) -> str | None:
+def _read_first_dtype(path: str | Path) -> str | None:
     """Return safetensors' name of the first tensor's dtype; None for a directory without weights."""
     if model_at(path) is not None:
         return None
@@ -238,7 +248,7 @@ def export_config(model: Config, published: dict[str, Any] | None = None) -> tup
                 facts = candidate or family.facts(language_model)
                 if is_scored:
                     facts = scores.add_score_head_facts(facts, model.head.num_labels)
-                differences = _differences(model, build_model_config(family, facts))
+                differences = _find_differences(model, build_model_config(family, facts))
             # The model does not even have the same layers, which counts as more than any number of differences.
             except (ConfigError, KeyError, ValueError) as error:
                 differences = [str(error)] * 100
@@ -272,10 +282,10 @@ _TRAINING = (
 _OBJECTIVE = "head.objective"
 
 
-def _differences(model: Config, described: Config) -> list[str]:
+def _find_differences(model: Config, described: Config) -> list[str]:
     """Return the fields that determine a model's computation and differ from those of a described model."""
-    model_fields = _computing_fields(model)
-    described_fields = _computing_fields(described)
+    model_fields = _select_computing_fields(model)
+    described_fields = _select_computing_fields(described)
     differences = []
     for path in model_fields | described_fields:
         if model_fields.get(path) != described_fields.get(path):
@@ -283,7 +293,7 @@ def _differences(model: Config, described: Config) -> list[str]:
     return differences
 
 
-def _computing_fields(config: Config) -> dict[str, Any]:
+def _select_computing_fields(config: Config) -> dict[str, Any]:
     """Return {path: value} of the fields that determine a model's computation."""
     fields = {}
     for path, value in config.leaves():

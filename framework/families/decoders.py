@@ -24,7 +24,16 @@ from plimsoll.framework.models.causal_lm import CausalLM
 
 
 def gpt2_model(*, layers: int, heads: int, dim: int, vocab_size: int, positions: int, dropout: float = 0.0) -> Config:
-    """Build GPT-2 (Radford et al. 2019): LayerNorm, learned positions, biases, tanh GELU, tied embeddings."""
+    """Build GPT-2 (Radford et al. 2019): LayerNorm, learned positions, biases, tanh GELU, tied embeddings.
+
+    Args:
+        layers: number of layers.
+        heads: number of heads.
+        dim: width of the residual stream.
+        vocab_size: number of token ids.
+        positions: number of learned positions, the longest sequence.
+        dropout: dropout rate on the embeddings and on each branch's output.
+    """
     linear = config_for(Linear, bias=True)
     block = config_for(
         Block,
@@ -57,7 +66,21 @@ def llama_model(
     tied: bool = False,
     rope_scaling: Config | None = None,
 ) -> Config:
-    """Build Llama (arXiv 2302.13971): RMSNorm, rotary positions, SwiGLU, no biases (Qwen2 has them in q, k, v)."""
+    """Build Llama (arXiv 2302.13971): RMSNorm, rotary positions, SwiGLU, no biases (Qwen2 has them in q, k, v).
+
+    Args:
+        layers: number of layers.
+        heads: number of query heads.
+        dim: width of the residual stream.
+        hidden: inner width of the MLP.
+        vocab_size: number of token ids.
+        kv_heads: number of key/value heads; None for as many as query heads.
+        theta: base of the rotary frequencies.
+        eps: added to the mean square in the norms.
+        qkv_bias: whether the projections to queries, keys and values have biases.
+        tied: whether the head uses the embedding's table.
+        rope_scaling: config of the rotary scaling; None for no scaling.
+    """
     norm = config_for(RMSNorm, eps=eps)
     attention = config_for(
         Attention,
@@ -105,6 +128,25 @@ def deepseek_model(
     """Build DeepSeek-V2 (arXiv 2405.04434): latent attention, and shared experts in addition to routed ones.
 
     The first `num_first` layers are dense, with an MLP of width `hidden`.
+
+    Args:
+        layers: number of layers, including the dense ones.
+        num_first: number of dense layers.
+        heads: number of heads.
+        dim: width of the residual stream.
+        hidden: inner width of a dense layer's MLP.
+        vocab_size: number of token ids.
+        kv_rank, query_rank, plain_dim, rotary_dim, value_dim: see `LatentAttention`.
+        experts: number of routed experts.
+        top_k: number of routed experts per token.
+        expert_hidden: inner width of a routed expert.
+        shared_hidden: inner width of the shared experts together.
+        theta: base of the rotary frequencies.
+        rope_scaling: config of the rotary scaling; None for no scaling.
+        eps: added to the mean square in the norms.
+        tied: whether the head uses the embedding's table.
+        activation: activation of the MLPs and experts.
+        balance: coefficient of the load-balancing loss.
     """
     norm = config_for(RMSNorm, eps=eps)
     attention = config_for(
@@ -145,7 +187,16 @@ def deepseek_model(
 def mixture(
     *, experts: int, top_k: int, hidden: int, activation: str = "silu", normalize: bool = True, balance: float = 0.01
 ) -> Config:
-    """Build a mixture of gated experts of width `hidden` (Mixtral, arXiv 2401.04088), to replace a block's MLP."""
+    """Build a mixture of gated experts (Mixtral, arXiv 2401.04088), to replace a block's MLP.
+
+    Args:
+        experts: number of experts.
+        top_k: number of experts per token.
+        hidden: inner width of an expert.
+        activation: activation of the gate.
+        normalize: whether the shares of a token's experts sum to 1.
+        balance: coefficient of the load-balancing loss.
+    """
     return config_for(
         MoE,
         num_experts=experts,
@@ -173,7 +224,25 @@ def gpt_oss_model(
     limit: float = 7.0,
     tied: bool = False,
 ) -> Config:
-    """Build gpt-oss (arXiv 2508.10925) without its windows: sinks, biases, experts with clamped SwiGLU and biases."""
+    """Build gpt-oss (arXiv 2508.10925) without its windows: sinks, biases, experts with clamped SwiGLU and biases.
+
+    Args:
+        layers: number of layers.
+        heads: number of query heads.
+        kv_heads: number of key/value heads.
+        head_dim: channels per head.
+        dim: width of the residual stream.
+        hidden: inner width of an expert.
+        experts: number of experts.
+        top_k: number of experts per token.
+        vocab_size: number of token ids.
+        theta: base of the rotary frequencies.
+        rope_scaling: config of the rotary scaling; None for no scaling.
+        eps: added to the mean square in the norms.
+        bias: whether the projections of attention have biases.
+        alpha, limit: see `ClampedSwiGLU`.
+        tied: whether the head uses the embedding's table.
+    """
     model = llama_model(
         layers=layers,
         heads=heads,

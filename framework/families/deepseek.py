@@ -58,11 +58,11 @@ class DeepseekV2(ModelFamily):
     has_custom_code = True
 
     def model(self, facts: dict[str, Any]) -> Config:
-        """See Family.model."""
+        """See `ModelFamily.model`."""
         fields = ConfigFacts(facts)
-        _refuse(fields, "scoring_func", "softmax", "softmax, which transformers always takes")
+        _refuse(fields, "scoring_func", "softmax", "softmax, which transformers always uses")
         if fields.flag("norm_topk_prob", False):
-            raise fields.error("norm_topk_prob", "false: transformers does not divide, and other code does")
+            raise fields.error("norm_topk_prob", "false: transformers ignores this field, and other code does not")
         method = fields.text("topk_method", "greedy")
         if method not in ("greedy", "group_limited_greedy"):
             raise fields.error("topk_method", "greedy or group_limited_greedy")
@@ -74,6 +74,7 @@ class DeepseekV2(ModelFamily):
                 continue
             block.mlp.shared.linear.bias = biases
             router = block.mlp.router
+            # transformers never normalizes the shares; norm_topk_prob is refused above.
             router.normalize = False
             router.scale = fields.number("routed_scaling_factor", 1.0)
             if method == "group_limited_greedy":
@@ -83,7 +84,7 @@ class DeepseekV2(ModelFamily):
         return model
 
     def facts(self, model: Config) -> dict[str, Any]:
-        """See Family.facts."""
+        """See `ModelFamily.facts`."""
         blocks = _blocks(model)
         dense = [block.mlp for block in blocks if not block.mlp.takes("num_experts")]
         facts = _facts(model)
@@ -128,8 +129,9 @@ def _model(fields: ConfigFacts, *, num_first: int) -> Config:
     """
     theta, scaling = rope(fields)
     heads = fields.size("num_attention_heads")
+    # In latent attention every head has its own keys and values; the field only repeats the number of heads.
     if fields.size("num_key_value_heads", heads, null=True) not in (None, heads):
-        raise fields.error("num_key_value_heads", f"num_attention_heads = {heads}, as each head has its own keys")
+        raise fields.error("num_key_value_heads", f"num_attention_heads = {heads}, because each head has its own keys")
     _refuse(fields, "moe_layer_freq", 1, "1: every layer after first_k_dense_replace has a mixture")
     num_experts = fields.size_by_names("n_routed_experts", "num_experts")
     top_k = fields.size("num_experts_per_tok")
@@ -157,19 +159,20 @@ def _model(fields: ConfigFacts, *, num_first: int) -> Config:
         shared_hidden=hidden * fields.size("n_shared_experts", 2),
         tied=fields.flag("tie_word_embeddings", False),
         activation=activation(fields, "hidden_act", "silu"),
+        # The balance loss is a setting of training, not of the published model.
         balance=0.0,
     )
     if fields.size("qk_rope_head_dim", 64) % 2:
         raise fields.error("qk_rope_head_dim", "an even number")
     biases = fields.flag("attention_bias", False)
-    scale = _scale(fields, scaling, model.stack.pattern[0].attention)
+    scale = _logit_scale(fields, scaling, model.stack.pattern[0].attention)
     for block in _blocks(model):
         block.attention.bias = biases
         block.attention.scale = scale
     return model
 
 
-def _scale(fields: ConfigFacts, scaling: Config | None, attention: Config) -> float | None:
+def _logit_scale(fields: ConfigFacts, scaling: Config | None, attention: Config) -> float | None:
     """Return the scale of the logits, which `mscale_all_dim` changes; None for the usual factor.
 
     Raises:
@@ -179,7 +182,7 @@ def _scale(fields: ConfigFacts, scaling: Config | None, attention: Config) -> fl
     if scaling is None or rope_fields is None or not rope_fields.any("mscale_all_dim", None):
         return None
     if not scaling.takes("mscale_all_dim"):
-        raise rope_fields.error("mscale_all_dim", "nothing, as rope_type is not yarn")
+        raise rope_fields.error("mscale_all_dim", "nothing, because rope_type is not yarn")
     factor = attention_scale(scaling.factor, scaling.mscale_all_dim)
     return (attention.plain_dim + attention.rotary_dim) ** -0.5 * factor**2
 
@@ -207,7 +210,7 @@ def _facts(model: Config) -> dict[str, Any]:
     num_first = 0 if model.first is None else model.first.num_layers
     shared, remainder = divmod(mixture.shared.hidden, mixture.experts.hidden)
     if remainder:
-        raise ValueError(f"shared.hidden = {mixture.shared.hidden} is no multiple of {mixture.experts.hidden}")
+        raise ValueError(f"shared.hidden = {mixture.shared.hidden} is not a multiple of {mixture.experts.hidden}")
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.dim,

@@ -97,7 +97,8 @@ class ConfigFacts:
         # If none is present, the error names the first one.
         sizes = {name: self.size(name) for name in present_names or names[:1]}
         if len(set(sizes.values())) > 1:
-            raise ValueError(f"config.json: {_pairs(sizes)}; expected one value, as these are names of the same")
+            pairs = ", ".join(f"{name} = {size!r}" for name, size in sizes.items())
+            raise ValueError(f"config.json: {pairs}; expected one value, because these names mean the same setting")
         return next(iter(sizes.values()))
 
 
@@ -110,7 +111,7 @@ _NOT_READ: dict[str, tuple[tuple[Any, ...], str]] = {
     "quantization_config": ((None,), "null: weights in float32, bfloat16 or float16"),
     "transformers_weights": ((None,), "null: weights are in model.safetensors or its shards"),
     "configuration_files": ((None, []), "nothing: config.json is the only one"),
-    "text_config": ((None, {}), "null: a model of text alone"),
+    "text_config": ((None, {}), "null: a text-only model"),
 }
 
 
@@ -158,8 +159,3 @@ def float_dtype(facts: ConfigFacts) -> str | None:
     if dtype not in ("float64", "float32", "bfloat16", "float16"):
         raise facts.error(name, "float32, bfloat16 or float16")
     return dtype
-
-
-def _pairs(values: dict[str, Any]) -> str:
-    """Format fields for messages."""
-    return ", ".join(f"{name} = {value!r}" for name, value in values.items())

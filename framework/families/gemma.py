@@ -87,7 +87,7 @@ class Gemma2(ModelFamily):
     names = GEMMA_NAMES
 
     def model(self, facts: dict[str, Any]) -> Config:
-        """See Family.model."""
+        """See `ModelFamily.model`."""
         fields = ConfigFacts(facts)
         theta, scaling = rope(fields)
         model = gemma_decoder(fields, theta, scaling)
@@ -101,7 +101,7 @@ class Gemma2(ModelFamily):
         return with_windows(model, layer_windows(kinds, window, fields))
 
     def facts(self, model: Config) -> dict[str, Any]:
-        """See Family.facts."""
+        """See `ModelFamily.facts`."""
         return gemma_facts(model) | {
             "architectures": ["Gemma2ForCausalLM"],
             "model_type": "gemma2",

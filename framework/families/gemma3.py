@@ -71,14 +71,14 @@ class Gemma3(ModelFamily):
     names = GEMMA_NAMES
 
     def model(self, facts: dict[str, Any]) -> Config:
-        """See Family.model."""
+        """See `ModelFamily.model`."""
         fields = ConfigFacts(facts)
         global_rotary, local_rotary = (_rotary(fields, rotary) for rotary in _rotary_facts(fields))
         model = gemma_decoder(fields, _GLOBAL_THETA, None)
         model.head.softcap = fields.number("final_logit_softcapping", None, null=True)
         # transformers has the field, but does not use it.
         if fields.any("attn_logit_softcapping", None) is not None:
-            raise fields.error("attn_logit_softcapping", "null: logits of attention are not capped")
+            raise fields.error("attn_logit_softcapping", "null: attention logits are not capped")
         kinds = layer_types(fields)
         if kinds is None:
             period = fields.size("sliding_window_pattern", 6)
@@ -99,7 +99,7 @@ class Gemma3(ModelFamily):
         return model
 
     def facts(self, model: Config) -> dict[str, Any]:
-        """See Family.facts."""
+        """See `ModelFamily.facts`."""
         facts = gemma_facts(model)
         rotary_by_kind = {}
         for block in model.stack.pattern:

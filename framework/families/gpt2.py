@@ -43,11 +43,11 @@ class GPT2(ModelFamily):
     ignored = r"\.attn\.(masked_)?bias$"
 
     def model(self, facts: dict[str, Any]) -> Config:
-        """See Family.model."""
+        """See `ModelFamily.model`."""
         fields = ConfigFacts(facts)
         if fields.flag("scale_attn_by_inverse_layer_idx", False):
             raise fields.error(
-                "scale_attn_by_inverse_layer_idx", "false: logits of attention scaled alike in all layers"
+                "scale_attn_by_inverse_layer_idx", "false: all layers scale attention logits by the same factor"
             )
         # transformers also accepts a second name for each of these.
         dim = fields.size_by_names("n_embd", "hidden_size")
@@ -69,7 +69,7 @@ class GPT2(ModelFamily):
         return model
 
     def facts(self, model: Config) -> dict[str, Any]:
-        """See Family.facts."""
+        """See `ModelFamily.facts`."""
         block = model.stack.pattern[0]
         if block.norm is None:
             raise ValueError("stack.pattern.0.norm = None")

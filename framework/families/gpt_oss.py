@@ -61,7 +61,7 @@ class GptOss(ModelFamily):
     takes_float16 = False
 
     def model(self, facts: dict[str, Any]) -> Config:
-        """See Family.model."""
+        """See `ModelFamily.model`."""
         fields = ConfigFacts(facts)
         refuse_losses(fields)
         # An empty `rope_scaling` counts as absent, but empty `rope_parameters` mean no scaling.
@@ -95,11 +95,11 @@ class GptOss(ModelFamily):
         return with_windows(model, layer_windows(kinds, window, fields))
 
     def facts(self, model: Config) -> dict[str, Any]:
-        """See Family.facts."""
+        """See `ModelFamily.facts`."""
         block = model.stack.pattern[0]
         moe = block.mlp
         if not moe.takes("num_experts") or moe.experts.gating is None:
-            raise ValueError("layers are no mixtures of experts with a clamped SwiGLU")
+            raise ValueError("layers are not mixtures of experts with a clamped SwiGLU")
         return common_facts(model, moe.experts) | {
             "architectures": ["GptOssForCausalLM"],
             "model_type": "gpt_oss",

@@ -60,6 +60,11 @@ def decoder_names(**norms: str) -> dict[str, Source]:
 def activation(facts: ConfigFacts, field: str, default: str) -> str:
     """Return our name of the activation that a field specifies by its transformers name.
 
+    Args:
+        facts: fields of config.json.
+        field: name of the field.
+        default: transformers' name if the field is absent.
+
     Raises:
         ValueError: the activation is unknown.
     """
@@ -83,10 +88,14 @@ def activation_fact(ours: str) -> str:
 
 
 def rope(facts: ConfigFacts, default_theta: float = 10_000.0, *, partial: bool = False) -> tuple[float, Config | None]:
-    """Return (theta, scaling) of a config.json; `default_theta` applies if theta is not stated.
+    """Return (theta, scaling) of a config.json.
 
-    transformers 4 writes `rope_scaling` and `rope_theta`, transformers 5 writes `rope_parameters`. With `partial`,
-    the family may rotate only a part of each head, which `rope_scaling.rotary_dim` reads.
+    transformers 4 writes `rope_scaling` and `rope_theta`, transformers 5 writes `rope_parameters`.
+
+    Args:
+        facts: fields of config.json.
+        default_theta: theta if it is not stated.
+        partial: whether the family may rotate only a part of each head, which `rope_scaling.rotary_dim` reads.
 
     Raises:
         ValueError: the scaling is unknown, or the fields of both versions are present and differ.
@@ -103,7 +112,7 @@ def rope(facts: ConfigFacts, default_theta: float = 10_000.0, *, partial: bool =
     theta = theta_facts.number("rope_theta", default_theta)
     for part in (scaling, facts):
         if not partial and part.any("partial_rotary_factor", None) not in (None, 1):
-            raise part.error("partial_rotary_factor", "1: all elements of a head are turned")
+            raise part.error("partial_rotary_factor", "1: all elements of a head rotate")
     kind = scaling.any("rope_type", scaling.any("type", "default"))
     if kind == "default":
         return theta, None
@@ -219,6 +228,11 @@ def common_facts(model: Config, feed_forward: Config | None = None) -> dict[str,
 def layer_windows(kinds: list[str], window: int | None, facts: ConfigFacts) -> list[int | None]:
     """Return the window of each layer.
 
+    Args:
+        kinds: the kind of each layer, from `layer_types`.
+        window: number of tokens that a layer of sliding_attention sees.
+        facts: fields of config.json.
+
     Raises:
         ValueError: `layer_types` disagrees with the number of layers or with the window.
     """
@@ -226,7 +240,7 @@ def layer_windows(kinds: list[str], window: int | None, facts: ConfigFacts) -> l
     if len(kinds) != num_layers:
         raise facts.error("layer_types", f"one for each of {num_layers} layers")
     if window is None and "sliding_attention" in kinds:
-        raise facts.error("sliding_window", "a number of tokens, as there are layers of sliding_attention")
+        raise facts.error("sliding_window", "a number of tokens, because some layers are sliding_attention")
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
@@ -257,7 +271,7 @@ def _windows(architecture: str, facts: ConfigFacts) -> list[int | None]:
             window = facts.size("sliding_window", 4096, null=True)
         kind = "full_attention" if window is None else "sliding_attention"
         if kinds not in (None, [kind] * num_layers):
-            raise facts.error("layer_types", f"{kind} in all layers, which is all that {architecture} has")
+            raise facts.error("layer_types", f"{kind} in all layers, the only kind that {architecture} supports")
         return [window] * num_layers
     window = None
     if facts.flag("use_sliding_window", False):
@@ -285,7 +299,7 @@ class Llama(ModelFamily):
     names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
 
     def model(self, facts: dict[str, Any]) -> Config:
-        """See Family.model."""
+        """See `ModelFamily.model`."""
         (kind,) = set(facts["architectures"]) & set(self.architectures)
         fields = ConfigFacts(facts)
         theta, scaling = rope(fields)
@@ -324,7 +338,7 @@ class Llama(ModelFamily):
         return with_windows(model, _windows(kind, fields))
 
     def facts(self, model: Config) -> dict[str, Any]:
-        """See Family.facts. Writes LlamaForCausalLM wherever it can express the model."""
+        """See `ModelFamily.facts`. Writes LlamaForCausalLM wherever it can express the model."""
         block = model.stack.pattern[0]
         attention = block.attention
         shared_facts = common_facts(model)

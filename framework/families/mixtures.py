@@ -87,6 +87,7 @@ def _decoder(
     model = llama_model(
         layers=facts.size("num_hidden_layers"),
         heads=heads,
+        # None is our default for equal numbers of heads; configs are compared field by field.
         kv_heads=None if kv_heads == heads else kv_heads,
         dim=facts.size("hidden_size"),
         hidden=hidden,
@@ -117,7 +118,7 @@ class Mixtral(ModelFamily):
     )
 
     def model(self, facts: dict[str, Any]) -> Config:
-        """See Family.model."""
+        """See `ModelFamily.model`."""
         fields = ConfigFacts(facts)
         refuse_losses(fields)
         theta, scaling = rope(fields, 1_000_000.0)
@@ -140,12 +141,13 @@ class Mixtral(ModelFamily):
             top_k=num_chosen,
             hidden=hidden,
             activation=activation(fields, "hidden_act", "silu"),
+            # The balance loss is a setting of training, not of the published model.
             balance=0.0,
         )
         return model
 
     def facts(self, model: Config) -> dict[str, Any]:
-        """See Family.facts."""
+        """See `ModelFamily.facts`."""
         moe = model.stack.pattern[0].mlp
         facts = common_facts(model, moe.experts)
         del facts["layer_types"]
@@ -167,7 +169,7 @@ class Qwen3MoE(ModelFamily):
     )
 
     def model(self, facts: dict[str, Any]) -> Config:
-        """See Family.model."""
+        """See `ModelFamily.model`."""
         fields = ConfigFacts(facts)
         refuse_losses(fields)
         theta, scaling = rope(fields)
@@ -200,6 +202,7 @@ class Qwen3MoE(ModelFamily):
             hidden=fields.size("moe_intermediate_size", 768),
             activation=block.mlp.activation,
             normalize=fields.flag("norm_topk_prob", False),
+            # The balance loss is a setting of training, not of the published model.
             balance=0.0,
         )
         blocks = [sparse_block if is_sparse else block for is_sparse in _sparse_layers(fields)]
@@ -208,7 +211,7 @@ class Qwen3MoE(ModelFamily):
         return model
 
     def facts(self, model: Config) -> dict[str, Any]:
-        """See Family.facts."""
+        """See `ModelFamily.facts`."""
         pattern = model.stack.pattern
         mixtures = [block.mlp for block in pattern if block.mlp.takes("num_experts")]
         dense = [block.mlp for block in pattern if not block.mlp.takes("num_experts")]
@@ -239,7 +242,8 @@ def _sparse_layers(facts: ConfigFacts) -> list[bool]:
     if dense_layers is None:
         dense_layers = []
     is_list = isinstance(dense_layers, list)
+    # In Python, True is an integer.
     if not is_list or any(isinstance(layer, bool) or not isinstance(layer, int) for layer in dense_layers):
-        raise facts.error("mlp_only_layers", "a list of numbers of layers")
+        raise facts.error("mlp_only_layers", "a list of layer numbers")
     layers = range(facts.size("num_hidden_layers"))
     return [layer not in dense_layers and (layer + 1) % step == 0 for layer in layers]

@@ -61,7 +61,7 @@ class Olmo2(ModelFamily):
     names = decoder_names(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm")
 
     def model(self, facts: dict[str, Any]) -> Config:
-        """See Family.model."""
+        """See `ModelFamily.model`."""
         fields = ConfigFacts(facts)
         model = _decoder(fields)
         block = model.stack.pattern[0]
@@ -74,7 +74,7 @@ class Olmo2(ModelFamily):
         return model
 
     def facts(self, model: Config) -> dict[str, Any]:
-        """See Family.facts."""
+        """See `ModelFamily.facts`."""
         return {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", **_common_facts(model)}
 
 
@@ -88,17 +88,19 @@ class Olmoe(ModelFamily):
     )
 
     def model(self, facts: dict[str, Any]) -> Config:
-        """See Family.model."""
+        """See `ModelFamily.model`."""
         fields = ConfigFacts(facts)
         refuse_losses(fields)
         model = _decoder(fields)
         block = model.stack.pattern[0]
         head_dim = fields.size("head_dim", None, null=True)
         if head_dim is not None and head_dim * block.attention.num_heads != model.dim:
-            raise fields.error("head_dim", "the width divided by the heads, over which queries are normed")
+            raise fields.error(
+                "head_dim", "the width divided by the number of heads, because queries are normalized over all heads"
+            )
         # Only some of transformers' attention implementations apply a window here.
         if fields.any("sliding_window", None) is not None:
-            raise fields.error("sliding_window", "null: all tokens before are seen")
+            raise fields.error("sliding_window", "null: attention sees all earlier tokens")
         block.attention.clip_qkv = fields.number("clip_qkv", None, null=True)
         num_experts, num_chosen = count_experts(fields, 64, 8)
         block.mlp = mixture(
@@ -112,7 +114,7 @@ class Olmoe(ModelFamily):
         return model
 
     def facts(self, model: Config) -> dict[str, Any]:
-        """See Family.facts."""
+        """See `ModelFamily.facts`."""
         block = model.stack.pattern[0]
         return {
             "architectures": ["OlmoeForCausalLM"],

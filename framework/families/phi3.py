@@ -46,7 +46,7 @@ class Phi3(ModelFamily):
     has_custom_code = True
 
     def places(self, model: CausalLM) -> dict[str, list[Source]]:
-        """See Family.places."""
+        """See `ModelFamily.places`."""
         sources = super().places(model)
         for path, path_sources in sources.items():
             parent, _, kind = path.rpartition("/")
@@ -59,7 +59,7 @@ class Phi3(ModelFamily):
         return sources
 
     def model(self, facts: dict[str, Any]) -> Config:
-        """See Family.model."""
+        """See `ModelFamily.model`."""
         fields = ConfigFacts(facts)
         dim = fields.size("hidden_size")
         heads = fields.size("num_attention_heads")
@@ -93,7 +93,7 @@ class Phi3(ModelFamily):
         return model
 
     def facts(self, model: Config) -> dict[str, Any]:
-        """See Family.facts."""
+        """See `ModelFamily.facts`."""
         facts = common_facts(model)
         del facts["layer_types"]
         rotary = model.stack.pattern[0].attention.rotary

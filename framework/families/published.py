@@ -4,7 +4,7 @@ Reading a shape needs no access to the Hub. A config built from one has `shape:O
 or a commit of the Hub.
 
 Each entry names its source and has only what that source states. `rms_norm_eps` or `torch_dtype` may be missing; the
-reader of config.json (`families.family_of(facts)().model(facts)`) then uses transformers' default.
+reader of config.json (`families.find_family(facts)().model(facts)`) then uses transformers' default.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from plimsoll.framework.files import hub_models
 from plimsoll.framework.files.hub_cache import find_snapshot
-from plimsoll.framework.files.hub_names import is_hub_url, model_named
+from plimsoll.framework.files.hub_names import is_hub_url, parse_model_id
 
 _FILE = Path(__file__).with_name("published.json")
 # `parameters_source` of a number that the model's name states, such as 135M.
@@ -72,14 +72,14 @@ class PublishedModel:
 @cache
 def load_sources() -> dict[str, ShapeSource]:
     """Return {key: the source}."""
-    return {key: ShapeSource(**fields) for key, fields in _document()["sources"].items()}
+    return {key: ShapeSource(**fields) for key, fields in _load_document()["sources"].items()}
 
 
 @cache
 def load_published_models() -> dict[str, PublishedModel]:
     """Return {Hub id: the model}, sorted by id."""
     models = {}
-    for hub_id, fields in _document()["models"].items():
+    for hub_id, fields in _load_document()["models"].items():
         models[hub_id] = PublishedModel(
             hub_id=hub_id,
             config=fields["config"],
@@ -107,7 +107,9 @@ def find_published_model(hub_id: str) -> PublishedModel:
     hint = ""
     if nearest:
         hint = "; did you mean " + " or ".join(by_lower_case[name].hub_id for name in nearest) + "?"
-    raise ValueError(f"no shape of {hub_id!r} in framework/families/{_FILE.name}, which has {len(by_lower_case)}{hint}")
+    raise ValueError(
+        f"no shape of {hub_id!r} in framework/families/{_FILE.name}, which has {len(by_lower_case)} models{hint}"
+    )
 
 
 def shape_url(source: str) -> str:
@@ -116,12 +118,12 @@ def shape_url(source: str) -> str:
     Tries a folder first, then the cache of the Hub, then this table, and then the Hub itself.
 
     Args:
-        source: source as accepted by `hub_models.pinned`.
+        source: source as accepted by `hub_models.pin_model`.
 
     Raises:
-        OSError, ValueError: as from `hub_models.pinned`; the message names the nearest ids of the table.
+        OSError, ValueError: as from `hub_models.pin_model`; the message names the nearest ids of the table.
     """
-    named = None if is_hub_url(source) or Path(source).expanduser().exists() else model_named(source)
+    named = None if is_hub_url(source) or Path(source).expanduser().exists() else parse_model_id(source)
     # A revision exists only on the Hub: the table has one shape for each model.
     if named is None or "@" in source:
         return hub_models.pin_model(source)
@@ -137,23 +139,23 @@ def shape_url(source: str) -> str:
             raise type(error)(f"{error}; {no_shape}") from error
 
 
-def model_at(place: str | Path) -> PublishedModel | None:
+def model_at(location: str | Path) -> PublishedModel | None:
     """Return the model of a `shape:ORG/NAME`; None for any other location."""
-    text = str(place)
+    text = str(location)
     return find_published_model(text.removeprefix(_SHAPE_SCHEME)) if text.startswith(_SHAPE_SCHEME) else None
 
 
-def note(place: str) -> list[str]:
+def note(location: str) -> list[str]:
     """Return a line that names the source of a shape; no line for any other location."""
-    model = model_at(place)
+    model = model_at(location)
     if model is None:
         return []
     source = load_sources()[model.source]
     return [
         f"shape of {model.hub_id}: from the table of published models ({source.repository}, {source.path}); "
-        "its files were not looked for on the Hub"
+        "the Hub was not queried"
     ]
 
 
-def _document() -> dict[str, Any]:
+def _load_document() -> dict[str, Any]:
     return json.loads(_FILE.read_text())

@@ -46,24 +46,24 @@ def rotary_dim(facts: ConfigFacts, head_dim: int) -> int | None:
         ValueError: the factor is given twice with different values, or its part of a head is not an even number.
     """
     scaling = facts.part("rope_parameters") or facts.part("rope_scaling")
-    place = facts if scaling is None or _PART not in scaling.values else scaling
-    factor = place.number(_PART, 1.0, null=True) or 1.0
+    source = facts if scaling is None or _PART not in scaling.values else scaling
+    factor = source.number(_PART, 1.0, null=True) or 1.0
     if facts.any(_PART, factor) not in (factor, None):
         raise facts.error(_PART, f"that of rope_parameters, {factor}")
     # Rounded down, as in transformers.
-    turned = int(head_dim * factor)
-    if turned == head_dim:
+    num_rotated = int(head_dim * factor)
+    if num_rotated == head_dim:
         return None
-    if turned < 2 or turned % 2 or turned > head_dim:
-        raise place.error(_PART, f"an even number of the {head_dim} elements of a head, given {turned}")
-    return turned
+    if num_rotated < 2 or num_rotated % 2 or num_rotated > head_dim:
+        raise source.error(_PART, f"an even number of the {head_dim} elements of a head, given {num_rotated}")
+    return num_rotated
 
 
-def rotary_part(turned: int, head_dim: int) -> float:
-    """Return the `partial_rotary_factor` with which `turned` elements of a head rotate."""
-    factor = turned / head_dim
+def rotary_part(num_rotated: int, head_dim: int) -> float:
+    """Return the `partial_rotary_factor` with which `num_rotated` elements of a head rotate."""
+    factor = num_rotated / head_dim
     # The quotient may be rounded below the exact fraction, and its product is then rounded down.
-    return factor if int(head_dim * factor) == turned else math.nextafter(factor, 1.0)
+    return factor if int(head_dim * factor) == num_rotated else math.nextafter(factor, 1.0)
 
 
 def yarn_scaling(facts: ConfigFacts, scaling: ConfigFacts) -> Config:
@@ -138,7 +138,7 @@ def longrope_facts(scaling: Config) -> dict[str, Any]:
 
 def _factors(scaling: ConfigFacts, name: str, count: int) -> list[float]:
     """Return a list of `count` numbers above 0."""
-    expected = f"a list of {count} numbers above 0, one for each pair of elements that turns"
+    expected = f"a list of {count} numbers above 0, one for each rotated pair of elements"
     factors = scaling.any(name)
     if not isinstance(factors, list) or len(factors) != count:
         raise scaling.error(name, expected)

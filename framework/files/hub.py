@@ -71,15 +71,15 @@ def fetch(repo: HubRepo, patterns: Sequence[str]) -> FetchResult:
 
 
 def advice(repo: HubRepo, unreachable_reason: str) -> str:
-    """Returns the reason why a repository cannot be downloaded, and the command to do so elsewhere."""
+    """Returns the reason why a repository cannot be downloaded, and the command that downloads it."""
     kind = " --repo-type=dataset" if repo.kind == "dataset" else ""
     revision = "" if repo.revision == "main" else f" --revision={repo.revision}"
     command = f"hf download {repo.name}{kind}{revision}"
-    return f"{unreachable_reason}; with a network, `{command}` brings it there (HF_HUB_CACHE names another folder)"
+    return f"{unreachable_reason}; run `{command}` where there is a network (HF_HUB_CACHE selects another folder)"
 
 
 def require(fetched: FetchResult, names: Iterable[str]) -> None:
-    """Raises FileNotFoundError if a file is not in the cache; the message tells whether the Hub has it."""
+    """Raises FileNotFoundError if a file is not in the cache; the message states whether the Hub has it."""
     snapshot, unreachable_reason = fetched
     missing = [name for name in dict.fromkeys(names) if not snapshot.has(name)]
     if not missing:
@@ -155,8 +155,8 @@ def _announce(repo: HubRepo, missing: Sequence[str], num_bytes: int) -> None:
     files = f"{len(missing)} file" if len(missing) == 1 else f"{len(missing)} files"
     if num_bytes > free_bytes:
         raise ValueError(
-            f"{repo}: {files} of {size} are to be downloaded, and {folder} has "
-            f"{human_bytes(free_bytes)} free: choose another folder by HF_HUB_CACHE"
+            f"{repo}: the download of {files} needs {size}, but {folder} has only {human_bytes(free_bytes)} free; set "
+            "HF_HUB_CACHE to another folder"
         )
     print(f"hub: downloading {files} of {repo}, {size}", file=sys.stderr, flush=True)
 
@@ -170,7 +170,7 @@ def _download(repo: HubRepo, patterns: Sequence[str]) -> str:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     if find_snapshot(repo) is None:
-        print(f"hub: asking {_endpoint()} for {repo}", file=sys.stderr, flush=True)
+        print(f"hub: requesting {repo} from {_endpoint()}", file=sys.stderr, flush=True)
     page = f"{_endpoint()}/{'datasets/' if repo.kind == 'dataset' else ''}{repo.name}"
     try:
         snapshot_download(
@@ -183,10 +183,10 @@ def _download(repo: HubRepo, patterns: Sequence[str]) -> str:
     # In the library, GatedRepoError is a subclass of RepositoryNotFoundError, so this comes first.
     except GatedRepoError as error:
         raise PermissionError(
-            f"{repo} is gated: ask for access at {page}, then `hf auth login` or set HF_TOKEN"
+            f"{repo} is gated: request access at {page}, then run `hf auth login` or set HF_TOKEN"
         ) from error
     except RepositoryNotFoundError as error:
-        message = f"no {repo.kind} {repo.name} at {page}, or it is private: look at its name, or `hf auth login`"
+        message = f"no {repo.kind} {repo.name} at {page}, or it is private: check the name, or run `hf auth login`"
         raise FileNotFoundError(message) from error
     except RevisionNotFoundError as error:
         raise FileNotFoundError(f"{page} has no revision {repo.revision!r}") from error

@@ -20,7 +20,9 @@ from pathlib import Path
 from plimsoll.framework.files.hub_names import HubRepo
 from plimsoll.framework.files.text_files import parse_json
 
+# Version of the file list that this module reads; a list of another version counts as missing.
 _TREE_FORMAT = 1
+# Values of an environment variable that huggingface_hub reads as true.
 _TRUE = ("1", "ON", "YES", "TRUE")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from plimsoll.framework.files import hub
-from plimsoll.framework.files.hub_names import HubRepo, is_hub_url, model_named, parse_url
+from plimsoll.framework.files.hub_names import HubRepo, is_hub_url, parse_model_id, parse_url
 from plimsoll.framework.files.text_files import parse_json
 
 # All files of a model that are read, except its weights.
@@ -41,10 +41,10 @@ def pin_model(text: str) -> str:
     else:
         if Path(text).expanduser().exists():
             return text
-        named = model_named(text)
-        if named is None:
+        parsed = parse_model_id(text)
+        if parsed is None:
             return text
-        repo = named
+        repo = parsed
     try:
         fetched = hub.fetch(repo, SMALL_FILES)
         # Require every file that the commit is known to have: a model without its tokenizer_config.json is a
@@ -138,7 +138,7 @@ def describe_source(location: str) -> list[str]:
     # If the cache has no list of the commit's files, it is unknown whether others are missing.
     unknown_names = snapshot.missing(SMALL_FILES)
     if unknown_names:
-        line += f"; taken as not there, as the cache does not tell: {', '.join(unknown_names)}"
+        line += f"; assumed absent, because the cache has no file list: {', '.join(unknown_names)}"
     return [line]
 
 
@@ -154,7 +154,7 @@ def weight_map(index: Path) -> dict[str, str]:
     try:
         files = parse_json(index.read_text())["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index}: no index of shards: {error!r}") from None
+        raise ValueError(f"{index}: not an index of shards: {error!r}") from None
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise ValueError(f"{index}: no index of shards: expected weight_map to name a file for each tensor")
+        raise ValueError(f"{index}: not an index of shards: expected weight_map to name a file for each tensor")
     return files

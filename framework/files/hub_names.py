@@ -80,11 +80,11 @@ def parse_url(url: str) -> HubPath:
     kind = "dataset" if match["kind"] == "datasets/" else "model"
     path = (match["path"] or "").strip("/")
     repo = _repo(url, kind, match["name"], match["revision"])
-    _refuse_climbing(url, path)
+    _check_inside(url, path)
     return HubPath(repo, path)
 
 
-def model_named(text: str) -> HubRepo | None:
+def parse_model_id(text: str) -> HubRepo | None:
     """Parses ORG/NAME or ORG/NAME@REVISION, the id of a model; None if the text is not an id.
 
     Raises:
@@ -99,15 +99,15 @@ def model_named(text: str) -> HubRepo | None:
 def _repo(text: str, kind: Literal["model", "dataset"], name: str, revision: str | None) -> HubRepo:
     # The cache separates the two parts of a name by "--", so the Hub has no such names.
     if name.partition("/")[0] in _RESERVED:
-        raise ValueError(f"{text}: expected ORG/NAME of a model, or hf://datasets/ORG/NAME of a data set")
+        raise ValueError(f"{text}: expected ORG/NAME of a model, or hf://datasets/ORG/NAME of a dataset")
     if "--" in name or ".." in name:
-        raise ValueError(f"{text}: {name!r} is no name of the Hub: it may hold neither '--' nor '..'")
+        raise ValueError(f"{text}: {name!r} is not a valid Hub name: it must not contain '--' or '..'")
     branch = unquote(revision or "main")
-    _refuse_climbing(text, branch)
+    _check_inside(text, branch)
     return HubRepo(kind, name, branch)
 
 
-def _refuse_climbing(text: str, path: str) -> None:
+def _check_inside(text: str, path: str) -> None:
     """Raises ValueError if the path would lead out of the folder in which it is resolved."""
     if ".." in path.split("/") or path.startswith("/"):
-        raise ValueError(f"{text}: {path!r} leads out of the repository")
+        raise ValueError(f"{text}: {path!r} points outside the repository")

@@ -71,7 +71,7 @@ def connect(url: str) -> tuple[Any, str]:
     if is_url(url) and _SECRET.search(url):
         shown = without_secrets(url)
         raise ValueError(
-            f"{shown}: credentials in a URL are refused, as logs and configs would keep them; "
+            f"{shown}: credentials in a URL are refused, because logs and configs would store them; "
             "use the store's own environment variables or files"
         )
     # fsspec chains filesystems by "::", and a wrapper may come without a URL after it.
@@ -120,10 +120,13 @@ class Mirror:
     """Uploads the files of a local folder to a URL, and downloads those that a run reads again.
 
     The folder, `self.folder`, is created here. Every process of a run has a Mirror, for the files that it writes
-    itself. Raises the errors of `connect`.
+    itself.
 
     Args:
         url: the workdir's URL, gs:// or s3://.
+
+    Raises:
+        ValueError: as from `connect`.
     """
 
     def __init__(self, url: str):
@@ -132,7 +135,7 @@ class Mirror:
         self.root = root.rstrip("/")
         self.folder = Path(tempfile.mkdtemp(prefix="plimsoll-"))
         # Size and modification time, by name, of the files that are the same on both sides.
-        self._carried: dict[str, tuple[int, int]] = {}
+        self._synced: dict[str, tuple[int, int]] = {}
         # Names of the files that were at the URL before anything was uploaded.
         self._fetched: set[str] = set()
         self._lock = f"{self.root}/lock.json"
@@ -165,12 +168,12 @@ class Mirror:
     def _download(self, remote_path: str) -> None:
         name = self._name(remote_path)
         # A file that is already in sync may have changed locally since.
-        if name in self._carried:
+        if name in self._synced:
             return
         local_path = self.folder / name
         local_path.parent.mkdir(parents=True, exist_ok=True)
         self.fs.get_file(remote_path, str(local_path))
-        self._carried[name] = _state(local_path)
+        self._synced[name] = _state(local_path)
         self._fetched.add(name)
 
     def withdraw(self) -> None:
@@ -180,12 +183,12 @@ class Mirror:
         """
         with explain_errors(self.url), self._turn:
             # Iterate over a copy, because the loop deletes names.
-            for name in [*self._carried]:
+            for name in [*self._synced]:
                 if name in self._fetched or (self.folder / name).exists():
                     continue
                 with contextlib.suppress(FileNotFoundError):
                     self.fs.rm_file(f"{self.root}/{name}")
-                del self._carried[name]
+                del self._synced[name]
 
     def upload(self) -> None:
         """Uploads the files that have changed.
@@ -194,8 +197,7 @@ class Mirror:
         """
         with explain_errors(self.url), self._turn:
             if self._lost:
-                problem = "another job has taken it over; nothing more is written there"
-                raise ValueError(f"{self.url}: {problem}")
+                raise ValueError(f"{self.url}: another job has taken it over; this job uploads nothing more")
             for path in sorted(self.folder.rglob("*")):
                 name = path.relative_to(self.folder).as_posix()
                 is_hidden = any(part.startswith(".") for part in name.split("/"))
@@ -211,9 +213,9 @@ class Mirror:
             return
         # Get the state before the upload, so that a change in between makes the next upload copy the file again.
         state = _state(path)
-        if state != self._carried.get(name):
+        if state != self._synced.get(name):
             self.fs.put_file(str(path), f"{self.root}/{name}")
-            self._carried[name] = state
+            self._synced[name] = state
 
     def start(self) -> None:
         """Starts to upload, and to refresh the lock, in the background.
@@ -237,7 +239,7 @@ class Mirror:
                 is_reported = False
             except Exception as error:
                 if not is_reported:
-                    logging.warning("--workdir: %s; training goes on, and this is tried again", error)
+                    logging.warning("--workdir: %s; training continues, and this is retried", error)
                 is_reported = True
 
     def close(self) -> None:
@@ -252,19 +254,16 @@ class Mirror:
             thread.join(timeout=300)
         try:
             if any(thread.is_alive() for thread in self._threads):
-                raise OSError(f"{self.url}: an upload does not end")
+                raise OSError(f"{self.url}: an upload did not finish")
             self.upload()
         except (OSError, ValueError) as error:
-            place = f"The last files of this run are in {self.folder}"
-            raise OSError(f"--workdir: {error}. {place}") from error
+            raise OSError(f"--workdir: {error}. The last files of this run are in {self.folder}") from error
         finally:
             # A lock that cannot be removed expires by itself, as a lease.
             with contextlib.suppress(Exception):
                 if self._held and self.fs.cat_file(self._lock) == self._held:
                     self.fs.rm_file(self._lock)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    # --- the lock ---
 
     def claim(self, owner: dict[str, Any]) -> str | None:
         """Creates the lock, and returns a message about the owner of a lock that was taken over, if any.
@@ -304,7 +303,7 @@ class Mirror:
         """
         body = self.fs.cat_file(self._lock)
         owner: dict[str, Any] = {}
-        owner_description = "a job that cannot be told from it"
+        owner_description = "an unknown job"
         # Whatever the object contains, it is a lock.
         with contextlib.suppress(ValueError, TypeError, KeyError):
             stored_owner = parse_json(body)
@@ -322,7 +321,7 @@ class Mirror:
         age = (self.fs.modified(probe) - modified).total_seconds()
         self.fs.rm_file(probe)
         if age < LEASE:
-            warning = "--workdir: %s has the lock of %s; waiting for a sign of life"
+            warning = "--workdir: %s is locked by %s; waiting to see whether that job is still running"
             logging.warning(warning, self.url, owner_description)
         while age + time.monotonic() - start < LEASE:
             time.sleep(INTERVAL / 10)

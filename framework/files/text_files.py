@@ -6,8 +6,15 @@ from typing import Any
 
 
 def read_text(path: str | Path, *, may_be_empty: bool = False) -> str:
-    """Returns a file's text, byte for byte. Raises ValueError if it is empty (unless allowed) or not UTF-8,
-    FileNotFoundError if it does not exist.
+    """Returns a file's text, byte for byte.
+
+    Args:
+        path: the file.
+        may_be_empty: accept a file without text.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: it is not UTF-8, or it is empty.
     """
     try:
         text = Path(path).expanduser().read_bytes().decode()
@@ -27,4 +34,4 @@ def parse_json(text: str | bytes | bytearray, **options: Any) -> Any:
     try:
         return json.loads(text, **options)
     except RecursionError:
-        raise ValueError("JSON that is nested too deeply") from None
+        raise ValueError("the JSON is nested too deeply") from None

@@ -79,6 +79,7 @@ class Workdir:
         self._footprint: Footprint | None = None
         # Cancels the release of the directory on a signal.
         self._cancel_release: Callable[[], None] = lambda: None
+        # For a URL, `Mirror.claim` finds out whether it can be written.
         if self.mirror is None:
             self._check_access()
 
@@ -133,7 +134,7 @@ class Workdir:
         with contextlib.ExitStack() as on_error:
             directory = os.open(self.path, os.O_RDONLY)
             on_error.callback(os.close, directory)
-            message = self._take(directory)
+            message = self._lock_directory(directory)
             try:
                 # Mode "x" decides between two hosts, which may both have acquired their flock.
                 with open(self._lock, "x", encoding="utf-8") as file:
@@ -146,11 +147,12 @@ class Workdir:
             on_error.pop_all()
         self._claim = _Claim(directory, os.getpid(), text)
         self._footprint = footprint
+        # At a normal exit `atexit` releases the directory; on a signal, the process exits without `atexit`.
         atexit.register(self.release)
         self._cancel_release = interrupts.register_cleanup(lambda number, line: self.release())
         return message
 
-    def _take(self, directory: int) -> str | None:
+    def _lock_directory(self, directory: int) -> str | None:
         """Locks the directory, and removes the lock file of a process that has ended.
 
         Returns a message that names the owner of that lock; None if there was none.
@@ -180,13 +182,13 @@ class Workdir:
         if text is None:
             return None
         command = f"rm {shlex.quote(str(self._lock))}"
-        advice = f"if no job works there any more, remove the lock: {command}"
+        advice = f"if no job uses it any more, remove the lock: {command}"
         if owner_description is None:
-            problem = f"{self._lock} makes no sense, so who works in {self.path} is unknown"
+            problem = f"{self._lock} is not a valid lock file, so the owner of {self.path} is unknown"
             raise ValueError(f"--workdir: {problem}; {advice}")
         if owner["host"] != socket.gethostname():
             busy = f"{self.path} is in use by {owner_description}"
-            unknown = f"Whether that job still runs cannot be told from host {socket.gethostname()}"
+            unknown = f"Host {socket.gethostname()} cannot check whether that job is still running"
             raise ValueError(f"--workdir: {busy}. {unknown}; {advice}")
         # The flock was free on the owner's own host, so the owner has ended.
         self._lock.unlink()
@@ -302,7 +304,7 @@ def safe_child(root: str | os.PathLike[str], name: str, what: str = "name") -> P
 
     A safe name has letters, digits and `. _ = + -`, at most 128 characters, the first a letter, a digit or `_`. So it
     is not `..`, a separator, an absolute path, a hidden file, or anything that a shell reads as a flag; and the path
-    is not a symbolic link that leads out of `root`.
+    is not a symbolic link that points outside `root`.
 
     Args:
         root: the folder that contains the path.
@@ -322,8 +324,7 @@ def safe_child(root: str | os.PathLike[str], name: str, what: str = "name") -> P
     real_root = os.path.realpath(root)
     real_path = os.path.realpath(path)
     if os.path.commonpath([real_root, real_path]) != real_root:
-        problem = f"is a symbolic link that leads out of {root}, to {real_path}"
-        raise ValueError(f"{what}: {path} {problem}")
+        raise ValueError(f"{what}: {path} is a symbolic link that points outside {root}, to {real_path}")
     return path
 
 

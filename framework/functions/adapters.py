@@ -68,11 +68,11 @@ Adapters = dict[str, Adapter]
 
 def find_matrices(params: Any) -> dict[str, Any]:
     """Return {path: float array of two or more axes, or QuantizedMatrix}."""
-    return {path: node for path, node in find_arrays(params).items() if _is_matrix(node)}
-
-
-def _is_matrix(node: Any) -> bool:
-    return is_quantized(node) or (is_float(node) and len(node.shape) >= 2)
+    matrices = {}
+    for path, node in find_arrays(params).items():
+        if is_quantized(node) or (is_float(node) and len(node.shape) >= 2):
+            matrices[path] = node
+    return matrices
 
 
 def lora_init(
@@ -142,6 +142,7 @@ def _first_factors(
     bound = math.prod(sizes.first if inputs_first else sizes.last) ** -0.5
     a_shape = (*sizes.stack, *sizes.first, rank)
     b_shape = (*sizes.stack, rank, *sizes.last)
+    # One factor is zero, so the adapters change nothing at first; the other one is random, so that they get a gradient.
     random = jax.random.uniform(key, a_shape if inputs_first else b_shape, dtype, -bound, bound)
     if inputs_first:
         return random, jnp.zeros(b_shape, dtype)

@@ -1,4 +1,4 @@
-"""Save or restore any pytree in one call, in the checkpoint format of Plimsoll runs, from programs of your own.
+"""Save or restore any pytree in one call, from any program, in the checkpoint format of Plimsoll runs.
 
 The directory layout is that of `framework.checkpoint`: one folder per step, which appears only when it is complete; a
 checksum for each leaf; arrays that can be restored on any mesh (docs/checkpoints.md).
@@ -39,7 +39,7 @@ from plimsoll.framework.processes import distributed
 
 # Key in a manifest's `extra` for the notes on leaves that are not plain arrays.
 _NOTES = "$leaves"
-# Stored as the only leaf of a tree without array data: a checkpoint without arrays cannot be stored.
+# The only leaf that is stored for a tree without array data, because a checkpoint needs at least one array.
 _PLACEHOLDER = "$none"
 # Checkpoints are removed only if the caller passes `keep`.
 _KEEP_ALL = 1 << 30
@@ -85,7 +85,7 @@ def save(
             Python's bool, int, float and str. Functions among its leaves are not stored: `restore` takes them from
             its `like`. Everything except global jax.Arrays must be the same in all processes.
         extra: your own JSON data, such as {"epoch": 3}.
-        keep: number of newest steps to keep, among those up to this one. None: keep all.
+        keep: number of newest steps to keep, including this one; None keeps all.
         overwrite: whether an existing step may be replaced.
 
     Raises:
@@ -98,7 +98,7 @@ def save(
     stored = encode_leaves(leaves, _on_devices)
     contents = dict(extra or {})
     if _NOTES in contents:
-        raise ValueError(f"extra: {_NOTES!r} is a name that save itself uses; choose another")
+        raise ValueError(f"extra: {_NOTES!r} is a reserved name; choose another")
     if stored.notes:
         contents[_NOTES] = stored.notes
     arrays = {name: jax.random.key_data(array) if is_key(array) else array for name, array in stored.arrays.items()}
@@ -107,7 +107,7 @@ def save(
     with Checkpointer(directory=directory, keep=_KEEP_ALL if keep is None else keep) as checkpointer:
         exists = distributed.broadcast_from_primary(step in checkpointer.steps())
         if exists and not overwrite:
-            raise FileExistsError(f"step {step} is in {directory} already; overwrite=True replaces it")
+            raise FileExistsError(f"step {step} already exists in {directory}; pass overwrite=True to replace it")
         checkpointer.save(step, _Arrays(arrays), contents)
 
 
@@ -162,8 +162,8 @@ def _read_manifest(reader: Checkpointer, step: int, location: str) -> Manifest:
     """Return the manifest of a step. Raise CheckpointMismatchError if some of its leaves are stored elsewhere."""
     manifest = reader.manifest(step)
     if manifest.frozen is not None:
-        reason = "is of a run with frozen parameters, which are stored apart: Checkpointer.restore reads both"
-        raise CheckpointMismatchError(f"{location} {reason}")
+        reason = "belongs to a run with frozen parameters, which are stored separately"
+        raise CheckpointMismatchError(f"{location} {reason}; use Checkpointer.restore, which reads both")
     return manifest
 
 
@@ -188,7 +188,7 @@ def _flatten_leaves(tree: Any) -> dict[str, Any]:
     """Return a tree's leaves by path. Raise ValueError if two paths are equal, such as {"a": {"b": x}, "a/b": y}."""
     leaves = flatten(tree)
     if len(leaves) != len(jax.tree.leaves(tree)):
-        raise ValueError("two leaves of the tree have the same path: a name in it holds a '/'")
+        raise ValueError("two leaves of the tree have the same path, because a name contains a '/'; rename it")
     return leaves
 
 
@@ -212,8 +212,8 @@ def _specs(leaves: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         # jax.eval_shape of arrays on a mesh with explicit axes returns such shardings.
         if isinstance(getattr(leaf.sharding, "mesh", None), AbstractMesh):
             raise ValueError(
-                f"{format_name(name)}: expected a sharding over a jax.sharding.Mesh, got one over an abstract mesh, which "
-                "has no devices to restore to"
+                f"{format_name(name)}: expected a sharding over a jax.sharding.Mesh, got one over an abstract mesh, "
+                "which has no devices to restore to"
             )
         data = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
         specs[name] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=get_sharding(leaf))
@@ -234,7 +234,7 @@ def _refuse_other_leaves(
     table = mismatch_table(stored, expected)
     if table is None:
         return
-    lines = [f"{location} holds other leaves than `like`: {table}"]
+    lines = [f"{location} has different leaves than `like`: {table}"]
     extra_names = [name for name in stored if name not in expected]
     for name in expected:
         if name in stored:

@@ -1,4 +1,4 @@
-"""Origins of the cotangents that a traced backward pass returns: the update of a piece, or something else."""
+"""Origins of the cotangents that a traced backward pass returns: the update of a module, or something else."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class CotangentOrigin:
     """Origin of a cotangent.
 
     Attributes:
-        modules: names of the pieces whose updates produce it; a piece that occurs twice was updated twice.
+        modules: names of the modules whose updates produce it; a module that occurs twice was updated twice.
         others: names of the other operations that contribute to it.
         is_zero: whether nothing contributes to it.
-        is_in_some_branches: whether a condition decides which pieces produce it.
+        is_in_some_branches: whether a condition decides which modules produce it.
     """
 
     modules: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ def _trace_results(jaxpr: Jaxpr) -> list[CotangentOrigin | _Operand]:
 
 
 class _OriginTracer:
-    """Search for origins in one program."""
+    """Finds the origins of one program's variables."""
 
     def __init__(self, jaxpr: Jaxpr):
         self._numbers = {var: number for number, var in enumerate(jaxpr.invars)}
@@ -88,7 +88,7 @@ class _OriginTracer:
         equation, position = self._equations[var]
         name = equation.primitive.name
         if equation.primitive is update_p:
-            return CotangentOrigin(modules=(equation.params["piece"],))
+            return CotangentOrigin(modules=(equation.params["module"],))
         if name in _IDENTITIES:
             return self.origin(equation.invars[position])
         if name in ("add", "add_any"):
@@ -116,6 +116,7 @@ class _OriginTracer:
         is_stacked = position >= num_carry
         if is_stacked or not origin.modules:
             return origin
+        # Two entries mark a double update, which `value_and_update` refuses.
         return CotangentOrigin(modules=origin.modules * 2)
 
     def _find_branch_origin(self, equation: Any, position: int) -> CotangentOrigin:

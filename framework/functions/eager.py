@@ -1,8 +1,9 @@
-"""Updates inside the backward pass of any function: `eager` for a piece of it, `eager_weights` for shared weights.
+"""Updates inside the backward pass of any function: `eager` for a part of it, `eager_weights` for shared weights.
 
-A piece is a `jax.custom_vjp` whose backward pass computes the gradient of the weights, updates them, and returns the
-new weights and state where JAX expects cotangents. The gradient is then freed: LOMO (Lv et al. 2023, arXiv 2306.09782)
-in one line around a part of a forward pass. Checkpointing is independent: `jax.checkpoint` can go inside or outside.
+Such a part is called a module here. It is a `jax.custom_vjp` whose backward pass computes the gradient of the weights,
+updates them, and returns the new weights and state where JAX expects cotangents. The gradient is then freed: LOMO (Lv
+et al. 2023, arXiv 2306.09782) in one line around a part of the forward pass. Checkpointing is independent:
+`jax.checkpoint` can go inside or outside.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ ForwardFunction = Callable[[Trained, Tree, Tree], Tree]
 
 
 class _Eager:
-    """Common part of pieces and shared weights: initialization and the backward pass."""
+    """Common part of modules and shared weights: initialization and the backward pass."""
 
     def __init__(self, forward: ForwardFunction, updater: Updater):
         self.name = updater.name
         self._updater = updater
-        self._apply = _make_updating(forward, updater)
+        self._apply = _make_apply(forward, updater)
 
     def init(self, weights: Tree, state: Tree | None = None) -> Trained:
         """Return the weights with the initial state of their optimizer.
 
         Args:
             weights: any pytree. Float arrays are trained; other leaves stay as they are.
-            state: optimizer state to start from; None for the initial one, which is `()` for a rule that is a function.
+            state: optimizer state to start from; None for the initial one, which is `()` for a plain function.
 
         Raises:
-            ValueError: there are no floats to train, part of the weights is trained already, or the rule looks at
+            ValueError: there are no floats to train, some of the weights are already trained, or the rule looks at
                 several tensors together (see `mixes` of `eager`).
         """
         encoded_weights, floats = self._updater.encode_weights(weights)
@@ -55,7 +56,7 @@ class _Eager:
 
 
 class EagerModule(_Eager):
-    """A piece of a forward pass that is updated in the backward pass; made by `eager`."""
+    """A part of a forward pass that is updated in the backward pass; made by `eager`."""
 
     def __init__(self, function: Callable[..., Tree], updater: Updater):
         def forward(trained: Trained, floats: Tree, inputs: Tree) -> Tree:
@@ -64,12 +65,12 @@ class EagerModule(_Eager):
         super().__init__(forward, updater)
 
     def __call__(self, trained: Trained, *inputs: Tree) -> Tree:
-        """Return the piece's outputs for its inputs.
+        """Return the module's outputs for its inputs.
 
         Args:
             trained: result of `init` or of the previous update.
             inputs: pytrees of arrays of any dtype, PRNG keys, and hashable values that are not arrays. They may
-                include the `Trained` of another piece that is used inside this one.
+                include the `Trained` of another module that is used inside this one.
 
         Raises:
             ValueError: the same weights are used twice in a function that is being differentiated.
@@ -101,25 +102,25 @@ class EagerWeights(_Eager):
 def eager(
     function: Callable[..., Tree], optimizer_or_rule: Any | RuleFunction, **options: Unpack[UpdateOptions]
 ) -> EagerModule:
-    """Make a piece of a forward pass whose weights are updated inside the backward pass.
+    """Make a module: a part of a forward pass whose weights are updated inside the backward pass.
 
-        layer = pl.eager(piece, optax.adamw(1e-3), name="layer")
+        layer = pl.eager(function, optax.adamw(1e-3), name="layer")
         trained = layer.init(weights)
-        y = layer(trained, x)                    # piece(weights, x)
+        y = layer(trained, x)                    # function(weights, x)
         trained = jax.grad(loss)(trained, ...)   # new weights and state; no gradient is left
 
-    `jax.grad` cannot detect some errors. If the loss does not depend on a piece, it returns zeros, not the old weights.
-    It does not notice two uses of the same weights in a loop or under `jax.jit` or `jax.checkpoint`; two direct uses
-    raise an error. `value_and_update` finds all of these before anything runs. It is too late to change a gradient
-    after `jax.grad` (unscaling, a mean over microbatches or over the devices of a shard_map): do that in the loss or in
-    the rule.
+    `jax.grad` cannot detect some errors. If the loss does not depend on a module, it returns zeros instead of the old
+    weights. It does not notice two uses of the same weights in a loop or under `jax.jit` or `jax.checkpoint`; two
+    direct uses raise an error. `value_and_update` finds all of these before anything runs. It is too late to change a
+    gradient after `jax.grad` (unscaling, a mean over microbatches or over the devices of a shard_map): do that in the
+    loss or in the rule.
 
-    Complexity: the arithmetic of `jax.grad` and of the optimizer. For pieces with P bytes of weights and S bytes of
-    state in total, used one after another and donated, a step holds P + S, the gradient of the largest piece, and the
+    Complexity: the arithmetic of `jax.grad` and of the optimizer. For modules with P bytes of weights and S bytes of
+    state in total, used one after another and donated, a step holds P + S, the gradient of the largest module, and the
     residuals of the forward pass. `jax.grad` followed by optax holds all gradients: 2 P + S.
 
     Args:
-        function: `piece(weights, *inputs) -> outputs`, all pytrees. The float arrays among its weights are trained.
+        function: `function(weights, *inputs) -> outputs`, all pytrees. The float arrays among its weights are trained.
         optimizer_or_rule: an optax transformation, a `stream` (its state stays in host memory), or a function
             `(weights, gradient, state) -> (weights, state)`. Weights that are not floats are None in all three trees.
         options: `name`, `skip_nonfinite`, `max_update_rms` and `mixes`, see `UpdateOptions`.
@@ -137,13 +138,17 @@ def eager_weights(optimizer_or_rule: Any | RuleFunction, **options: Unpack[Updat
         shared = pl.eager_weights(optax.adamw(1e-3), name="embedding")
         weights = shared(shared.init(weights))   # use it as often as you like
 
-    The backward pass holds their gradient from their last use in the forward pass to the first one. Arguments,
-    complexity and errors are those of `eager`.
+    The backward pass holds their gradient from their last use in the forward pass to the first one. Complexity and
+    errors are those of `eager`.
+
+    Args:
+        optimizer_or_rule: see `eager`.
+        options: see `eager`.
     """
     return EagerWeights(make_updater(optimizer_or_rule, **options))
 
 
-def _make_updating(forward: ForwardFunction, updater: Updater) -> Callable[[Trained, Tree], Tree]:
+def _make_apply(forward: ForwardFunction, updater: Updater) -> Callable[[Trained, Tree], Tree]:
     """Return the function whose backward pass updates the weights."""
 
     @jax.custom_vjp
@@ -155,12 +160,13 @@ def _make_updating(forward: ForwardFunction, updater: Updater) -> Callable[[Trai
             return forward(trained, floats, inputs)
 
         outputs, pull_back = jax.vjp(call_with_floats, trained.floats, inputs)
+        # The update needs weights and state, so they are residuals too.
         return outputs, (trained, pull_back)
 
     def apply_backward(residuals: Any, cotangents: Tree) -> tuple[Trained, Tree]:
         trained, pull_back = residuals
         gradient, input_cotangents = pull_back(cotangents)
-        # The backward pass of everything before the piece waits for the update, so that gradients do not pile up.
+        # The backward pass of everything before the module waits for the update, so that gradients do not pile up.
         new, input_cotangents = updater.apply_update(trained, gradient, input_cotangents)
         return mark_update(new, updater.name), input_cotangents
 

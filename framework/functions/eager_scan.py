@@ -1,6 +1,6 @@
 """Updates inside the backward pass of a loop over stacked layers, with no second copy of the stack.
 
-An `eager` piece inside `jax.lax.scan` is correct, but the transposed loop reads one stack and writes another. Here one
+An `eager` module inside `jax.lax.scan` is correct, but the transposed loop reads one stack and writes another. Here one
 `jax.custom_vjp` wraps the whole loop instead. Its backward loop carries weights and state and overwrites each layer's
 old values with the new ones.
 """
@@ -35,7 +35,7 @@ class _ForwardResults(NamedTuple):
         trained: the stack.
         xs: per-layer inputs.
         shared: inputs that all layers share.
-        residuals: residuals of each layer's pull-back, stacked.
+        residuals: residuals of each layer's pullback, stacked.
     """
 
     trained: Trained
@@ -67,7 +67,7 @@ class EagerStack:
         """Return the stack with the initial state of its optimizer, a separate state for each layer.
 
         Args:
-            make_stacked_weights: any pytree whose arrays are [L, ...], for L layers.
+            stacked_weights: any pytree whose arrays are [L, ...], for L layers.
             state: stacked optimizer state to start from, arrays [L, ...]; None for the initial one.
 
         Raises:
@@ -93,7 +93,7 @@ class EagerStack:
         Raises:
             TypeError: `trained` does not come from `init`.
             ValueError: the same weights are used twice in a function that is being differentiated, or `xs` has
-                another number of layers.
+                a different number of layers.
         """
         if not isinstance(trained, Trained):
             raise TypeError(f"{self.name}: expected the Trained of `init`, given {type(trained).__name__}")
@@ -121,6 +121,7 @@ class EagerStack:
 
             floats = layer.floats
             (carry, y), pull_back = jax.vjp(call_with_floats, floats, carry, x, shared)
+            # Arrays that the backward loop can read again are left out of the stacked residuals.
             return carry, (y, Residuals.from_vjp(pull_back, (floats, x, shared)))
 
         carry, (ys, residuals) = jax.lax.scan(body, carry, (_indices(trained), xs))
@@ -138,7 +139,7 @@ class EagerStack:
             gradient, cotangent, x_cotangents, shared_cotangents = pull_back(
                 (carry.cotangent.restore(), y_cotangents.restore_slice())
             )
-            # The layer before waits for the update, so that only one layer's gradients exist at a time.
+            # The preceding layer waits for the update, so that only one layer's gradients exist at a time.
             later = (cotangent, x_cotangents)
             stack, later = self._updater.apply_layer_update(carry.trained, index, layer, gradient, later)
             cotangent, x_cotangents = later
@@ -169,7 +170,7 @@ def eager_scan(layer: ScanLayer, optimizer_or_rule: Any | RuleFunction, **option
     """Make a loop over stacked layers that updates each layer inside the backward pass.
 
         stack = pl.eager_scan(layer, optax.adamw(1e-3), name="stack")
-        trained = stack.init(make_stacked_weights)
+        trained = stack.init(stacked_weights)
         y, ys = stack(trained, x, keys)
 
     The forward pass saves the residuals of each layer's `jax.vjp`, except for weights and `xs`, which the backward pass

@@ -116,6 +116,7 @@ def _as_floats(array: jax.Array) -> jax.Array:
     if _is_split(array.dtype):
         words16 = jax.lax.bitcast_convert_type(array, jnp.uint16)
         return words16.astype(jnp.float32)
+    # float32 holds every 16-bit integer exactly, and bfloat16 every 8-bit one.
     return array.astype(jnp.float32 if array.dtype.itemsize == 2 else jnp.bfloat16)
 
 

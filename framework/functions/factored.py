@@ -2,7 +2,7 @@
 
 W + scale * A B is stored as three arrays. The two factors broadcast against W and have one more axis, the rank, at the
 end: for W [*stack, in, out] they are [*stack, in, 1, rank] and [*stack, 1, out, rank]. So an operation that moves the
-axes of W moves theirs in the same way, on either side of the matrix (`views.py`). Imports jax.
+axes of W moves theirs in the same way, on either side of the matrix (`matrix_views.py`). Imports jax.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A check, usable in any test, that frozen weights cost a step no memory in addition to their own.
+"""A check, usable in any test, that frozen weights cost a step no additional memory.
 
 It reads the compiler's final program, for whichever device it was compiled. Imports jax, `framework.layout` and the
 program reader `framework.plan.hlo`.
@@ -63,10 +63,8 @@ class FrozenBufferError(AssertionError):
 
     def __init__(self, buffers: list[FrozenBuffer]):
         lines = "\n".join(f"  {buffer}" for buffer in buffers[:_MAX_LISTED_BUFFERS])
-        advice = "An array of something else with as many elements counts, too: another batch size tells them apart."
-        super().__init__(
-            f"the step allocates buffers of the size of frozen leaves, {len(buffers)} in all:\n{lines}\n{advice}"
-        )
+        advice = "Other arrays with as many elements count too: try another batch size to tell them apart."
+        super().__init__(f"the step allocates {len(buffers)} buffers as large as frozen leaves:\n{lines}\n{advice}")
         self.buffers = buffers
 
 
@@ -135,7 +133,7 @@ def _frozen_leaves(named_arguments: dict[str, Any], frozen: Any) -> dict[str, An
     if not matrices:
         shapes = ", ".join(f"{path} {list(leaf.shape)}" for path, leaf in list(leaves.items())[:3])
         raise ValueError(
-            f"frozen: of {len(leaves)} leaves none has two axes longer than 1, or is a stack in 4 bits: "
+            f"frozen: none of the {len(leaves)} leaves has two axes longer than 1 or is a 4-bit stack: "
             f"{shapes or 'no arrays'}"
         )
     return matrices
@@ -160,7 +158,7 @@ def _check_others(
             if equal_paths and path not in frozen_leaves and id(array) not in frozen_ids:
                 raise ValueError(
                     f"{path} {list(array.shape)} is not frozen and has as many elements as {equal_paths[0]}, which is: "
-                    "a buffer of their size tells nothing; expected another batch size, rank or width"
+                    "a buffer of this size could be either; use another batch size, rank or width"
                 )
 
 
@@ -171,18 +169,15 @@ def _paths_by_elements(frozen_leaves: dict[str, Any]) -> dict[int, list[str]]:
         # The scales of a quantized matrix are left out: many other arrays have their size.
         array = leaf.codes if is_quantized(leaf) else leaf
         # A set, because an unsharded array is its own shard.
-        counts = {math.prod(array.shape), math.prod(_shard_shape(array))}
+        sharding = getattr(array, "sharding", None)
+        shard_shape = array.shape if sharding is None else sharding.shard_shape(array.shape)
+        counts = {math.prod(array.shape), math.prod(shard_shape)}
         if is_quantized(leaf):
             # One matrix at a time may be dequantized, not the stack.
             counts.add(math.prod(leaf.shape))
         for count in counts:
             paths.setdefault(count, []).append(path)
     return paths
-
-
-def _shard_shape(array: Any) -> tuple[int, ...]:
-    sharding = getattr(array, "sharding", None)
-    return array.shape if sharding is None else sharding.shard_shape(array.shape)
 
 
 def _on_target(arguments: tuple[Any, ...], target: str) -> tuple[Any, ...]:
@@ -223,7 +218,7 @@ def _buffers(module: Module, paths_by_elements: dict[int, list[str]]) -> Iterato
 
 
 def _without_buffers(module: Module) -> Iterator[str]:
-    """Yield the computations whose values are no buffers: fusions, and the scalar functions of reductions."""
+    """Yield the computations whose values are not buffers: fusions, and the scalar functions of reductions."""
     for instruction in module.instructions.values():
         if instruction.opcode == "fusion":
             yield instruction.get_called_computation("calls")

@@ -1,4 +1,4 @@
-"""Checks on the traced program of an update rule whether it looks at several tensors together."""
+"""Checks whether an update rule looks at several tensors together, by tracing it."""
 
 from __future__ import annotations
 
@@ -45,15 +45,16 @@ def trace_influence(update: UpdateFunction, weights: Tree, state: Tree) -> Influ
     """
     shapes = jax.tree.map(_shape, (weights, weights, state))
     traced = jax.make_jaxpr(update)(*shapes)
-    inputs_of_results = find_result_inputs(traced.jaxpr)
+    result_inputs = find_result_inputs(traced.jaxpr)
     num_weights = len(jax.tree.leaves(weights))
     param_bits = [1 << number for number in range(num_weights)]
-    num_state = len(inputs_of_results) - num_weights
+    num_state = len(result_inputs) - num_weights
     state_sources = [0] * num_state
+    # Repeated until nothing changes, because gradients may reach later updates through the state.
     while True:
         # Weights carry the influence of their own gradients from earlier steps.
         input_sources = [*param_bits, *param_bits, *state_sources]
-        result_sources = [_union(inputs, input_sources) for inputs in inputs_of_results]
+        result_sources = [_union(inputs, input_sources) for inputs in result_inputs]
         new_state_sources = result_sources[num_weights:]
         if new_state_sources == state_sources:
             return Influence(result_sources[:num_weights], state_sources)
@@ -61,10 +62,15 @@ def trace_influence(update: UpdateFunction, weights: Tree, state: Tree) -> Influ
 
 
 def refuse_mixing(rule: UpdateRule, weights: Tree, state: Tree, name: str) -> None:
-    """Check that a rule updates each tensor of a piece from that tensor's gradient only.
+    """Check that a rule updates each tensor of a module from that tensor's gradient only.
 
-    If a piece has a single tensor, an optax transformation is checked on two tensors of its shape. A user's function
+    If a module has a single tensor, an optax transformation is checked on two tensors of its shape. A user's function
     cannot be checked in this case: with one tensor, global and per-tensor rules look the same.
+
+    Args:
+        rule: the update rule.
+        weights, state: arguments of the rule: arrays or their shapes.
+        name: name of the module, for the message.
 
     Raises:
         ValueError: the rule looks at several tensors together.
@@ -74,20 +80,20 @@ def refuse_mixing(rule: UpdateRule, weights: Tree, state: Tree, name: str) -> No
         mixes = _mixes_two_tensors(rule, weights)
     if mixes:
         raise ValueError(
-            f"{name}: the rule looks at several tensors together, as clipping by the global norm does, and would see "
-            "those of this piece alone; clip by tensor (optax.clip_by_block_rms, max_update_rms), or say mixes=True "
-            "if the piece is all that it should see"
+            f"{name}: the rule looks at several tensors together, as clipping by the global norm does, but it would "
+            "see only those of this module; clip by tensor (optax.clip_by_block_rms, max_update_rms), or pass "
+            "mixes=True if the rule is meant to see only this module"
         )
 
 
 def _mixes_two_tensors(rule: OptaxRule, weights: Tree) -> bool:
     shapes = jax.tree.map(_shape, weights)
-    two_tensors = {"piece": shapes, "beside": shapes}
+    two_tensors = {"first": shapes, "second": shapes}
     try:
         state = jax.eval_shape(rule.initial_state, two_tensors)
         return trace_influence(rule.update, two_tensors, state).mixes
     except (TypeError, ValueError):
-        # A transformation that is made for one tree structure (a tree of labels) takes no other.
+        # A transformation made for one tree structure (a tree of labels) accepts no other.
         return False
 
 

@@ -1,8 +1,8 @@
 """Re-runs a traced function operation by operation, with factored matrices for the arrays that have adapters.
 
-An operation without such a matrix stays as it is. An operation that moves the matrix is applied to W and to both
-factors (`views.py`), a product becomes x W + scale * (x A) B (`products.py`), and loops, branches and calls are rebuilt
-around their interpreted bodies (`control_flow.py`). Imports jax.
+An operation without such a matrix is not changed. An operation that moves the matrix is applied to W and to both
+factors (`matrix_views.py`), a product becomes x W + scale * (x A) B (`products.py`), and loops, branches and calls are
+rebuilt around their interpreted bodies (`control_flow.py`). Imports jax.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class Interpreter:
         if equation is not None:
             location = f"`{equation.primitive.name}` at {source_info_util.summarize(equation.source_info)}"
         raise AdapterError(
-            f"{value.path}: the matrix reaches {location}, which cannot be computed from its parts; expected another "
-            f"target, or materialize={value.path!r}, which computes an array of its size there"
+            f"{value.path}: the matrix reaches {location}, which has no factored form; choose another target, "
+            f"or pass materialize={value.path!r} to compute the full matrix there"
         )
 
     def arrays(self, values: Sequence[Any], equation: JaxprEqn | None) -> Values:

@@ -1,4 +1,4 @@
-"""Values that a loop passes from its forward to its backward pass: residuals of pull-backs, and cotangents."""
+"""Values that a loop passes from its forward to its backward pass: residuals of pullbacks, and cotangents."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from plimsoll.framework.layers.pull_back import PullBack
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Residuals:
-    """The arrays that a pull-back holds in addition to its arguments; a pytree that a loop can stack and slice."""
+    """The arrays that a pullback holds in addition to its arguments; a pytree that a loop can stack and slice."""
 
     arrays: list[Any]
     frame: PullBack = field(metadata={"static": True})
 
     @staticmethod
     def from_vjp(pull_back: Callable[[Tree], Tree], arguments: Tree) -> Residuals:
-        """Split a pull-back of `jax.vjp` into arrays and a static frame; see `PullBack.split`."""
+        """Split a pullback of `jax.vjp` into arrays and a static frame; see `PullBack.split`."""
         frame, arrays = PullBack.split(pull_back, arguments)
         return Residuals(arrays, frame)
 
     def pull_back(self, arguments: Tree) -> Callable[[Tree], Tree]:
-        """Rebuild the pull-back from the original arguments."""
+        """Rebuild the pullback from the original arguments."""
         return self.frame.rebuild(arguments, self.arrays)
 
 
@@ -49,6 +49,7 @@ class Cotangents(NamedTuple):
     def from_vjp(cotangents: Tree) -> Cotangents:
         """Convert cotangents that `jax.vjp` returns or takes."""
 
+        # A float0 array has no data, so its shape is enough to restore it.
         def to_carry(leaf: Any) -> Any:
             return _NoCotangent(leaf.shape) if leaf.dtype == jax.dtypes.float0 else leaf
 

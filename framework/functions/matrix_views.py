@@ -50,7 +50,7 @@ def _same_factors(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence
 
 def _cast(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[Any]) -> FactoredMatrix | None:
     dtype = equation.params["new_dtype"]
-    # A cast to integers or to fewer than 16 bits rounds on purpose: the product is then no sum of products.
+    # A cast to integers or to fewer than 16 bits rounds on purpose: the product is then not a sum of products.
     if not jnp.issubdtype(dtype, jnp.inexact) or jnp.dtype(dtype).itemsize < 2:
         return None
     # Factors keep their dtype until they are multiplied.
@@ -126,7 +126,7 @@ def _slice(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[Any]) 
 
 
 def split_matrix(matrix: FactoredMatrix, equation: JaxprEqn) -> list[FactoredMatrix]:
-    """Return the parts into which `jnp.split_matrix` cuts a matrix, along one of its sides or along a stack."""
+    """Return the parts into which `jnp.split` cuts a matrix, along one of its sides or along a stack."""
     axis = equation.params["axis"]
     size = matrix.shape[axis]
 

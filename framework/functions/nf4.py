@@ -41,6 +41,7 @@ class QuantizedMatrix:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the matrix, after its views."""
+        # Views are arbitrary functions, so their shape is found by tracing; nothing is dequantized.
         return jax.eval_shape(QuantizedMatrix.dense, self).shape
 
     @property
@@ -86,7 +87,7 @@ def lora_quantize(params: Any, target: str) -> Any:
         target: a regex, searched in paths such as "layers/attention/query".
 
     Raises:
-        ValueError: the regex matches no matrix, or one whose `inputs` (the last axis but one) is not divisible by 64.
+        ValueError: the regex matches no matrix, or one whose `inputs` (the second-to-last axis) is not divisible by 64.
     """
     leaves = find_arrays(params)
     matrices = [path for path, leaf in leaves.items() if is_float(leaf) and leaf.ndim >= 2]
@@ -94,8 +95,8 @@ def lora_quantize(params: Any, target: str) -> Any:
     for path in targets:
         if leaves[path].shape[-2] % BLOCK:
             raise ValueError(
-                f"{path} {list(leaves[path].shape)}: nf4 has blocks of {BLOCK} rows, which do not divide the last axis "
-                "but one; expected a target without it"
+                f"{path} {list(leaves[path].shape)}: nf4 has blocks of {BLOCK} rows, which do not divide the "
+                "second-to-last axis; exclude it from target"
             )
 
     def quantize_leaf(keypath: tuple[Any, ...], leaf: Any) -> Any:

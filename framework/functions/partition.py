@@ -36,26 +36,19 @@ def partition(params: Any, trainable: str) -> Partition:
     Raises:
         ValueError: the regex matches no leaf, or none of a floating-point dtype.
     """
-    trained_paths = _find_trained_paths(params, trainable)
-    leaves, structure = jax.tree.flatten(params)
-    paths = list(find_leaves(params))
-    trained = [leaf if path in trained_paths else None for path, leaf in zip(paths, leaves, strict=True)]
-    frozen = [None if path in trained_paths else leaf for path, leaf in zip(paths, leaves, strict=True)]
-    return Partition(structure.unflatten(trained), structure.unflatten(frozen))
-
-
-def _find_trained_paths(params: Any, trainable: str) -> set[str]:
-    leaves = find_leaves(params)
-    matched = matching_paths(trainable, leaves, "trainable")
-    trained_paths = {path for path in matched if is_float(leaves[path])}
+    leaf_by_path = find_leaves(params)
+    matched = matching_paths(trainable, leaf_by_path, "trainable")
+    trained_paths = {path for path in matched if is_float(leaf_by_path[path])}
     if not trained_paths:
-        types = ", ".join(f"{path} ({_describe_type(leaves[path])})" for path in matched[:3])
+        types = ", ".join(
+            f"{path} ({getattr(leaf_by_path[path], 'dtype', type(leaf_by_path[path]).__name__)})"
+            for path in matched[:3]
+        )
         raise ValueError(f"trainable = {trainable!r} matches no leaf of a floating-point dtype, but {types}")
-    return trained_paths
-
-
-def _describe_type(leaf: Any) -> str:
-    return str(getattr(leaf, "dtype", type(leaf).__name__))
+    leaves, structure = jax.tree.flatten(params)
+    trained = [leaf if path in trained_paths else None for path, leaf in zip(leaf_by_path, leaves, strict=True)]
+    frozen = [None if path in trained_paths else leaf for path, leaf in zip(leaf_by_path, leaves, strict=True)]
+    return Partition(structure.unflatten(trained), structure.unflatten(frozen))
 
 
 def combine(first: Any, second: Any) -> Any:
@@ -108,6 +101,7 @@ def differentiate(
     def value_and_gradient(params: Any, *arguments: Any, **named_arguments: Any) -> tuple[Any, Any]:
         split_params = partition(params, trainable)
 
+        # The frozen leaves are closed over instead of passed in, so that nothing differentiates them.
         def call_with_trained(trained: Any) -> Any:
             return function(combine(trained, split_params.frozen), *arguments, **named_arguments)
 

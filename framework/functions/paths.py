@@ -34,7 +34,7 @@ def matching_paths(pattern: str, paths: Iterable[str], argument: str) -> list[st
     try:
         regex = re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"{argument} = {pattern!r} is no regular expression: {error}") from error
+        raise ValueError(f"{argument} = {pattern!r} is not a regular expression: {error}") from error
     all_paths = list(paths)
     matched = [path for path in all_paths if regex.search(path)]
     if not matched:
@@ -44,7 +44,7 @@ def matching_paths(pattern: str, paths: Iterable[str], argument: str) -> list[st
 
 
 def nearest_paths(pattern: str, paths: list[str], count: int = 3) -> list[str]:
-    """Return the paths that are most similar to a pattern, best match first."""
+    """Return up to `count` of the paths that are most similar to a pattern, best match first."""
     # Parts are compared, because a pattern is often one part of a path and much shorter than the whole path.
     words = re.findall(r"\w+", pattern.lower())
 

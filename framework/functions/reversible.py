@@ -20,11 +20,11 @@ from plimsoll.framework.layout import fill_none, floats
 
 _NO_FORWARD_MODE = (
     "reversible_scan: no forward-mode derivatives (jax.jvp, jax.jacfwd, jax.linearize): its layers are differentiated "
-    "backwards only; use jax.grad, jax.vjp or jax.jacrev, or jax.lax.scan with the same forward function"
+    "only in reverse mode; use jax.grad, jax.vjp or jax.jacrev, or jax.lax.scan with the same forward function"
 )
 _NO_SECOND_DERIVATIVES = (
-    "reversible_scan: no second derivatives: the backward pass is not differentiated, as that would keep what every "
-    "layer computes; use jax.lax.scan with the same forward function"
+    "reversible_scan: no second derivatives: differentiating the backward pass would save the activations of every "
+    "layer; use jax.lax.scan with the same forward function"
 )
 
 
@@ -49,7 +49,7 @@ def reversible_scan(
     Returns:
         The last layer's output, like x. Integers, booleans and keys among weights, x and xs have no gradient.
 
-    Complexity, for L layers whose forward function takes time T and whose pull-back saves K bytes: the gradient holds K
+    Complexity, for L layers whose forward function takes time T and whose pullback saves K bytes: the gradient holds K
     and x in addition to the arguments, their gradients and the output, for any L. `jax.lax.scan` holds L K, or L x if
     each layer is in `jax.checkpoint`. With the pair of `additive_coupling` it takes L times 4 T, as with
     `jax.checkpoint`: each branch is evaluated once forward, and once more in the backward pass, where it is
@@ -91,8 +91,8 @@ def num_layers(stacks: tuple[Any, ...]) -> int:
             length = leaf.shape[0]
         if leaf.shape[0] != length:
             raise ValueError(
-                f"reversible_scan: expected one L for all arrays [L, ...]: {first_name} is of {length} layers, "
-                f"{name} of {leaf.shape[0]}"
+                f"reversible_scan: expected one L for all arrays [L, ...]: {first_name} has {length} layers, "
+                f"{name} has {leaf.shape[0]}"
             )
     if length is None:
         raise ValueError("reversible_scan: expected arrays [L, ...] among weights and xs, got none")

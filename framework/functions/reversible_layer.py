@@ -121,7 +121,7 @@ def make_layer(
         ValueError: `forward` or `inverse` returns another structure, shape or dtype than x has.
     """
     constants = select_constants(stacks)
-    layer_shapes = jax.eval_shape(_first_layer, select_arrays(stacks))
+    layer_shapes = jax.eval_shape(lambda arrays: jax.tree.map(lambda stack: stack[0], arrays), select_arrays(stacks))
     x_shapes = jax.eval_shape(lambda x: x, x)
 
     def bind_constants(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
@@ -145,10 +145,6 @@ def make_layer(
     _refuse_change("inverse", inverse_once.result, x_shapes)
     shared = (forward_once.values, inverse_once.values)
     return _GenericLayer(shared, forward_once.call, inverse_once.call)
-
-
-def _first_layer(stacks: Any) -> Any:
-    return jax.tree.map(lambda stack: stack[0], stacks)
 
 
 def _cast(ct: Any, branch: Any) -> Any:

@@ -18,7 +18,7 @@ RuleFunction = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
 
 
 class UpdateRule(Protocol):
-    """Update rule for the weights of a piece. Weights that are not floats are None in all trees."""
+    """Update rule for the weights of a module. Weights that are not floats are None in all trees."""
 
     def initial_state(self, weights: Tree) -> Tree:
         """Return the state before the first update."""
@@ -53,7 +53,7 @@ class OptaxRule:
     def add_updates(self, weights: Tree, updates: Tree) -> Tree:
         """Return the weights after applying the optimizer's updates."""
         if self.max_update_rms is not None:
-            # The limit applies to the updates as they are, so it is relative to a learning rate of 1.
+            # The updates already include the learning rate, so the limit is relative to a rate of 1.
             updates = limit_update_rms(updates, self.max_update_rms, 1.0)
         return optax.apply_updates(weights, updates)
 
@@ -76,16 +76,21 @@ class FunctionRule:
 def as_rule(optimizer_or_rule: Any, name: str, max_update_rms: float | None) -> UpdateRule:
     """Return the rule of an optax transformation or of a function.
 
+    Args:
+        optimizer_or_rule: the transformation or function.
+        name: name of the module, for messages.
+        max_update_rms: see `OptaxRule`.
+
     Raises:
         TypeError: it is neither.
         ValueError: the optimizer draws noise from a seed that only a full training run has, or `max_update_rms` is
             given with a function.
     """
     if hasattr(optimizer_or_rule, "init") and hasattr(optimizer_or_rule, "update"):
-        # framework.optimizers.partition: such an update takes a separate seed for each layer.
+        # Set by framework.optimizers.partition: such an update takes a separate seed for each layer.
         if getattr(optimizer_or_rule, "draws", False):
             raise ValueError(
-                f"{name}: this optimizer draws noise by a seed that plimsoll's learner gives it; expected one without"
+                f"{name}: this optimizer needs a seed, which only a training run provides; use an optimizer without one"
             )
         return OptaxRule(optimizer_or_rule, max_update_rms)
     if not callable(optimizer_or_rule):
@@ -95,8 +100,8 @@ def as_rule(optimizer_or_rule: Any, name: str, max_update_rms: float | None) -> 
         )
     if max_update_rms is not None:
         raise ValueError(
-            f"{name}: max_update_rms = {max_update_rms} with a rule that is a function: its updates are not seen; "
-            "limit them in the function, or give an optax transformation"
+            f"{name}: max_update_rms = {max_update_rms} with a rule that is a function, whose updates are not "
+            "visible; limit them in the function, or pass an optax transformation"
         )
     return FunctionRule(cast(RuleFunction, optimizer_or_rule))
 

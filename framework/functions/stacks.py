@@ -12,15 +12,19 @@ from plimsoll.framework.functions.trained import Trained
 def num_layers(name: str, stack: Any) -> int:
     """Return the number of layers of a stack.
 
+    Args:
+        name: name of the stack, for the message.
+        stack: any pytree whose arrays are [L, ...].
+
     Raises:
-        ValueError: its arrays do not agree, or one has no layer axis; the message begins with `name`.
+        ValueError: the arrays have different numbers of layers, or one is a scalar.
     """
     leaves = jax.tree.leaves(stack)
     lengths = {leaf.shape[:1] for leaf in leaves}
     if len(lengths) != 1 or () in lengths:
         shapes = [leaf.shape for leaf in leaves]
         raise ValueError(
-            f"{name}: expected arrays with a first axis of layers, of one length, given the shapes {shapes[:8]}"
+            f"{name}: expected arrays [L, ...] with the same number of layers L, given the shapes {shapes[:8]}"
         )
     return leaves[0].shape[0]
 

@@ -69,7 +69,7 @@ def encode_leaves(leaves: Mapping[str, Any], to_array: Callable[[np.ndarray], An
     stored = StoredLeaves()
     for name, leaf in leaves.items():
         if isinstance(leaf, core.Tracer):
-            raise TypeError(f"{format_name(name)}: is being traced: save and restore outside of jax.jit")
+            raise TypeError(f"{format_name(name)} is being traced; call save and restore outside of jax.jit")
         if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             if is_key(leaf):
                 stored.notes[name] = Note(kind="key", type=key_implementation(leaf), value="")
@@ -85,8 +85,8 @@ def encode_leaves(leaves: Mapping[str, Any], to_array: Callable[[np.ndarray], An
             stored.notes[name] = Note(kind="function", type="", value="")
         else:
             raise TypeError(
-                f"{format_name(name)}: expected an array, a key, a bool, int, float or str, got {type(leaf).__name__}; a "
-                "class of your own has leaves once it is registered (jax.tree_util.register_dataclass)"
+                f"{format_name(name)}: expected an array, a key, a bool, int, float or str, got {type(leaf).__name__}; "
+                "register your own classes as pytrees (jax.tree_util.register_dataclass)"
             )
     return stored
 
@@ -105,6 +105,7 @@ def decode_leaf(leaf: Any, note: Note | None, array: jax.Array | None) -> Any:
     if isinstance(leaf, np.ndarray | np.generic):
         numbers = np.array(array)
         if note is not None:
+            # Wide numbers were split into words along the last axis.
             numbers = numbers.view(note["type"])[..., 0]
         return numbers[()] if isinstance(leaf, np.generic) else numbers
     return array

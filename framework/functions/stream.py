@@ -31,7 +31,7 @@ def stream(
     The state has the structure, shapes and values of the optimizer's own state. Leaves that match are in memory of the
     kind `pinned_host`, and a jitted step keeps them there. Vectors, scalars and leaves under 1 MiB stay on the device.
     The updates reuse the memory of the gradients if these are not needed afterwards. With `eager` or `eager_scan`, the
-    streamed optimizer updates a piece or a layer in the backward pass, so only one gradient exists at a time.
+    streamed optimizer updates a module or a layer in the backward pass, so only one gradient exists at a time.
 
     Donate both parameters and state, in this order. Without donation the state is in host memory twice. If only the
     state is donated, JAX 0.10 pairs donated and returned arrays by shape and may place new parameters into the state's
@@ -117,5 +117,6 @@ class StreamedOptimizer:
 
 def as_streamed_optimizer(optimizer: Any) -> StreamedOptimizer | None:
     """Return the `StreamedOptimizer` behind an optimizer that `stream` made; None for any other optimizer."""
+    # An optax transformation has no field for it, but its `update` is a method of the StreamedOptimizer.
     owner = getattr(getattr(optimizer, "update", None), "__self__", None)
     return owner if isinstance(owner, StreamedOptimizer) else None

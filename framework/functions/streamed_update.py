@@ -81,7 +81,9 @@ class StreamedUpdate:
         """Return a parameter's update and its new state."""
         param = jax.tree.leaves(self.params)[chunk.number]
         stacks = {path: _reshape_to_slices(leaf, self._slice_shape(chunk, path)) for path, leaf in state.items()}
-        if chunk.slices == 1 and not any(self._is_offloaded(path) for path in state):
+        is_offloaded = any(self.plan.specs[path].memory_kind != "device" for path in state)
+        # A loop is only needed to transfer state, or to update slices in turn.
+        if chunk.slices == 1 and not is_offloaded:
             layer_state = {path: _slice(stack, self.layer) for path, stack in stacks.items()}
             update, new_state = self._update_param(chunk, gradient, layer_state, param)
             new_stacks = {path: _with_slice(stack, new_state[path], self.layer) for path, stack in stacks.items()}
@@ -102,7 +104,7 @@ class StreamedUpdate:
         def body(index: jax.Array, carry: _ChunkCarry) -> _ChunkCarry:
             return self._update_slice(chunk, param_slices, stacks, index, carry)
 
-        # A loop keeps the compiler from fetching the state of all chunks before the first is updated. The compiler
+        # A loop keeps the compiler from fetching the state of all slices before the first one is updated. The compiler
         # would unroll a loop of one iteration, so the barrier hides the trip count.
         trip_count = chunk.slices if chunk.slices > 1 else jax.lax.optimization_barrier(jnp.int32(1))
         carry = jax.lax.fori_loop(0, trip_count, body, _ChunkCarry(gradient_slices, update, stacks))
@@ -167,9 +169,6 @@ class StreamedUpdate:
         """Return the shape of the part of a state leaf that goes with one slice; the full shape if it is not sliced."""
         is_sliced = path in chunk.state_slice_shapes
         return chunk.state_slice_shapes[path] if is_sliced else self.plan.specs[path].shape
-
-    def _is_offloaded(self, path: str) -> bool:
-        return self.plan.specs[path].memory_kind != "device"
 
 
 def _reshape_to_slices(leaf: jax.Array, slice_shape: tuple[int, ...]) -> jax.Array:

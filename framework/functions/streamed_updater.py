@@ -1,4 +1,4 @@
-"""Update of a piece whose optimizer is a `stream`: the state of the piece, or of all layers, stays in host memory."""
+"""Updater for an optimizer that is a `stream`: the state of the module, or of all layers, stays in host memory."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class StreamedUpdater(Updater):
             is_encoded = not is_real_float(jax.ShapeDtypeStruct(spec.shape, spec.dtype))
             if spec.memory_kind != "device" and is_encoded:
                 raise ValueError(
-                    f"{self.name}: its state {path} is of {spec.dtype}, which a piece holds as floats, and not in host "
-                    "memory; expected a pattern= of `stream` without it"
+                    f"{self.name}: its state {path} is {spec.dtype}, which a module stores as floats and cannot keep "
+                    "in host memory; exclude it by the pattern= of `stream`"
                 )
 
     def apply_update(self, trained: Trained, gradient: Tree, later: Tree) -> tuple[Trained, Tree]:
         """See `Updater.apply_update`."""
         new_floats, new_state = self._compute_update(trained.floats, gradient, trained.state, 0)
-        # State in host memory does not go through the barrier.
+        # State in host memory does not go through the barrier, whose operands are in device memory.
         new_floats, later = apply_barrier((new_floats, later))
         return Trained(with_floats(trained.encoded_weights, new_floats), encode(new_state), trained.name), later
 

@@ -12,15 +12,15 @@ from plimsoll.framework.functions.encoding import Tree, decode, select_floats, w
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Trained:
-    """The weights of a piece and the state of their optimizer: a pytree whose leaves are all floats.
+    """The weights of a module and the state of their optimizer: a pytree whose leaves are all floats.
 
     So it can be an argument of `jax.grad`, whose result for it is the `Trained` after the update. It can be jitted,
     donated, sharded and saved like any pytree. Read its contents through `weights` and `state`.
 
     Attributes:
-        encoded_weights: the weights as floats, see `encoding.encoded`.
-        encoded_state: the optimizer state as floats, see `encoding.encoded`.
-        name: name of the piece.
+        encoded_weights: the weights as floats, see `encoding.encode`.
+        encoded_state: the optimizer state as floats, see `encoding.encode`.
+        name: name of the module.
     """
 
     encoded_weights: Tree

@@ -81,7 +81,8 @@ class UpdatePlanner:
         specs = {}
         # An optimizer without state offloads nothing.
         if jax.tree.leaves(state):
-            specs = flatten(tag_large_matches(jax.tree.map(_spec, state), self.pattern, "pinned_host"))
+            state_specs = jax.tree.map(lambda leaf: TensorSpec(leaf.shape, leaf.dtype), state)
+            specs = flatten(tag_large_matches(state_specs, self.pattern, "pinned_host"))
         chunks = [self._make_chunk(shapes, number) for number in range(len(jax.tree.leaves(shapes)))]
         self._check(shapes, state, chunks)
         return UpdatePlan(specs, chunks)
@@ -97,6 +98,7 @@ class UpdatePlanner:
             return unsliced
         slice_shape = _slice_shape(param, self.chunk_bytes, by_element=update_locality == "element")
         slice_state = self._compute_state_shapes(shapes, number, jax.ShapeDtypeStruct(slice_shape, param.dtype))
+        # Some optimizers store another kind of state for other shapes.
         if jax.tree.structure(slice_state) != unsliced.state_structure:
             return unsliced
         state_shapes = {path: leaf.shape for path, leaf in flatten(state).items()}
@@ -126,11 +128,12 @@ class UpdatePlanner:
             for path in chunk.state_paths:
                 chunk_counts[path] += 1
         state_influences = dict(zip(flatten(state), influences.state, strict=True))
+        # A leaf that several chunks write, such as a counter, must not depend on any gradient.
         mixes_state = any(count != 1 and state_influences[path] for path, count in chunk_counts.items())
         if influences.mixes or mixes_state:
             raise ValueError(
                 "stream: the optimizer looks at several tensors together, as clipping by the global norm does, and "
-                "would see one at a time; leave the clip out, and give its factor to `update` as gradient_factor"
+                "would see one at a time; remove the clip, and pass its factor to `update` as gradient_factor"
             )
 
 
@@ -139,10 +142,6 @@ def isolate_leaf(tree: Tree, number: int, leaf: Any) -> Tree:
     structure = jax.tree.structure(tree)
     leaves = [leaf if index == number else None for index in range(structure.num_leaves)]
     return jax.tree.unflatten(structure, leaves)
-
-
-def _spec(leaf: Any) -> TensorSpec:
-    return TensorSpec(leaf.shape, leaf.dtype)
 
 
 def _num_bytes(param: Any) -> int:

@@ -14,11 +14,11 @@ class UpdateOptions(TypedDict, total=False):
     """Keyword arguments of an update.
 
     Attributes:
-        name: name of the piece in errors, profiles and plans.
+        name: name of the module in errors, profiles and plans.
         skip_nonfinite: whether a gradient with infinities or NaN leaves weights and state as they are; True by default.
         max_update_rms: the largest root mean square of a tensor's update, as in optax (Shazeer and Stern 2018,
             arXiv 1804.04235, section 6); by default None, for no limit.
-        mixes: whether the rule may look at several tensors of the piece together; False by default. Such a rule is
+        mixes: whether the rule may look at several tensors of the module together; False by default. Such a rule is
             refused otherwise, because it would be wrong if it should see all parameters of the model.
     """
 
@@ -36,10 +36,14 @@ def make_updater(
     max_update_rms: float | None = None,
     mixes: bool = False,
 ) -> Updater:
-    """Make the updater for an optax transformation, a `stream` or a function, with `UpdateOptions`.
+    """Make the updater for an optax transformation, a `stream` or a function.
+
+    Args:
+        optimizer_or_rule: see `eager`.
+        name, skip_nonfinite, max_update_rms, mixes: see `UpdateOptions`.
 
     Raises:
-        TypeError: it is none of them.
+        TypeError: `optimizer_or_rule` is none of the three.
         ValueError: see `as_rule`.
     """
     stream = as_streamed_optimizer(optimizer_or_rule)

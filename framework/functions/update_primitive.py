@@ -1,7 +1,7 @@
 """Primitive that marks new weights and state in the program of a backward pass; an identity.
 
-`origins` finds it in the traced backward pass. It has no derivative and no batching rule. So second derivatives, and
-`jax.vmap` over the backward pass, raise an error that names the piece instead of being silently wrong.
+`cotangent_origins` finds it in the traced backward pass. It has no derivative and no batching rule, so second
+derivatives, and `jax.vmap` over the backward pass, raise an error that names the module. They would be silently wrong.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ update_p.multiple_results = True
 
 
 def mark_update(new: Tree, name: str) -> Tree:
-    """Return the new weights and state of a piece unchanged, marked in the traced program.
+    """Return the new weights and state of a module unchanged, marked in the traced program.
 
     Raises:
         ValueError: later, if the surrounding function is differentiated or batched.
     """
     leaves, structure = jax.tree.flatten(new)
-    return jax.tree.unflatten(structure, update_p.bind(*leaves, piece=name))
+    return jax.tree.unflatten(structure, update_p.bind(*leaves, module=name))
 
 
 def apply_barrier(tree: Tree) -> Tree:
@@ -38,25 +38,25 @@ def apply_barrier(tree: Tree) -> Tree:
     return jax.tree.unflatten(structure, tied_leaves)
 
 
-def _return_arrays(*arrays: Any, piece: str) -> list[Any]:
+def _return_arrays(*arrays: Any, module: str) -> list[Any]:
     return list(arrays)
 
 
-def _lower(context: Any, *arrays: Any, piece: str) -> Any:
+def _lower(context: Any, *arrays: Any, module: str) -> Any:
     return arrays
 
 
-def _refuse_derivative(primals: Any, tangents: Any, *, piece: str) -> Any:
+def _refuse_derivative(primals: Any, tangents: Any, *, module: str) -> Any:
     raise ValueError(
-        f"{piece}: it is updated in the backward pass, which has no derivative of its own; take second derivatives of "
+        f"{module}: it is updated in the backward pass, which has no derivative of its own; take second derivatives of "
         "the plain function"
     )
 
 
-def _refuse_batching(operands: Any, axes: Any, *, piece: str) -> Any:
+def _refuse_batching(operands: Any, axes: Any, *, module: str) -> Any:
     raise ValueError(
-        f"{piece}: jax.vmap over its backward pass would make an update for each row of the batch; call jax.vmap "
-        "inside the piece, whose weights then get the sum of the rows' gradients"
+        f"{module}: jax.vmap over its backward pass would update the weights once per row of the batch; call jax.vmap "
+        "inside the module instead, so that its weights get the sum of the rows' gradients"
     )
 
 

@@ -1,4 +1,4 @@
-"""`Updater`: makes the initial state of a piece's optimizer, and new weights and state from a gradient."""
+"""`Updater`: makes the initial state of a module's optimizer, and new weights and state from a gradient."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from plimsoll.framework.functions.update_primitive import apply_barrier
 
 @dataclass(frozen=True)
 class Updater:
-    """Updates a piece by its gradient.
+    """Updates a module by its gradient.
 
     Attributes:
-        name: name of the piece.
-        rule: the update rule, see `Rule`.
+        name: name of the module.
+        rule: the update rule.
         skip_nonfinite: whether a gradient with infinities or NaN leaves weights and state as they are.
-        mixes: whether the rule may look at several tensors of the piece together.
+        mixes: whether the rule may look at several tensors of the module together.
     """
 
     name: str
@@ -38,13 +38,13 @@ class Updater:
         """Return (the encoded weights, the float weights).
 
         Raises:
-            ValueError: there are no floats, a weight is complex, or a part of the weights is trained already.
+            ValueError: there are no floats, a weight is complex, or some of the weights are already trained.
         """
         for node in jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, Trained)):
             if isinstance(node, Trained):
                 raise ValueError(
-                    f"{self.name}: its weights hold {node.name!r}, which is trained already; give that one to the "
-                    "piece as an input"
+                    f"{self.name}: its weights contain {node.name!r}, which is already trained; pass it to the "
+                    "module as an input"
                 )
         try:
             encoded_weights = encode(weights)
@@ -86,7 +86,7 @@ class Updater:
         return jax.vmap(self.rule.initial_state)(floats)
 
     def _store_state(self, floats: Tree, state: Tree) -> Tree:
-        """Move a given state, of a piece or of a stack with layers like `floats`, to its memory kinds."""
+        """Move a given state, of a module or of a stack with layers like `floats`, to its memory kinds."""
         return state
 
     def _check_rule(self, floats: Tree, state: Tree) -> None:
@@ -118,7 +118,7 @@ class Updater:
         """Return the stack with one layer's weights and state replaced by the new ones, and `later`.
 
         Args:
-            stack: weights and state [L, ...] of all layers.
+            stack: weights and state of all layers, arrays [L, ...].
             index: index of the layer, an integer.
             layer: the layer as returned by `get_layer`.
             gradient: gradient of the layer.
@@ -151,8 +151,7 @@ class Updater:
             new_floats, new_state = self.rule.update(floats, gradient, state)
             new_floats = self._cast_like(new_floats, floats, "weights")
             new_state = self._cast_like(new_state, state, "state")
-            new = Trained(with_floats(trained.encoded_weights, new_floats), encode(new_state), trained.name)
-            return new
+            return Trained(with_floats(trained.encoded_weights, new_floats), encode(new_state), trained.name)
 
     def _cast_like(self, new: Tree, old: Tree, what: str) -> Tree:
         """Return the new tree in the dtypes of the old one.
@@ -162,8 +161,8 @@ class Updater:
         """
         if jax.tree.structure(new) != jax.tree.structure(old):
             raise ValueError(
-                f"{self.name}: the rule returned {what} of another structure: {jax.tree.structure(new)}, where it was "
-                f"given {jax.tree.structure(old)}"
+                f"{self.name}: the rule returned {what} of another structure, {jax.tree.structure(new)}; expected "
+                f"{jax.tree.structure(old)}"
             )
 
         def cast_leaf(new_leaf: Any, old_leaf: Any) -> Any:
@@ -172,8 +171,7 @@ class Updater:
             new_array = jnp.asarray(new_leaf)
             if new_array.shape != old_leaf.shape:
                 raise ValueError(
-                    f"{self.name}: the rule returned {what} of the shape {new_array.shape}, where it was given "
-                    f"{old_leaf.shape}"
+                    f"{self.name}: the rule returned {what} of the shape {new_array.shape}; expected {old_leaf.shape}"
                 )
             return new_array.astype(old_leaf.dtype)
 

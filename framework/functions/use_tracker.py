@@ -15,7 +15,7 @@ _DIFFERENTIATED = {"JVPTracer", "LinearizeTracer"}
 
 
 class UseTracker:
-    """The traced arrays that were used, each with the piece that used it; entries disappear with their trace."""
+    """The traced arrays that were used, each with the module that used it; entries disappear with their trace."""
 
     def __init__(self) -> None:
         # By identity, because traced arrays are not hashable.
@@ -48,8 +48,8 @@ def describe_double_use(name: str, modules: set[str]) -> str:
     """Return the error message for weights that are used more than once."""
     by = "" if modules == {name} else f", by {', '.join(sorted(modules))}"
     return (
-        f"the piece {name!r} is used twice{by}: each use would update the weights by its own part of the gradient, and "
-        "JAX would add the results; take the weights once with eager_weights, and use them as often as you like"
+        f"the module {name!r} is used twice{by}: each use would update the weights by its own part of the gradient, "
+        "and JAX would add the results; get the weights once from eager_weights, and use them as often as you like"
     )
 
 

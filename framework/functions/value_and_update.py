@@ -1,4 +1,4 @@
-"""`value_and_update`: `jax.value_and_grad` for trees with trained pieces, checked before anything runs."""
+"""`value_and_update`: `jax.value_and_grad` for trees with trained modules, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def value_and_update(loss: Callable[..., Any], has_aux: bool = False) -> Callabl
         value, params = pl.value_and_update(loss)(params, batch)
 
     In the returned tree, each `Trained` is the one after the update; any other leaf is its gradient, as from
-    `jax.value_and_grad`. The traced backward pass is checked before it runs. An error names any piece that would be
+    `jax.value_and_grad`. The traced backward pass is checked before it runs. An error names any module that would be
     updated wrongly: one whose weights are used twice, are read outside its call, or do not affect the loss.
 
     Complexity: the computation is that of `jax.value_and_grad`. The check takes time proportional to the number of
@@ -31,7 +31,7 @@ def value_and_update(loss: Callable[..., Any], has_aux: bool = False) -> Callabl
         has_aux: whether the loss returns auxiliary outputs, as in `jax.value_and_grad`.
 
     Raises:
-        ValueError: from the returned function, see above.
+        ValueError: from the returned function: a module would be updated wrongly.
     """
     value_and_grad = jax.value_and_grad(loss, has_aux=has_aux)
 
@@ -44,6 +44,7 @@ def value_and_update(loss: Callable[..., Any], has_aux: bool = False) -> Callabl
         # The value and auxiliary outputs come first.
         origins = trace_origins(program.jaxpr)[-num_params:]
         _check(jax.tree.unflatten(jax.tree.structure(params), origins))
+        # Run the program that was checked instead of tracing the loss again.
         results = jaxpr_as_fun(program)(*jax.tree.leaves(params))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -62,16 +63,16 @@ def _check(origins: Tree) -> None:
 
 
 def _check_use(name: str, origins: list[CotangentOrigin]) -> None:
-    """Raise ValueError if no leaf of a piece comes from an update."""
+    """Raise ValueError if no leaf of a module comes from an update."""
     if all(origin.is_zero for origin in origins):
         raise ValueError(
-            f"the piece {name!r} is not used: the loss does not depend on it, and zeros would be returned for its "
-            "weights; take it out of the parameters that are trained"
+            f"the module {name!r} is not used: the loss does not depend on it, so zeros would be returned for its "
+            "weights; remove it from the trained parameters"
         )
     if not any(origin.modules for origin in origins):
         raise ValueError(
-            f"the piece {name!r} is not used by an eager call: its gradient comes from {_list_origins(origins)}; call "
-            "the piece, or take the weights by eager_weights"
+            f"the module {name!r} is not used by an eager call: its gradient comes from {_list_origins(origins)}; call "
+            "the module, or get its weights through eager_weights"
         )
 
 
@@ -79,15 +80,15 @@ def _check_leaf(name: str, origin: CotangentOrigin) -> None:
     """Raise ValueError if a leaf is not the result of exactly one update."""
     if origin.is_in_some_branches:
         raise ValueError(
-            f"the piece {name!r} is used in some branches of a condition: where another one is taken, zeros would be "
-            "returned for its weights; put the condition inside the piece"
+            f"the module {name!r} is used in some branches of a condition: the other branches would return zeros for "
+            "its weights; move the condition into the module"
         )
     if len(origin.modules) > 1:
         raise ValueError(describe_double_use(name, set(origin.modules)))
     if origin.others or not origin.modules:
         raise ValueError(
-            f"the piece {name!r} is used beside its eager call: to the new weights JAX would add a gradient that comes "
-            f"from {_list_origins([origin])}; take the weights once with eager_weights, and use them as "
+            f"the module {name!r} is also used outside its eager call: JAX would add the gradient from "
+            f"{_list_origins([origin])} to the new weights; get the weights once from eager_weights, and use them as "
             "often as you like"
         )
 

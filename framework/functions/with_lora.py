@@ -59,7 +59,7 @@ def with_lora(function: Callable[..., Any], *, materialize: str | None = None) -
     try:
         interpreter = Interpreter(None if materialize is None else re.compile(materialize))
     except re.error as error:
-        raise ValueError(f"materialize = {materialize!r} is no regular expression: {error}") from error
+        raise ValueError(f"materialize = {materialize!r} is not a regular expression: {error}") from error
 
     @functools.wraps(function)
     def with_adapters(params: Any, adapters: Adapters, *arguments: Any, **named_arguments: Any) -> Any:
@@ -89,7 +89,11 @@ def _interpret_call(
         inner_params, inner_arguments, inner_named = structure.unflatten(leaves)
         return function(inner_params, *inner_arguments, **inner_named)
 
-    shapes = [_shape(values[position]) for position in traced_positions]
+    shapes = []
+    for position in traced_positions:
+        value = values[position]
+        # The function sees a matrix in 4 bits as the array that it stands for.
+        shapes.append(jax.ShapeDtypeStruct(value.shape, value.dtype) if is_quantized(value) else value)
     closed, results = jax.make_jaxpr(call_with_arrays, return_shape=True)(*shapes)
     operands = []
     for position in traced_positions:
@@ -102,7 +106,7 @@ def _interpret_call(
 
 
 def _with_adapters_second(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the function's signature with an `adapters` argument in second place; None if it has no such form."""
+    """Return the function's signature with an `adapters` argument in second place; None if that is impossible."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -114,11 +118,6 @@ def _with_adapters_second(function: Callable[..., Any]) -> inspect.Signature | N
     # An argument without a default may not follow one that has it.
     required = [parameters[0].replace(default=inspect.Parameter.empty), adapters]
     return signature.replace(parameters=[*required, *parameters[1:]])
-
-
-def _shape(value: Any) -> Any:
-    """Return the tracing input for a value: for a matrix in 4 bits, the shape of the matrix that it stores."""
-    return jax.ShapeDtypeStruct(value.shape, value.dtype) if is_quantized(value) else value
 
 
 def _operand(path: str, value: Any, adapters: Adapters) -> FactoredMatrix | jax.Array:

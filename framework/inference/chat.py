@@ -42,7 +42,7 @@ class ChatFormat(Protocol):
     def stops(self) -> Sequence[str]: ...
 
     def encode(self, system: str | None, turns: Sequence[ChatTurn], question: str) -> list[int]:
-        """Returns the tokens of a conversation, up to the start of the next answer."""
+        """Return the tokens of a conversation, up to the start of the next answer."""
         ...
 
 
@@ -56,7 +56,7 @@ class TemplateFormat:
         self.stop_ids = codec.turn_end_ids()
 
     def encode(self, system: str | None, turns: Sequence[ChatTurn], question: str) -> list[int]:
-        """See `ChatFormat`. Raises ValueError if the template cannot render this; some do not support a system message."""
+        """See `ChatFormat`. Raises ValueError if the template cannot render it; some have no system message."""
         messages: list[Message] = []
         if system:
             messages.append({"role": "system", "content": system})
@@ -77,7 +77,7 @@ class TranscriptFormat:
         self._tokenizer = tokenizer
 
     def encode(self, system: str | None, turns: Sequence[ChatTurn], question: str) -> list[int]:
-        """Returns the tokens of the transcript, which starts like a training document."""
+        """Return the tokens of the transcript, which starts like a training document."""
         text = f"{system}\n\n" if system else ""
         for turn in turns:
             text += f"User: {turn.question}\nAssistant: {turn.answer}\n"
@@ -87,7 +87,7 @@ class TranscriptFormat:
 
 
 def get_chat_format(tokenizer: Tokenizer, variables: dict[str, Any]) -> ChatFormat:
-    """Returns the conversation format of a model: its chat template, or a transcript if it has none.
+    """Return the conversation format of a model: its chat template, or a transcript if it has none.
 
     Args:
         tokenizer: tokenizer of the model.
@@ -160,14 +160,14 @@ class Chat:
         self._num_answers = 0
 
     def check_system(self, system: str | None) -> None:
-        """Raises ValueError if the template does not support a system message, or it is too long for the context."""
+        """Raise ValueError if the template does not support a system message, or it is too long for the context."""
         try:
             self.prompt(system, [], "?")
         except ValueError as error:
             raise ValueError(f"the system prompt cannot be used: {error}") from None
 
     def prompt(self, system: str | None, turns: Sequence[ChatTurn], question: str) -> ChatPrompt:
-        """Returns the model's input, dropping the oldest turns if they do not fit into the context.
+        """Return the model's input, dropping the oldest turns if they do not fit into the context.
 
         Raises:
             ValueError: the question itself does not fit, or it cannot be encoded.
@@ -188,14 +188,15 @@ class Chat:
         tokens = self._form.encode(system, turns[enough:], question)
         if len(tokens) > prompt_budget:
             raise ValueError(
-                f"the message makes a prompt of {len(tokens)} tokens, and the context of {self.context} (data.seq_len) "
-                f"has room for {prompt_budget} beside max_new_tokens = {self._sampling.max_new_tokens}"
+                f"the message makes a prompt of {len(tokens)} tokens, but the context of {self.context} (data.seq_len) "
+                f"has room for {prompt_budget} in addition to max_new_tokens = {self._sampling.max_new_tokens}"
             )
         return ChatPrompt(tokens, enough)
 
     def answer(self, prompt: ChatPrompt) -> StreamedAnswer:
-        """Starts an answer; the model generates it as the caller iterates over it."""
+        """Start an answer; the model generates it as the caller iterates over it."""
         prompts = [prompt.tokens] * self.num_samples
+        # `Sampling` accepts seeds of 32 bits.
         seed = (self._sampling.seed + self._num_answers) % (1 << 32)
         sampling = replace(self._sampling, seed=seed)
         self._num_answers += 1
@@ -205,9 +206,9 @@ class Chat:
 
 
 def _check_text(*texts: str) -> None:
-    """Raises ValueError if a text has a lone surrogate (half a character), which no tokenizer accepts."""
+    """Raise ValueError if a text has a lone surrogate (half a character), which no tokenizer accepts."""
     for text in texts:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise ValueError(f"a message is no Unicode text: {error.reason}") from None
+            raise ValueError(f"a message is not valid Unicode text: {error.reason}") from None

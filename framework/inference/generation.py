@@ -3,7 +3,8 @@
 Three functions are compiled once per shape: prefill reads the prompts, decode generates one token per row, and extend
 reads the tokens that follow a cached prompt, such as the next message of a conversation. Prompts are padded on the left
 to one of a few common lengths, so that all rows write the same slot of the cache; see layers/attention_cache.py. The
-cache is [U, B, C, K, H] per layer of the pattern, sharded over data and fsdp (B) and over model (K).
+cache is [U, B, C, K, H] per layer of the pattern (U is its number of repeats), sharded over data and fsdp (B) and over
+model (K).
 """
 
 from __future__ import annotations
@@ -63,16 +64,16 @@ class InferenceForward:
         self.model = program.experiment.language_model
         # Read the shardings here, because tracers inside jit have none.
         shardings = jax.tree.map(lambda x: x.sharding, params)
-        self._places = self.model.stage_specs(shardings)
+        self._storage_specs = self.model.stage_specs(shardings)
 
     def __call__(self, arrays: tuple[Nested, Nested], ctx: Context) -> tuple[jax.Array, Nested, dict[str, Out]]:
         """Compute x_BSD before the head, the head's prepared weights, and the Out of each stage. Call it inside jit.
 
-        For an offloaded stack, the device holds the weights of one unit (period of the layer pattern) at a time.
+        For an offloaded stack, the device holds the weights of one repeat of the layer pattern at a time.
         """
         params, buffers = arrays
-        x_BSD, outs = self.model.compute_hidden(params, ctx, buffers, self._places)
-        head_weights = self.model.head_weights(params, ctx, self._places)
+        x_BSD, outs = self.model.compute_hidden(params, ctx, buffers, self._storage_specs)
+        head_weights = self.model.head_weights(params, ctx, self._storage_specs)
         return x_BSD, head_weights, outs
 
 
@@ -103,7 +104,7 @@ class Generator:
         self._grow = program.jit(functools.partial(_grow, forward), static_argnums=0)
 
     def __call__(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
-        """Returns the tokens that follow each prompt; see `stream`."""
+        """Return the tokens that follow each prompt; see `stream`."""
         rows: list[list[int]] = [[] for _ in prompts]
         for tokens in self.stream(prompts, sampling):
             for row, token in zip(rows, tokens, strict=True):
@@ -112,7 +113,7 @@ class Generator:
         return rows
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Checks that the model can continue these prompts.
+        """Check that the model can continue these prompts.
 
         Raises:
             ValueError: a prompt is empty, has ids outside the vocabulary, or needs more positions than the model has.
@@ -124,7 +125,7 @@ class Generator:
         # JAX does not raise an error for a lookup outside the embedding table.
         largest = max((max(row) for row in prompts), default=0)
         if largest >= model.vocab_size:
-            raise ValueError(f"a prompt has the token {largest}; model.vocab_size = {model.vocab_size}")
+            raise ValueError(f"a prompt has the token {largest}; expected less than vocab_size = {model.vocab_size}")
         limit = model.max_positions
         if limit is not None and longest + sampling.max_new_tokens > limit:
             raise ValueError(
@@ -135,7 +136,7 @@ class Generator:
     def stream(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, keep_cache: bool = False
     ) -> Iterator[list[int | None]]:
-        """Yields, per step, the next token of each row, or None for rows that have ended. Ends when all rows have.
+        """Yield, per step, the next token of each row, or None for rows that have ended. Ends when all rows have.
 
         Args:
             prompts: token ids, of any lengths.
@@ -169,7 +170,7 @@ class Generator:
                         "first": cached.first_B,
                         "index": np.int32(index + 1),
                     }
-                    first_call = phase("compiling what makes a token", patience=SHORT) if index == 0 else nullcontext()
+                    first_call = phase("compiling the decoding step", patience=SHORT) if index == 0 else nullcontext()
                     with first_call:
                         token_B, cached.cache = self._decode((kind,), self._arrays, cached.cache, last_B, where, chosen)
                 # Rows that were added to fill the mesh come last; drop them.
@@ -222,7 +223,7 @@ class Generator:
 
         Args:
             cached: cache of another prompt; afterwards, of this one.
-            prompt: token ids, of which the first `num_cached` are in the cache.
+            prompt: token ids; the first `num_cached` are in the cache.
             num_cached: number of tokens not to read again.
             max_new_tokens: number of tokens to make room for.
             kind, settings: as for `choose`.
@@ -423,7 +424,7 @@ def _count_common(tokens: Sequence[int], other: Sequence[int]) -> int:
 def _collect_caches(outs: dict[str, Out]) -> Nested:
     """Return the cache entries of each stack, by stage: [U, B, C, K, H].
 
-    The axes are units, rows, positions, key heads and head width. Latents count as one head.
+    The axes are repeats of the pattern, rows, positions, key heads and head width. Latents count as one head.
     """
     return {name: out.layer_state for name, out in outs.items() if out.layer_state}
 
@@ -433,14 +434,14 @@ def _shard_cache(cache: Nested, ctx: Context) -> Nested:
 
     def shard_entry(x_UBCKH: jax.Array) -> jax.Array:
         num_heads = x_UBCKH.shape[3]
-        is_cut = ctx.mesh is not None and num_heads % ctx.mesh.shape["model"] == 0
-        return ctx.constrain(x_UBCKH, None, BATCH_AXES, None, "model" if is_cut else None, None)
+        is_divisible = ctx.mesh is not None and num_heads % ctx.mesh.shape["model"] == 0
+        return ctx.constrain(x_UBCKH, None, BATCH_AXES, None, "model" if is_divisible else None, None)
 
     return jax.tree.map(shard_entry, cache)
 
 
 def bucket(length: int) -> int:
-    """Rounds a length up to one of a few: multiples of 16, and from 128 on eight lengths per doubling."""
+    """Round a length up to one of a few: multiples of 16, and from 128 on eight lengths per doubling."""
     # Round an n-bit length to a multiple of 2^(n - 4): there are eight such multiples with n bits.
     num_bits = (length - 1).bit_length()
     unit = 1 << max(0, num_bits - 4)
@@ -461,7 +462,7 @@ class TextStream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int | None) -> str:
-        """Returns the text that is final after this token; None ends the row."""
+        """Return the text that is final after this token; None ends the row."""
         if self.ended:
             return ""
         data = b"" if token is None else self.tokenizer.decode_bytes([token])
@@ -494,7 +495,7 @@ def stream_text(
     *,
     keep_cache: bool = False,
 ) -> Iterator[list[str]]:
-    """Yields, per step, the new text of each row; ends when all rows have.
+    """Yield, per step, the new text of each row; ends when all rows have.
 
     Args:
         generator, prompts, sampling, keep_cache: as for `Generator.stream`.

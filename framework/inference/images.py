@@ -40,14 +40,14 @@ class ImageSampler:
     def __init__(self, program: Program, state: Nested, *, averaged: bool = False):
         self._model: Any = program.experiment.model
         if not self._model.generates_images:
-            raise ValueError(f"model is a {type(self._model).__name__}, which draws no images; expected a flow")
+            raise ValueError(f"model is a {type(self._model).__name__}, which generates no images; expected a flow")
         weights = program.weights(state, averaged=averaged)
         # The methods of the model use all weights at once, so offloaded weights are copied to the device.
         self._params = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind("device")), weights)
         self._jit = functools.partial(program.jit, out_shardings=program.replicated)
 
     def sample(self, num: int, temperature: float, seed: int) -> np.ndarray:
-        """Samples `num` images from latents with standard deviation `temperature`: uint8 [num, H, W, C]."""
+        """Sample `num` images from latents with standard deviation `temperature`: uint8 [num, H, W, C]."""
         draw = self._jit(lambda params, key, heat: self._model.sample(params, key, num, heat))
         key = jax.random.key(seed)
         # An array, so that the program is not recompiled for each temperature.
@@ -56,7 +56,7 @@ class ImageSampler:
             return np.asarray(draw(self._params, key, heat))
 
     def between(self, first: np.ndarray, last: np.ndarray, steps: int) -> np.ndarray:
-        """Interpolates linearly between pairs of images in latent space.
+        """Interpolate linearly between pairs of images in latent space.
 
         Args:
             first: uint8 [N, H, W, C], the images at the start of each line.
@@ -76,7 +76,7 @@ class ImageSampler:
             return self._model.quantize(images)
 
         jitted = self._jit(walk)
-        with phase("compiling and drawing the images between", patience=SHORT):
+        with phase("compiling and drawing the interpolated images", patience=SHORT):
             return np.asarray(jitted(self._params, first, last))
 
 
@@ -91,7 +91,7 @@ def _interpolate(a: jax.Array, b: jax.Array, parts: jax.Array) -> jax.Array:
 
 
 def save_grid(images: np.ndarray, png_path: Path, *, levels: int, columns: int | None = None) -> Path:
-    """Writes a grid of images, row by row, on a dark gray background; replaces `png_path` atomically and returns it.
+    """Write a grid of images, row by row, on a dark gray background; replaces `png_path` atomically and returns it.
 
     Args:
         images: uint8 [N, H, W, C] with values 0 to levels - 1 and C = 1 (gray), 3 (RGB) or 4 (RGBA).
@@ -106,7 +106,7 @@ def save_grid(images: np.ndarray, png_path: Path, *, levels: int, columns: int |
 
     count, height, width, channels = images.shape
     if channels not in (1, 3, 4):
-        raise ValueError(f"images of {channels} channels make no PNG; expected 1, 3 or 4")
+        raise ValueError(f"images with {channels} channels cannot be written as PNG; expected 1, 3 or 4")
     columns = columns or math.ceil(math.sqrt(count))
     rows = -(-count // columns)
     # An integer, so that each pixel becomes a square of equal pixels.

@@ -54,7 +54,7 @@ _ROLLOUTS = 0x726F6C6C
 
 
 def rollout_jit(program: Program, weights: Nested, answer_tokens: int, stop_ids: tuple[int, ...]) -> Any:
-    """Return the jitted function ((weights, buffers), prompts_BS, lengths_B, Draws) -> Answers.
+    """Return the jitted function ((weights, buffers), prompts_BS, lengths_B, SamplingInputs) -> SampledAnswers.
 
     Args:
         program: program of the experiment on its mesh.
@@ -76,7 +76,7 @@ def _rollout(
     lengths_B: jax.Array,
     sampling_inputs: SamplingInputs,
 ) -> SampledAnswers:
-    """Continues prompts that start in the first column. A row of length 0 has no prompt and gets no answer."""
+    """Continue prompts that start in the first column. A row of length 0 has no prompt and gets no answer."""
     running_B = lengths_B > 0
     longest_prompt = prompts_BS.shape[1] + 1 - answer_tokens
     num_rows = prompts_BS.shape[0]

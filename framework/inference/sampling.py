@@ -54,7 +54,7 @@ def row_keys(seed: int, rows: int) -> jax.Array:
 
 
 def choose(kind: str, logits_BV: jax.Array, chosen: dict[str, jax.Array], index: jax.Array) -> jax.Array:
-    """Chooses the next token of each row: int32 [B].
+    """Choose the next token of each row: int32 [B].
 
     Args:
         kind: "greedy"; "all", to sample from all tokens; "filtered", to sample with top_k and top_p.

@@ -78,7 +78,7 @@ class Scorer:
         self._score = program.jit(score, out_shardings=program.replicated)
 
     def score(self, rows: Sequence[tuple[Tokens, int]]) -> Iterator[Score]:
-        """Yields, for each (tokens, start), the score of tokens[start:] given the tokens before; start is at least 1.
+        """Yield, for each (tokens, start), the score of tokens[start:] given the tokens before; start is at least 1.
 
         Rows with more than seq_len + 1 tokens are truncated to their last seq_len + 1 tokens.
         """
@@ -108,7 +108,7 @@ class Scorer:
                 yield Score(log_prob=float(log_prob), tokens=round(float(num_tokens)), greedy=bool(num_wrong == 0))
 
     def text(self, tokens: Tokens, num_bytes: int) -> TextScore:
-        """Scores a token stream in windows of seq_len, as in the evaluation of training.
+        """Score a token stream in windows of seq_len, as in the evaluation of training.
 
         Every token except the first is predicted once, from the preceding tokens of its window.
 
@@ -166,7 +166,7 @@ def _score(forward: InferenceForward, arrays: Any, batch: Nested) -> tuple[jax.A
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], int]:
-    """Encodes a context and its continuation; returns (tokens of both, index of the continuation's first token).
+    """Encode a context and its continuation; returns (tokens of both, index of the continuation's first token).
 
     Trailing whitespace of the context moves to the continuation, because subword tokens start with the space. A token
     that covers both counts as context, as in lm-evaluation-harness.
@@ -186,7 +186,7 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[
         tokens = [tokenizer.separator_id, *tokens]
         start = 1
     if start == 0:
-        raise ValueError(f"nothing to predict {continuation!r} from")
+        raise ValueError(f"expected text before {continuation!r} to predict it from")
     if start >= len(tokens):
-        raise ValueError(f"{continuation!r} is no token")
+        raise ValueError(f"{continuation!r} has no tokens")
     return tokens, start

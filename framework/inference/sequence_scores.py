@@ -42,7 +42,7 @@ class SequenceScorer:
         self._score = program.jit(score, out_shardings=program.replicated)
 
     def __call__(self, sequences: Sequence[Sequence[int]]) -> Iterator[np.ndarray]:
-        """Yields the scores of each sequence, float32[C]. Sequences must not be empty, and are truncated to seq_len.
+        """Yield the scores of each sequence, float32[C]. Sequences must not be empty, and are truncated to seq_len.
 
         Scores are read at the last token, like transformers, which reads them at the last non-padding token.
         """

@@ -82,7 +82,7 @@ def choose_implementation(call: AttentionCall, implementation: str = "auto") -> 
         return fastest if _KERNELS[fastest].why_not(call) is None else "xla"
     if implementation not in _KERNELS:
         hint = did_you_mean(implementation, ["auto", *_KERNELS])
-        raise ValueError(f"implementation: there is no {implementation!r}{hint}")
+        raise ValueError(f"implementation = {implementation!r}: no such kernel{hint}")
     if reason := _KERNELS[implementation].why_not(call):
-        raise ValueError(f"implementation={implementation!r} cannot serve this call: {reason}")
+        raise ValueError(f"implementation={implementation!r} does not support this call: {reason}")
     return implementation

@@ -216,7 +216,7 @@ class Layer:
             yield from child.walk()
 
     def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
-        """Raise ValueError if the layer cannot be divided over the axes of a mesh, of which only the sizes matter."""
+        """Raise ValueError if the layer cannot be divided over the axes of a mesh; only their sizes matter."""
 
     def localize(self, sizes: Mapping[str, int]) -> None:
         """Reduce the layer in place to its share on one device, as it is inside `shard_map`.
@@ -340,7 +340,14 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 
 def check_axis(mesh: Mesh | AbstractMesh, axis: str, name: str, count: int) -> None:
-    """Raise ValueError if a mesh axis does not divide a count of the model; `name` is used in the message."""
+    """Raise ValueError if a mesh axis does not divide a count of the model.
+
+    Args:
+        mesh: the mesh.
+        axis: name of its axis.
+        name: name of the count, for the message.
+        count: number that the axis has to divide.
+    """
     parts = mesh.shape[axis]
     if count % parts:
         raise ValueError(

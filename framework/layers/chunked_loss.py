@@ -103,7 +103,16 @@ def compute_chunked_loss(
     table_VD: jax.Array,
     inputs: Any,
 ) -> LossAndMetrics:
-    """Sum `compute_loss(product of hidden states and table, inputs)` over interleaved slices of positions."""
+    """Sum `compute_loss(product, inputs)` over chunks of positions, which are interleaved slices.
+
+    Args:
+        compute_loss: (product [B, S / chunks, V], inputs of these positions) -> (loss, metrics), such as `token_loss`.
+        chunks: how to divide the positions.
+        ctx: provides the mesh.
+        h_BSD: normed hidden states.
+        table_VD: the output table.
+        inputs: a tree of arrays [B, S, ...], such as targets and weights; it gets no gradient.
+    """
     # custom_vjp keeps these functions after the trace, so they may hold the mesh but no traced arrays.
     run = _ChunkedLoss(compute_loss, chunks, Context(batch={}, mesh=ctx.mesh))
 
@@ -140,6 +149,11 @@ def token_log_probs(
     """Return the log-probability of each target, f32[B, S], in nats; differentiable in hidden states and table.
 
     The backward pass recomputes each chunk's logits, so nothing is saved in addition to the arguments.
+
+    Args:
+        chunks, ctx, h_BSD, table_VD: see `compute_chunked_loss`.
+        targets_BS: int32, token ids.
+        softcap: see LMHead.
     """
     compute_loss = partial(token_loss, softcap=softcap, z_loss=0.0)
     run = _ChunkedLoss(compute_loss, chunks, Context(batch={}, mesh=ctx.mesh))
@@ -180,7 +194,13 @@ def by_position(
     table_VD: jax.Array,
     softcap: float | None = None,
 ) -> Any:
-    """Return `compute_values(logits)` for each position, arrays [B, S, ...] in its structure; not differentiable."""
+    """Return `compute_values(logits)` for each position, a tree of arrays [B, S, ...]; not differentiable.
+
+    Args:
+        compute_values: maps the logits of some positions, [B, S', V], to a tree of arrays [B, S', ...].
+        chunks, ctx, h_BSD, table_VD: see `compute_chunked_loss`.
+        softcap: see LMHead.
+    """
 
     def chunk_values(product: jax.Array, _: tuple[()]) -> Any:
         return compute_values(apply_softcap(product, softcap))

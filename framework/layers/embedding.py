@@ -65,7 +65,7 @@ class Embedding(Layer):
     def check_length(self, seq_len: int) -> None:
         """Raise ValueError if sequences are longer than the number of positions."""
         if self.max_positions is not None and seq_len > self.max_positions:
-            raise ValueError(f"data.seq_len = {seq_len} is over model.embed.max_positions = {self.max_positions}")
+            raise ValueError(f"data.seq_len = {seq_len} exceeds model.embed.max_positions = {self.max_positions}")
 
     def prepare(self, params: Nested, ctx: Context) -> Nested:
         """Return the tables as they are stored, neither cast nor gathered."""

@@ -1,7 +1,7 @@
 """Sums of gradients over the uses of a parameter, in float32 or wider regardless of the parameter's dtype.
 
-A layer that all units share has one gradient per use. Differentiating a loop adds them up in the parameter's own
-dtype, and in bfloat16 each addition loses up to 1/512 of the sum.
+A layer that all repeats of a stack's pattern share has one gradient per use. Differentiating a loop adds them up in the
+parameter's own dtype, and in bfloat16 each addition loses up to 1/512 of the sum.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def make_taps(params: Nested) -> Nested:
 def attach_taps(params: Nested, taps: Nested) -> Nested:
     """Return the parameters for one use in a loop; the gradient of this use goes to the taps.
 
-    There it is added to the gradients of other uses, in the taps' dtype. Without taps, the parameters are returned as
-    they are.
+    There it is added to the gradients of other uses, in the taps' dtype. Without taps, the parameters are returned
+    unchanged.
     """
     if not taps:
         return params

@@ -74,7 +74,9 @@ class LMHead(Layer):
         self._init = init.instantiate()
         self.objective: Objective | None = None if objective is None else objective.instantiate()
         if self.objective is not None and z_loss:
-            raise ValueError(f"z_loss = {z_loss} is a part of the next tokens' loss; expected 0 with an objective")
+            raise ValueError(
+                f"z_loss = {z_loss} applies only to the next tokens' cross-entropy; expected 0 with an objective"
+            )
         if self.objective is not None and self.objective.reads_scores:
             name = type(self.objective).__name__
             raise ValueError(f"objective = {name} is for a ScoreHead, given a language model's head")

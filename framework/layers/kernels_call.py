@@ -147,7 +147,9 @@ def describe_call(
 ) -> AttentionCall:
     """Check q [B, S, N, H], k [B, S, K, H], v [B, S, K, V], segments [B, S] and sinks [N], and describe them.
 
-    They are arrays or ShapeDtypeStructs.
+    Args:
+        q, k, v, segments, sinks: arrays or ShapeDtypeStructs; segments and sinks may be None.
+        window, softcap, mesh, scale, splash: see `dot_product_attention`.
 
     Raises:
         ValueError: the shapes or dtypes do not match.

@@ -45,11 +45,11 @@ def why_not(call: AttentionCall) -> str | None:
         (call.has_sinks, "through JAX's public interface it has no sinks; use xla or sinks=False"),
         (
             call.head_dim % 8 or call.head_dim > max_channels,
-            f"it takes a multiple of 8 up to {max_channels} channels a head, not {call.head_dim}; use xla",
+            f"it takes a multiple of 8 up to {max_channels} channels per head, not {call.head_dim}; use xla",
         ),
         (
             call.value_dim > call.head_dim,
-            f"it takes values of at most {call.head_dim} channels a head, as keys have, not {call.value_dim}; use xla",
+            f"it takes at most {call.head_dim} channels per head of values, as in keys, not {call.value_dim}; use xla",
         ),
         (
             _mask_is_bias(call) and call.length % 2,

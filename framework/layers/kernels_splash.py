@@ -43,10 +43,10 @@ def why_not(call: AttentionCall) -> str | None:
         (
             length % multiple or length % shards**2,
             f"it takes a multiple of {SPLASH_LANES} positions on each device, not {length} / {shards}; "
-            f"a length of {padded_length} would do",
+            f"pad to {padded_length}",
         ),
-        (call.head_dim % 8, f"it takes a multiple of 8 channels a head, not {call.head_dim}; use xla"),
-        (call.value_dim % 8, f"it takes a multiple of 8 channels a head of values, not {call.value_dim}; use xla"),
+        (call.head_dim % 8, f"it takes a multiple of 8 channels per head, not {call.head_dim}; use xla"),
+        (call.value_dim % 8, f"it takes a multiple of 8 channels per head of values, not {call.value_dim}; use xla"),
     ]
     return next((reason for holds, reason in reasons if holds), None)
 
@@ -64,7 +64,7 @@ def attend(
 
     With `interpret`, the kernel's body runs on any platform, for tests.
     """
-    # Importing Pallas takes a tenth of a second, which every command line would pay for a top-level import.
+    # Imported here, because importing Pallas takes a tenth of a second, which every command would otherwise pay.
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
     q_BSNH = _scale_queries(q_BSNH, call.scale)

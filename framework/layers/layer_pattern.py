@@ -1,4 +1,4 @@
-"""A unit of a stack: one iteration of its pattern of layers."""
+"""The layers that a stack repeats."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from plimsoll.framework.layout import Nested
 
 
 class LayerPattern(Reversible):
-    """One iteration of the pattern: its layers in order, with the names block0, block1, ...
+    """One repeat of a stack's pattern: its layers in order, with the names block0, block1, ...
 
-    A unit is reversible if all of its layers are.
+    It is reversible if all of its layers are.
     """
 
     def __init__(self, layers: list[Any]):
         self.layers = {f"block{i}": layer for i, layer in enumerate(layers)}
 
     def children(self) -> dict[str, Layer]:
-        """Return the layers of the unit."""
+        """Return the layers by name."""
         return dict(self.layers)
 
     def apply(self, weights: Nested, carry: Any, ctx: Context, layer_state: Nested) -> tuple[Any, Out]:
@@ -35,7 +35,7 @@ class LayerPattern(Reversible):
     def reverse(
         self, weights: Nested, carry: Any, cts: tuple[Any, Any], ctx: Context, layer_state: Nested
     ) -> tuple[Any, Nested, Any]:
-        """Run the layers backwards, from the last to the first; see `Reversible.reverse`."""
+        """Run the layers in reverse, from the last to the first; see `Reversible.reverse`."""
         ct, loss_ct = cts
         grads = {}
         for name, layer in reversed(self.layers.items()):

@@ -47,6 +47,7 @@ class LongRopeScaling(Scaling):
         if original_length < 2:
             raise ValueError(f"original_length = {original_length}; expected at least 2")
         self.name = f"{use}_factor"
+        # For longer sequences, transformers would use the long factors.
         if use == "short":
             self.max_positions = original_length
         if attention_factor is not None:

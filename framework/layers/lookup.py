@@ -139,7 +139,9 @@ def table_gradient(
     indices = indices.reshape(-1)
     rows_grad = rows_grad.reshape(-1, num_columns)
     sum_dtype = jnp.promote_types(jnp.promote_types(dtype, rows_grad.dtype), jnp.float32)
-    indices = _drop_outside(indices, num_rows)
+    # A scatter in mode "drop" ignores the index `num_rows`, but a negative index would wrap around.
+    is_row = (indices >= 0) & (indices < num_rows)
+    indices = jnp.where(is_row, indices, num_rows)
 
     def sums(columns: jax.Array) -> jax.Array:
         zeros = jnp.zeros((num_rows, columns.shape[1]), sum_dtype)
@@ -169,10 +171,3 @@ def _columns_at_once(num_rows: int, num_columns: int, itemsize: int) -> int:
     aligned_widths = [width for width in widths if width % _LANES == 0]
     # One column if not even that is within the bound.
     return max(aligned_widths or widths or [1])
-
-
-def _drop_outside(indices: jax.Array, num_rows: int) -> jax.Array:
-    """Replace indices outside of 0 to num_rows - 1 by `num_rows`, which a scatter in mode "drop" ignores."""
-    # A negative index would wrap around.
-    is_row = (indices >= 0) & (indices < num_rows)
-    return jnp.where(is_row, indices, num_rows)

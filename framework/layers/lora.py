@@ -3,7 +3,7 @@
     y = x W + (alpha / rank) dropout(x) A B,    W [in, out] frozen, A [in, rank] random, B [rank, out] zeros
 
 W may be stored in 8 or 4 bits (QLoRA), see layers/quantize.py. Each expert of a mixture has its own A and B, see
-layers/experts/stored.py.
+layers/experts/expert_storage.py.
 """
 
 from __future__ import annotations
@@ -56,9 +56,11 @@ class LoRA:
         dtype: DType = "float32",
     ):
         if base_targets is not None and base is None:
-            raise ValueError(f"base_targets = {base_targets!r}: expected base, how these weights are stored")
-        self.targets = _pattern("targets", targets)
-        self.base_targets = None if base_targets is None else _pattern("base_targets", base_targets)
+            raise ValueError(
+                f"base_targets = {base_targets!r} without base; set base to the format in which to store these weights"
+            )
+        self.targets = _compile_regex("targets", targets)
+        self.base_targets = None if base_targets is None else _compile_regex("base_targets", base_targets)
         self.rank = rank
         self.scale = alpha / rank
         self.dropout = dropout
@@ -74,8 +76,8 @@ class LoRA:
         linears = []
         experts = []
         for name, layer in layers.items():
-            linears.extend(_linears(layer, name))
-            experts.extend(_experts(layer, name))
+            linears.extend(_find_linears(layer, name))
+            experts.extend(_find_expert_matrices(layer, name))
         targets_experts = "experts" in self.targets.pattern
         target_paths = {linear.path for linear in linears if self.targets.search(linear.path)}
         expert_paths = {site.path for site in experts if targets_experts and self.targets.search(site.path)}
@@ -88,7 +90,7 @@ class LoRA:
                 f"lora.dropout = {self.dropout}: adapters of experts have none (peft has none there either), and "
                 f"lora.targets = {self.targets.pattern!r} matches {min(expert_paths)}; expected 0"
             )
-        # Only now: replacing a layer changes the children that `_linears` walks over.
+        # Replaced only now, because this changes the children that `_find_linears` walks over.
         for site in linears:
             linear = getattr(site.parent, site.attribute)
             if site.path in target_paths:
@@ -106,11 +108,11 @@ class LoRA:
         return self.base_targets is not None and self.base_targets.search(path) is not None
 
 
-def _pattern(name: str, text: str) -> re.Pattern[str]:
+def _compile_regex(name: str, text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as error:
-        raise ValueError(f"{name} = {text!r} is no regular expression: {error}") from error
+        raise ValueError(f"{name} = {text!r} is not a regular expression: {error}") from error
 
 
 class _LinearSite(NamedTuple):
@@ -121,7 +123,7 @@ class _LinearSite(NamedTuple):
     attribute: str
 
 
-def _linears(parent: Layer, path: str) -> Iterator[_LinearSite]:
+def _find_linears(parent: Layer, path: str) -> Iterator[_LinearSite]:
     for name, child in parent.children().items():
         child_path = f"{path}/{name}"
         if isinstance(child, Linear):
@@ -129,7 +131,7 @@ def _linears(parent: Layer, path: str) -> Iterator[_LinearSite]:
             attribute = next(key for key, value in vars(parent).items() if value is child)
             yield _LinearSite(child_path, parent, attribute)
         else:
-            yield from _linears(child, child_path)
+            yield from _find_linears(child, child_path)
 
 
 class _ExpertSite(NamedTuple):
@@ -140,14 +142,14 @@ class _ExpertSite(NamedTuple):
     name: str
 
 
-def _experts(parent: Layer, path: str) -> Iterator[_ExpertSite]:
+def _find_expert_matrices(parent: Layer, path: str) -> Iterator[_ExpertSite]:
     for name, child in parent.children().items():
         child_path = f"{path}/{name}"
         if isinstance(child, Experts):
             for matrix in child.names:
                 yield _ExpertSite(f"{child_path}/{matrix}", child, matrix)
         else:
-            yield from _experts(child, child_path)
+            yield from _find_expert_matrices(child, child_path)
 
 
 class FrozenLinear(Layer):

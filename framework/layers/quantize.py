@@ -49,7 +49,7 @@ def make_quantized_specs(weight: ParameterSpec, storage: Storage, path: str) -> 
 
     def make_spec(name: str, dtype: str, rows: int, run: int) -> ParameterSpec:
         def initialize(key: jax.Array, *_: Any) -> jax.Array:
-            # Codes and scales get the same key (see layout.initial), so both belong to the same random weight.
+            # Codes and scales get the same key (see `layout.initialize`), so both belong to the same random weight.
             initial_weight = weight.initializer(key, weight.shape, jnp.float32)
             return quantize(initial_weight, storage)[name]
 

@@ -1,19 +1,20 @@
 """Gradient checkpointing: the policies of `memory.remat`. Only this module knows their names.
 
-A unit is one iteration of a stack's layer pattern, usually a single layer.
+A layer is one repeat of a stack's pattern, which is usually a single layer config.
 
 none            save every activation, but not the casts and gathers of weights
-full            save only each unit's input
-sqrt, sqrt:G    save only the input of each group of G units, by default about the square root of their number; the
-                backward pass runs a group forward to save its units' inputs, and each unit once more (arXiv 1604.06174)
+full            save only each layer's input
+sqrt, sqrt:G    save only the input of each group of G layers, by default about the square root of their number; the
+                backward pass runs a group forward to save its layers' inputs, and each layer once more (arXiv
+                1604.06174)
 dots            save the results of matrix products
 dots_no_batch   the same, except products with a batch dimension (attention scores)
 save:A,B        save only the activations with these names: query, key, value, attention, output, mlp_gate, mlp_up,
                 mlp_down. MaxText's "minimal" is all of them except attention
-offload         save only each unit's input, in host memory
-invert          save nothing but the stack's output: each unit's input is computed from its output, in reverse order.
+offload         save only each layer's input, in host memory
+invert          save nothing but the stack's output: each layer's input is computed from its output, in reverse order.
                 Needs layers that support it (framework.layers.reversible)
-offload:A,B     save the activations with these names in host memory ("input" is the unit's input, which is otherwise
+offload:A,B     save the activations with these names in host memory ("input" is the layer's input, which is otherwise
                 saved on the device); to save others on the device: save:A;offload:B
 POLICY:N,...    the policy of the first N layers, of the next ones, and so on; the last policy needs no number:
                 full:20,dots:12; sqrt:4:20,save:query,mlp_up:12; full:20,dots
@@ -31,7 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from plimsoll.framework.layout import nearest_divisors
 
-# The name of a unit's input. In a loop's body, naming the result would offload nothing (jax#23869).
+# The name of a layer's input. In a loop's body, naming the result would offload nothing (jax#23869).
 INPUT = "input"
 ACTIVATION_NAMES = ("query", "key", "value", "attention", "output", "mlp_gate", "mlp_up", "mlp_down")
 POLICIES = ("none", "full", "sqrt", "dots", "dots_no_batch", "offload", "invert")
@@ -97,19 +98,23 @@ def check_platform(remat: str, platform: str) -> None:
     offloads = any(_names(span.policy)[1] for span in parse_policies(remat))
     if platform == "gpu" and offloads:
         raise ValueError(
-            f"memory.remat = {remat}: what a loop offloads is silently wrong in the gradients of XLA's GPU compiler "
-            "(openxla/xla#46231); on GPU expected sqrt, full or another policy without offload"
+            f"memory.remat = {remat}: XLA's GPU compiler computes wrong gradients from what a loop offloads "
+            "(openxla/xla#46231); on GPU, use sqrt, full or another policy without offload"
         )
 
 
 def group_size(remat: str, num_repeats: int) -> int | None:
-    """Return the number of units in a group that saves only its input; each unit is then recomputed as under `full`.
+    """Return the number of layers in a group that saves only its input; each layer is then recomputed as under `full`.
 
-    Return None for policies without groups, and if a group would be one unit or all of them: both are the same as
+    Return None for policies without groups, and if a group would be one layer or all of them: both are the same as
     `full`.
 
+    Args:
+        remat: the policy.
+        num_repeats: number of repeats of the stack's pattern.
+
     Raises:
-        ValueError: the size in sqrt:G does not divide the number of units.
+        ValueError: the size in sqrt:G does not divide the number of layers.
     """
     policy, _, suffix = remat.partition(":")
     if policy != "sqrt":
@@ -121,19 +126,19 @@ def group_size(remat: str, num_repeats: int) -> int | None:
         size = min(divisors, key=lambda divisor: abs(divisor * divisor - num_repeats))
     if num_repeats % size:
         raise ValueError(
-            f"memory.remat = {remat}: groups of {size} do not divide the stack's {num_repeats} units; "
+            f"memory.remat = {remat}: groups of {size} do not divide the {num_repeats} repeats of the stack's pattern; "
             f"nearest that do: {nearest_divisors(num_repeats, size)}"
         )
     return size if 1 < size < num_repeats else None
 
 
-def wrap(unit: Callable[..., Any], remat: str, *, unrolled: bool) -> Callable[..., Any]:
-    """Wrap `unit` in jax.checkpoint with this policy. The unit names its prepared weights with `tag_weights`.
+def wrap(run_layer: Callable[..., Any], remat: str, *, unrolled: bool) -> Callable[..., Any]:
+    """Wrap `run_layer` in jax.checkpoint with this policy. It names its prepared weights with `tag_weights`.
 
     Args:
-        unit: any function; its first argument is its input.
-        remat: the policy; under sqrt, the policy of a unit within its group.
-        unrolled: whether the units run one after the other, without a loop.
+        run_layer: any function; its first argument is its input.
+        remat: the policy; under sqrt, the policy of a layer within its group.
+        unrolled: whether the layers run one after the other, without a loop.
     """
     policies = jax.checkpoint_policies
     saved, offloaded = _names(remat)
@@ -156,11 +161,11 @@ def wrap(unit: Callable[..., Any], remat: str, *, unrolled: bool) -> Callable[..
         policy = policies.nothing_saveable
 
     def run_with_tagged_input(carry: Any, *layer_args: Any) -> Any:
-        return unit(_tag(carry, INPUT), *layer_args)
+        return run_layer(_tag(carry, INPUT), *layer_args)
 
     # Without a loop, XLA would merge what the backward pass recomputes with the forward pass, and so save it, unless
     # barriers prevent that (prevent_cse). A loop needs no barriers.
-    function = run_with_tagged_input if INPUT in offloaded else unit
+    function = run_with_tagged_input if INPUT in offloaded else run_layer
     return jax.checkpoint(function, policy=policy, prevent_cse=unrolled)
 
 

@@ -25,7 +25,7 @@ class Reversible(Layer):
     def reverse(
         self, weights: Nested, carry: Any, cts: tuple[Any, Any], ctx: Context, layer_state: Nested
     ) -> tuple[Any, Nested, Any]:
-        """Run the layer backwards. Inverse and gradient share one evaluation of the expensive part.
+        """Run the layer in reverse. Inverse and gradient share one evaluation of the expensive part.
 
         Args:
             weights: prepared weights, as in `apply`.

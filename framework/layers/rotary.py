@@ -1,7 +1,7 @@
 """Rotary positions (Su et al. 2021, arXiv 2104.09864) with the frequency scaling of Llama 3.1.
 
-This uses the half-split convention of Hugging Face and GPT-NeoX: element i rotates with element i + R/2, where the
-first R of a head's H elements rotate. Other scalings are in separate files, such as `yarn.py`.
+This module uses the half-split convention of Hugging Face and GPT-NeoX: element i rotates with element i + R/2, where
+the first R of a head's H elements rotate. Other scalings are in separate files, such as `yarn.py`.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class Rotary:
         """Raise ValueError if sequences are longer than the frequencies support."""
         if self.max_positions is not None and seq_len > self.max_positions:
             raise ValueError(
-                f"sequences of {seq_len} tokens are over rotary.scaling.original_length = {self.max_positions}; "
-                "longer ones have other frequencies: rotary.scaling.use = long"
+                f"sequences of {seq_len} tokens exceed rotary.scaling.original_length = {self.max_positions}; "
+                "set rotary.scaling.use = long, which selects the frequencies for longer sequences"
             )
 
     def __call__(self, positions_BS: jax.Array, *arrays_BSNH: jax.Array) -> tuple[jax.Array, ...]:

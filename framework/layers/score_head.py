@@ -99,7 +99,7 @@ class ScoreHead(Layer):
         """
         if self.objective is None:
             raise ValueError(
-                "model.head.objective = None: a score head learns by an objective; expected one of "
+                "model.head.objective = None: training a score head needs an objective; expected one of "
                 "plimsoll.framework.objectives.rewards, such as PairwiseReward or Classification"
             )
         loss, metrics = self.objective.loss(self, weights, carry, ctx)

@@ -1,7 +1,8 @@
-"""Stack: L units of layers, with parameters stacked on a leading axis and a scan over the units.
+"""Stack: a repeated pattern of layers, with parameters stacked on a leading axis and a scan over the repeats.
 
-A unit is one iteration of `pattern`, a list of layer configs, so different layers may alternate. One `forward(fetch)`
-serves every use: training, evaluation with averaged weights, and sampling.
+`pattern` is a list of layer configs, so different layers may alternate. The loop, the schedules and the remat policies
+treat one repeat of it as a layer, and so do the names and comments here: with the usual pattern of a single config, it
+is one. One `forward(fetch)` serves every use: training, evaluation with averaged weights, and sampling.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from plimsoll.framework.layers.layer_range import LayerRange
 from plimsoll.framework.layers.reversible import Reversible, TwoStream
 from plimsoll.framework.layout import Nested, TensorSpec, fill_none, floats
 
-# The body of a loop: (carry, (index, unit's parameters, unit's buffers)) -> (carry, Out).
+# The body of a loop: (carry, (index, layer's parameters, layer's buffers)) -> (carry, Out).
 Body = Callable[[Any, tuple[jax.Array, Nested, Nested]], tuple[Any, Out]]
 
 
@@ -36,7 +37,7 @@ class Stack(Layer):
         dim: D, the width of the residual stream; set by the parent.
         num_layers: number of layers, a multiple of the pattern's length.
         pattern: configs of the layers; with a single entry, all layers are alike.
-        shared: positions in the pattern, from 0, of layers whose parameters all units share: there is one copy, and
+        shared: positions in the pattern, from 0, of layers whose parameters all repeats share: there is one copy, and
             its gradient is the sum over its uses (Zamba's attention block, arXiv 2405.16712).
         depth_scaled_init: divide the initial output projections by sqrt(2 * num_layers), as GPT-2 does.
         streams: "float32" or "fixed" adds the blocks' branches to two streams alternately instead of to one, which
@@ -45,10 +46,10 @@ class Stack(Layer):
         depth: number of layers of the whole model, set by the parent if there are other stacks; None means num_layers.
         is_first: whether the stack precedes another one whose first layer determines where its arrays are stored, see
             `CausalLM`; set by the parent.
-        unroll: number of units per iteration of the loop. 0 means all: there is no loop and compile time grows with
+        unroll: number of repeats per iteration of the loop. 0 means all: there is no loop and compile time grows with
             depth. On CPU, where a loop copies the weights that it slices, the step is then about 10% faster. With any
-            memory.remat except none, there is a loop anyway: without one, XLA recomputes all units at the same time,
-            or merges the recomputation with the forward pass, and not a byte is saved (compiled for CPU and H200).
+            memory.remat except none, there is a loop anyway: without one, XLA recomputes all layers at the same time,
+            or merges the recomputation with the forward pass, and saves no memory (compiled for CPU and H200).
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Stack(Layer):
             raise ValueError("pattern needs at least one layer config")
         if num_layers % len(pattern):
             raise ValueError(
-                f"num_layers = {num_layers} is no multiple of the pattern's {len(pattern)} layers; "
+                f"num_layers = {num_layers} is not a multiple of the pattern's {len(pattern)} layers; "
                 f"nearest: {num_layers // len(pattern) * len(pattern) or len(pattern)}"
             )
         # A proper subset: if all layers were shared, there would be no parameters to scan over.
@@ -79,7 +80,7 @@ class Stack(Layer):
         self.shared = {f"block{i}" for i in shared}
         self.num_repeats = num_layers // len(pattern)
         if not 0 <= unroll <= self.num_repeats:
-            raise ValueError(f"unroll = {unroll} is not between 0 and the number of units, {self.num_repeats}")
+            raise ValueError(f"unroll = {unroll} is not between 0 and {self.num_repeats}, the number of repeats")
         self.unroll = unroll or self.num_repeats
         # Every layer adds to the residual stream, so without this factor its variance would grow with depth.
         scale = 1.0 / math.sqrt(2.0 * (depth or num_layers)) if depth_scaled_init else 1.0
@@ -92,51 +93,51 @@ class Stack(Layer):
         self._layer_range: LayerRange | None = None
 
     def select_range(self, layer_range: LayerRange) -> Stack:
-        """Return a stack with the same layers for some of the units; see `framework.layers.layer_range`."""
+        """Return the stack for a range of its layers; see `framework.layers.layer_range`."""
         selected = copy.copy(self)
         selected.num_repeats = layer_range.count
-        # If all units are in one iteration, they stay in one.
+        # If all layers are in one iteration of the loop, they stay in one.
         selected.unroll = layer_range.count if self.unroll == self.num_repeats else min(self.unroll, layer_range.count)
         selected._layer_range = layer_range
         return selected
 
     @property
     def layer_range(self) -> LayerRange | None:
-        """The range of units of the whole stack that this is; None for a whole stack."""
+        """The range of layers of the whole stack that this stack runs; None if it is the whole stack."""
         return self._layer_range
 
     @property
     def _first_layer(self) -> int:
-        """The index of the first unit in the whole stack."""
+        """The index of the first layer in the whole stack."""
         return 0 if self._layer_range is None else self._layer_range.first
 
     def policy(self, remat: str) -> str:
-        """Return the remat policy: the section's if there is one, else `remat`, the context's."""
+        """Return the remat policy: the layer range's if there is one, else `remat`, the context's."""
         if self._layer_range is not None:
             return self._layer_range.remat
-        # Groups apply to the main stack. In the small stack before it, each unit is a group.
+        # Groups apply to the main stack. In the small stack before it, each layer is a group.
         return "full" if self.is_first and remat.startswith("sqrt") else remat
 
     def context(self, name: str, ctx: Context) -> Context:
         """Return the stack's context, derived from the model's; `name` is the stack's name as a stage.
 
-        A section uses the random stream of the whole stack.
+        A layer range uses the random stream of the whole stack.
         """
         home = name if self._layer_range is None else self._layer_range.home
         return replace(ctx.fold(home), remat=self.policy(ctx.remat))
 
     def layer_context(self, ctx: Context, index: jax.Array) -> Context:
-        """Return the context of the unit at `index` (among these units), derived from the stack's."""
+        """Return the context of the layer at `index` of this range, derived from the stack's."""
         if self._first_layer:
             index = index + self._first_layer
         return ctx.fold_index(index)
 
     def children(self) -> dict[str, Layer]:
-        """Return {}: the unit's specs are stacked instead."""
+        """Return {}: the specs of the pattern are stacked instead."""
         return {}
 
     def parameter_specs(self) -> Nested:
-        """Return the specs of the parameters that each unit has separately, with a leading axis of num_repeats."""
+        """Return the specs of the parameters that each repeat has separately, with a leading axis of num_repeats."""
         layer_specs = {}
         for name, specs in self.pattern.parameter_specs().items():
             if name not in self.shared:
@@ -144,7 +145,7 @@ class Stack(Layer):
         return jax.tree.map(lambda spec: spec.stacked(self.num_repeats), layer_specs)
 
     def shared_specs(self) -> Nested:
-        """Return the specs of the parameters that all units share, by layer.
+        """Return the specs of the parameters that all repeats share, by layer of the pattern.
 
         They are passed separately from the stack's parameters, as `shared`.
         """
@@ -155,7 +156,7 @@ class Stack(Layer):
         return shared_specs
 
     def buffer_specs(self) -> Nested:
-        """Return the specs of the unit's buffers, with a leading axis of num_repeats."""
+        """Return the specs of the pattern's buffers, with a leading axis of num_repeats."""
 
         def stacked(spec: TensorSpec) -> TensorSpec:
             shape = (self.num_repeats, *spec.shape)
@@ -165,7 +166,7 @@ class Stack(Layer):
         return jax.tree.map(stacked, self.pattern.buffer_specs())
 
     def check_remat(self, policy: str) -> None:
-        """Raise ValueError if the stack does not support the remat policy, one for all units."""
+        """Raise ValueError if the stack does not support the remat policy, a single one for all layers."""
         # Called for its check of sqrt:G; it returns None for policies without groups.
         remat.group_size(policy, self.num_repeats)
         if policy != "invert":
@@ -173,8 +174,8 @@ class Stack(Layer):
         for i, layer in enumerate(self.pattern.layers.values()):
             if not isinstance(layer, Reversible):
                 raise ValueError(
-                    f"memory.remat = invert: pattern.{i}, {type(layer).__name__}, cannot be run backwards; expected "
-                    "streams = float32 or fixed beside the pattern of Blocks, or memory.remat = sqrt"
+                    f"memory.remat = invert: pattern.{i}, {type(layer).__name__}, is not reversible; set streams = "
+                    "float32 or fixed in a stack of Blocks, or memory.remat = sqrt"
                 )
 
     def is_unrolled(self, remat: str) -> bool:
@@ -186,19 +187,19 @@ class Stack(Layer):
         return remat == "none" or (self.num_repeats == 1 and remat != "invert")
 
     def enter(self, x: Any) -> Any:
-        """Create the carry of the units from the input of the stack."""
-        # The carry between sections is the same as between units.
+        """Create the carry of the layers from the input of the stack."""
+        # The carry between layer ranges is the same as between layers.
         is_inner = self._first_layer > 0
         return x if self.streams is None or is_inner else self.streams.enter(x)
 
     def leave(self, carry: Any, ctx: Context) -> Any:
-        """Create the output of the stack from the carry of the units."""
+        """Create the output of the stack from the carry of the layers."""
         is_inner = self._layer_range is not None and self._layer_range.end < self._layer_range.total
         return carry if self.streams is None or is_inner else self.streams.leave(carry, ctx)
 
     def split(self, params: Nested) -> list[Nested]:
-        """Split stacked parameters into a list with the parameters of each unit."""
-        # Outside of the differentiated function, this makes each unit's gradient a separate array. The gradient of a
+        """Split stacked parameters into a list with the parameters of each layer."""
+        # Outside of the differentiated function, this makes each layer's gradient a separate array. The gradient of a
         # slice would be added into zeros of the size of the stack.
         return [jax.tree.map(lambda p, i=i: p[i], params) for i in range(self.num_repeats)]
 
@@ -211,14 +212,14 @@ class Stack(Layer):
         fetch: Callable[[Nested], Nested] = lambda layer_params: layer_params,
         shared: Nested | None = None,
     ) -> tuple[Any, Out]:
-        """Run all units in order; each prepares its weights just before it runs.
+        """Run all layers in order; each prepares its weights just before it runs.
 
         Args:
             params: stacked parameters, each [num_repeats, ...], or the list that `split` returns.
             carry: the input of the stack, x_BSD.
-            ctx: the context; the unit's index is folded into its random stream.
+            ctx: the context; the layer's index is folded into its random stream.
             layer_state: stacked buffers.
-            fetch: moves one unit's parameters, including the shared ones, to the device that computes.
+            fetch: moves one layer's parameters, including the shared ones, to the device that computes.
             shared: the shared parameters, in the structure of `shared_specs`.
         """
         carry = self.enter(carry)
@@ -226,14 +227,14 @@ class Stack(Layer):
             run = self._make_invertible(fetch, ctx, layer_state)
             carry, outs = run(params, carry, shared or {})
             return self.leave(carry, ctx), self.combine(outs)
-        unit = self.layer_function(params, ctx, fetch)
-        # The gradient of a shared parameter is a sum over units; taps compute this sum in float32.
+        run_layer = self.layer_function(params, ctx, fetch)
+        # The gradient of a shared parameter is a sum over layers; taps compute this sum in float32.
         taps = grad_accumulation.make_taps(shared or {})
 
         def body(carry: Any, xs: tuple[jax.Array, Nested, Nested]) -> tuple[Any, Out]:
-            index, layer_params, unit_state = xs
+            index, layer_params, state = xs
             shared_params = grad_accumulation.attach_taps(shared or {}, taps)
-            return unit(carry, layer_params, shared_params, unit_state, self.layer_context(ctx, index))
+            return run_layer(carry, layer_params, shared_params, state, self.layer_context(ctx, index))
 
         if isinstance(params, list):
             carry, outs = _unroll_layers(body, params, carry, layer_state)
@@ -242,9 +243,9 @@ class Stack(Layer):
         return self.leave(carry, ctx), self.combine(outs)
 
     def _run_loop(self, body: Body, params: Nested, carry: Any, ctx: Context, layer_state: Nested) -> tuple[Any, Out]:
-        """Scan the units and return (carry, the units' Outs, stacked).
+        """Scan the layers and return (carry, the layers' Outs, stacked).
 
-        With groups, a loop over units runs inside a loop over groups.
+        With groups, a loop over layers runs inside a loop over groups.
         """
         xs = (jnp.arange(self.num_repeats), params, layer_state)
         group = remat.group_size(ctx.remat, self.num_repeats) if ctx.training else None
@@ -261,18 +262,19 @@ class Stack(Layer):
     def _make_invertible(
         self, fetch: Callable[[Nested], Nested], ctx: Context, layer_state: Nested
     ) -> Callable[..., Any]:
-        """Return a function (stacked parameters, carry, shared parameters) -> (carry, the units' Outs).
+        """Return a function (stacked parameters, carry, shared parameters) -> (carry, the layers' Outs).
 
-        Its backward pass runs the units backwards. All of its arguments are differentiated, and nothing else is.
+        Its backward pass runs the layers in reverse. It is differentiated with respect to all of its arguments, and
+        nothing else.
         """
         indices = jnp.arange(self.num_repeats)
 
         def run_all(params: Nested, carry: Any, shared: Nested) -> tuple[Any, Out]:
-            unit = self.layer_function(params, ctx, fetch)
+            run_layer = self.layer_function(params, ctx, fetch)
 
             def body(carry: Any, xs: tuple[jax.Array, Nested, Nested]) -> tuple[Any, Out]:
                 index, layer_params, state = xs
-                return unit(carry, layer_params, shared, state, self.layer_context(ctx, index))
+                return run_layer(carry, layer_params, shared, state, self.layer_context(ctx, index))
 
             xs = (indices, params, layer_state)
             return jax.lax.scan(body, carry, xs, unroll=self._loop_unroll)
@@ -302,15 +304,15 @@ class Stack(Layer):
         fetch: Callable[[Nested], Nested],
         ctx: Context,
     ) -> tuple[Nested, Any, Nested]:
-        """Run all units backwards.
+        """Run all layers in reverse.
 
         Return (gradients of the stacked parameters, cotangent of the input, gradients of `shared`).
 
         Args:
-            y: the output of the last unit.
+            y: the output of the last layer.
             ct: the cotangent of y.
-            shared: the parameters that all units share.
-            xs: (index, parameters, buffers, cotangent of the loss) of the units, stacked.
+            shared: the parameters that all layers share.
+            xs: (index, parameters, buffers, cotangent of the loss) of the layers, stacked.
             fetch: see `forward`.
             ctx: the stack's context.
         """
@@ -329,7 +331,7 @@ class Stack(Layer):
             layer_grads, shared_grads = grads
             return (y, ct, grad_accumulation.add(shared_sum, shared_grads)), layer_grads
 
-        # The sum over units is in float32: see `sums`.
+        # The sum over layers is in float32: see `grad_accumulation`.
         start = (y, ct, grad_accumulation.zeros(floats(shared)))
         end, grads = jax.lax.scan(body, start, xs, reverse=True, unroll=self._loop_unroll)
         _, ct, shared_sum = end
@@ -337,8 +339,8 @@ class Stack(Layer):
 
     @property
     def _loop_unroll(self) -> int:
-        """The number of units per iteration where a loop is required."""
-        # With all units in one iteration, there would be no loop.
+        """The number of layers per iteration if a loop is required."""
+        # With all layers in one iteration, there would be no loop.
         return 1 if self.unroll == self.num_repeats else self.unroll
 
     def reverse_layer(
@@ -350,27 +352,27 @@ class Stack(Layer):
         ctx: Context,
         cts: tuple[Any, Any],
     ) -> tuple[Any, tuple[Nested, Nested], Any]:
-        """Run one unit backwards and return (its input, gradients of `trained`, cotangent of the input).
+        """Run one layer in reverse and return (its input, gradients of `trained`, cotangent of the input).
 
         Args:
-            carry: the unit's output.
-            trained: what is differentiated: parameters of this unit, and parameters that all units share.
-            join: combines these into all parameters of the unit.
-            state, ctx: the unit's buffers and context.
+            carry: the layer's output.
+            trained: the parameters to differentiate: those of this layer, and those that all layers share.
+            join: combines these into all parameters of the layer.
+            state, ctx: the layer's buffers and context.
             cts: the cotangents of the output and of the loss (None for no loss).
         """
 
         def prepare_joined(*trained: Nested) -> Nested:
             return self.pattern.prepare(join(*trained), ctx)
 
-        # The unit returns gradients of prepared weights; `pull` takes them through casts and gathers.
+        # The layer returns gradients of prepared weights; `pull` takes them through casts and gathers.
         weights, pull = jax.vjp(prepare_joined, *trained)
         carry, grads, ct = self.pattern.reverse(weights, carry, cts, ctx, state)
         return carry, pull(grads), ct
 
     @staticmethod
     def combine(outs: Out) -> Out:
-        """Combine the stacked Outs of the units: losses are added, metrics averaged, buffers unchanged."""
+        """Combine the stacked Outs of the layers: losses are added, metrics averaged, buffers unchanged."""
         loss = None if outs.loss is None else jnp.sum(outs.loss)
         metrics = {name: jnp.mean(values) for name, values in outs.metrics.items()}
         return Out(loss=loss, metrics=metrics, layer_state=outs.layer_state)
@@ -378,47 +380,43 @@ class Stack(Layer):
     def layer_function(
         self, params: Nested | list[Nested], ctx: Context, fetch: Callable[[Nested], Nested] = lambda params: params
     ) -> Callable[..., tuple[Any, Out]]:
-        """Return the function of one unit, wrapped in the remat policy in training.
+        """Return the function of one layer, wrapped in the remat policy in training.
 
-        It maps (carry, the unit's own parameters, the parameters that all units share ({} for none), its buffers, its
+        It maps (carry, the layer's own parameters, the parameters that all layers share ({} for none), its buffers, its
         context) to (carry, Out).
 
         Args:
-            params: all units' parameters, as passed to `forward`; only their structure and dtypes matter.
+            params: all layers' parameters, as passed to `forward`; only their structure and dtypes matter.
             ctx: the stack's context.
             fetch: see `forward`.
         """
 
-        def unit(carry: Any, layer_params: Nested, shared: Nested, state: Nested, ctx: Context) -> tuple[Any, Out]:
+        def run_layer(carry: Any, layer_params: Nested, shared: Nested, state: Nested, ctx: Context) -> tuple[Any, Out]:
             weights = self.pattern.prepare(fetch({**layer_params, **shared}), ctx)
             if makes_weights:
                 weights = remat.tag_weights(weights)
             return self.pattern.apply(weights, carry, ctx, state)
 
-        makes_weights = _makes_weights(params, ctx)
+        # Without casts and gathers over fsdp, prepared weights are the parameters themselves.
+        gathers = ctx.mesh is not None and ctx.mesh.shape.get("fsdp", 1) > 1
+        makes_weights = gathers or any(p.dtype != ctx.compute_dtype for p in jax.tree.leaves(params))
         # "none" needs a policy too, or casts and gathered weights would be saved for the backward pass.
         if ctx.training and ctx.remat != "invert" and (ctx.remat != "none" or makes_weights):
-            unit = remat.wrap(unit, ctx.remat, unrolled=isinstance(params, list))
-        return unit
+            run_layer = remat.wrap(run_layer, ctx.remat, unrolled=isinstance(params, list))
+        return run_layer
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Count the operations of all units."""
+        """Count the operations of all layers."""
         return self.num_repeats * self.pattern.flops_per_token(seq_len)
 
 
-def _makes_weights(params: Any, ctx: Context) -> bool:
-    """Return whether `prepare` computes anything: a cast, or a gather over fsdp."""
-    gathers = ctx.mesh is not None and ctx.mesh.shape.get("fsdp", 1) > 1
-    return gathers or any(p.dtype != ctx.compute_dtype for p in jax.tree.leaves(params))
-
-
 def _unroll_layers(body: Body, params: list[Nested], carry: Any, layer_state: Nested) -> tuple[Any, Out]:
-    """Run the units without a loop: (carry, the units' Outs, stacked as `jax.lax.scan` would return them)."""
+    """Run the layers without a loop: (carry, the layers' Outs, stacked as `jax.lax.scan` would return them)."""
     layer_outs = []
     for index, layer_params in enumerate(params):
-        unit_state = jax.tree.map(lambda s, i=index: s[i], layer_state)
+        state = jax.tree.map(lambda s, i=index: s[i], layer_state)
         # The index is an array, as in a loop, so that folding it into a key is the same operation.
-        xs = (jnp.asarray(index), layer_params, unit_state)
+        xs = (jnp.asarray(index), layer_params, state)
         carry, out = body(carry, xs)
         layer_outs.append(out)
     outs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layer_outs)

@@ -32,7 +32,11 @@ class _Groups(NamedTuple):
 def compute_packed_shape(shape: tuple[int, ...], bits: int = 8, tile_rows: int | None = None) -> tuple[int, ...]:
     """Return the shape of the packed words of codes [..., rows, columns].
 
-    It is [..., rows * bits / 32, columns], rounded up to whole groups. `bits` and `tile_rows` are as for `pack`.
+    It is [..., rows * bits / 32, columns], rounded up to whole groups.
+
+    Args:
+        shape: shape of the codes.
+        bits, tile_rows: as for `pack`.
     """
     *stack, rows, columns = shape
     groups = _groups(rows, bits, tile_rows)
@@ -83,6 +87,7 @@ def unpack(words: jax.Array, rows: int, bits: int = 8, tile_rows: int | None = N
 
 
 def _groups(rows: int, bits: int, tile_rows: int | None) -> _Groups:
+    """Return how rows of codes map to rows of words; the arguments are those of `unpack`."""
     codes = _WORD_BITS // bits
     if tile_rows is None:
         tile_rows = min(TILE_ROWS, -(-rows // codes))

@@ -145,6 +145,11 @@ def copy_partition(specs: Any, *, pattern: str, memory_kind: MemoryKind) -> Any:
 
     Works on trees of ParameterSpec, OptStateSpec or TensorSpec, and can be applied again with another pattern.
 
+    Args:
+        specs: any tree of specs.
+        pattern: a regex, searched in the paths of the specs.
+        memory_kind: the memory kind to set.
+
     Raises:
         ValueError: the pattern matches no path.
     """

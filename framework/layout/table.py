@@ -23,7 +23,14 @@ from plimsoll.framework.layout.trees import Nested, flatten
 
 @dataclass(frozen=True)
 class StateLeaf:
-    """One row of the layout."""
+    """One row of the layout: a leaf of the training state.
+
+    Attributes:
+        path: path of the leaf, whose first name is the group.
+        group: group of the state.
+        spec: spec of the array.
+        bytes_per_device: bytes of one shard.
+    """
 
     path: str
     group: Group

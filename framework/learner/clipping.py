@@ -84,7 +84,7 @@ class Clipping:
 
         Args:
             grads: gradients in the dtype of the update.
-            norms: norms of the layer's tensors in the previous step, f32 scalars; {} if they are not kept.
+            norms: norms of the layer's tensors in the previous step, f32 scalars; {} if the state does not hold them.
             factor: the factor for all gradients, see `factor`.
         """
         if self.bound is not None and self.mode == "norm_growth":

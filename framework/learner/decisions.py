@@ -45,7 +45,13 @@ class SpikeDetector:
         return {name: TensorSpec((), "float32") for name in (_MEAN, _SQUARE)}
 
     def count_loss(self, counter: Nested, loss: jax.Array, ok: jax.Array) -> Nested:
-        """Return the averages after a step; a skipped step leaves them unchanged."""
+        """Return the averages after a step; a skipped step leaves them unchanged.
+
+        Args:
+            counter: the state's counters before the step.
+            loss: f32 scalar, the step's loss.
+            ok: bool scalar, whether the step counts.
+        """
         if self.bound is None:
             return {}
         averages = {}

@@ -135,7 +135,9 @@ def select(tree: Nested, group: ParamGroup, specs: Nested) -> Nested:
 def unselect(tree: Nested, group: ParamGroup, specs: Nested) -> dict[str, Any]:
     """Return {path in the model: leaf}; the inverse of `select`.
 
-    An empty tree, of averages that the learner does not keep, has no leaves.
+    Args:
+        tree: the group's part of a tree; {} for averages if the learner has none.
+        group, specs: see `select`.
     """
     leaves = flatten(tree)
     if not group.spans_stages or not leaves:

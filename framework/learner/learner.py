@@ -1,10 +1,10 @@
 """The learner turns gradients into new parameters. Configs name this component, and schedules call it.
 
-Each update unit (one layer of a stacked stage, or a stage that is not stacked) has its own optimizer instance.
-`make_layer_update` returns the update of one unit (`update.py`), which works on its weights, gradients, optimizer state
-(`state.py`) and average. Updating a whole stage is a vmap of that update, so every schedule that updates layers in
-another order computes the same numbers. Decisions that depend on all gradients (norm, finiteness, clip factor) are
-made first, in `decide` (`decisions.py`), and are passed to the updates as scalars.
+Each layer of a stack, and each stage that is not stacked, has its own optimizer instance. `make_layer_update` returns
+the update of one layer (`update.py`), which works on its weights, gradients, optimizer state (`state.py`) and average.
+Updating a whole stage is a vmap of that update, so schedules that update layers in another order compute the same
+numbers. Decisions that depend on all gradients (norm, finiteness, clip factor) are made first, in `decide`
+(`decisions.py`), and are passed to the updates as scalars.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Learner:
             updates, with separate layers; only with memory.update = after_backward, which has all gradients together.
         rules: exceptions by path; a pattern that matches nothing is an error.
         clip: the bound of `clip_mode`; None clips nothing.
-        clip_mode: what is bounded. "global_norm": the norm of all gradients, exactly. The others also work if the
+        clip_mode: the quantity to bound. "global_norm": the norm of all gradients, exactly. The others also work if the
             update is part of the backward pass (memory.update = in_backward). "two_pass": the same, with a second
             backward pass. "previous_norm": gradients are divided by the factor by which the previous step's norm was
-            too large. "update_rms": each tensor's update, as in Adafactor (clip is usually 1). "norm_growth": the
-            factor by which each tensor's gradient norm may grow from step to step, as in Fira and APOLLO (clip is
-            usually 1.01).
+            too large. "update_rms": the RMS of each tensor's update, as in Adafactor (clip is usually 1).
+            "norm_growth": the factor by which each tensor's gradient norm may grow from step to step, as in Fira and
+            APOLLO (clip is usually 1.01).
         accumulate: microbatches per step.
         ema: decay of a moving average of the weights, for example 0.999; None keeps none. Averages are float32, or
             the wider dtype of the update: four bytes per trainable parameter, also with bfloat16 weights.
@@ -68,7 +68,7 @@ class Learner:
         rounding: how weights narrower than float32 are updated without a master copy. "nearest": the update is
             computed in their own dtype. The others compute in float32. "stochastic" rounds bfloat16 up or down at
             random, right on average, and stores nothing. "kahan" stores the rounding error, in the weights' dtype.
-        nonfinite: what happens after a step with a loss or gradient that is not finite. The step updates nothing,
+        nonfinite: the reaction to a step with a loss or gradient that is not finite. The step updates nothing,
             except under memory.update = in_backward the layers before that gradient in the backward pass. "skip"
             counts it and continues, "stop" ends the run, "rollback" returns to the last checkpoint (or to the start)
             and skips only its batch.
@@ -101,11 +101,13 @@ class Learner:
         spike: PositiveFloat | None = None,
     ):
         if clip_mode == "norm_growth" and clip is not None and clip <= 1.0:
-            raise ValueError(f"learner.clip: expected over 1 for clip_mode norm_growth (1.01, say), given {clip}")
+            raise ValueError(
+                f"learner.clip: expected over 1 for clip_mode norm_growth (for example 1.01), given {clip}"
+            )
         if rounding != "nearest" and master_dtype is not None:
             raise ValueError(
-                f"learner.rounding = {rounding} with learner.master_dtype = {master_dtype}: either keeps small updates "
-                "from being lost; expected learner.master_dtype = None, or learner.rounding = nearest"
+                f"learner.rounding = {rounding} with learner.master_dtype = {master_dtype}: both keep small updates "
+                "from being lost; use only one: learner.master_dtype = None, or learner.rounding = nearest"
             )
         self.scope = scope
         self.clip = clip
@@ -287,6 +289,10 @@ class Learner:
         """Return a group's part of a tree of all trainable parameters, without the stage.
 
         For scope = model, stacks are split into separate layers.
+
+        Args:
+            tree: arrays or specs of all trainable parameters, or at least of the group's stage.
+            group: the group to select.
         """
         return groups.select(tree, group, self.specs)
 
@@ -344,7 +350,13 @@ class Learner:
         return self._spikes.counter_specs()
 
     def count_loss(self, counter: Nested, loss: jax.Array, ok: jax.Array) -> Nested:
-        """Return the averages after a step; a skipped step leaves them unchanged."""
+        """Return the averages after a step; a skipped step leaves them unchanged.
+
+        Args:
+            counter: the state's counters before the step.
+            loss: f32 scalar, the step's loss.
+            ok: bool scalar, whether the step counts.
+        """
         return self._spikes.count_loss(counter, loss, ok)
 
     def update(
@@ -379,21 +391,17 @@ class Learner:
                 optimizer[group.stage][group.label],
                 self.select(ema, group) if self.ema is not None else {},
             )
-            weights, state, average = run(
-                group, self.make_layer_update(group), train_state, self._at_first_layer(decision, group)
-            )
+            # Layers are counted from the first layer of the whole stack, so that a layer range draws the same noise as
+            # its part of an unsplit stack.
+            group_decision = decision
+            if group.first_layer:
+                group_decision = decision._replace(layer=decision.layer + group.first_layer)
+            weights, state, average = run(group, self.make_layer_update(group), train_state, group_decision)
             new_params |= groups.unselect(weights, group, self.specs)
             new_ema |= groups.unselect(average, group, self.specs)
             # Copied, so that the caller's dict of the stage does not change.
             new_optimizer[group.stage] = {**new_optimizer[group.stage], group.label: state}
         return unflatten_like(params, new_params), new_optimizer, unflatten_like(ema, new_ema)
-
-    @staticmethod
-    def _at_first_layer(decision: Decision, group: ParamGroup) -> Decision:
-        """Return the decision for a group, with layers counted from the first layer of the whole stack."""
-        if not group.first_layer:
-            return decision
-        return decision._replace(layer=decision.layer + group.first_layer)
 
     def make_layer_update(self, group: ParamGroup) -> LayerUpdateFn:
         """Return the update of one layer: (weights, grads, optimizer entry, average, decision) -> new values.

@@ -113,8 +113,8 @@ def _build(config: Config) -> PartitionedGradientTransformation:
 def _check_offload_pattern(optimizer: PartitionedGradientTransformation, layer_specs: dict[str, Nested]) -> None:
     """Check that an optimizer that offloads its state names state that at least one of its groups has.
 
-    In the learner, the optimizer's `without_transfers` variant leaves transfers to the layout and does not check the pattern.
-    The pattern is written for the whole model: it must match in at least one stage, not in each.
+    In the learner, the optimizer's `without_transfers` variant leaves transfers to the layout and does not check the
+    pattern. The pattern is written for the whole model: it must match in at least one stage, not in each.
 
     Args:
         optimizer: the optimizer as its config builds it.

@@ -50,6 +50,11 @@ class Rule:
 def label(specs: Nested, optimizer: Config, rules: list[Rule]) -> tuple[dict[str, str], dict[str, Config]]:
     """Apply the rules to all parameters.
 
+    Args:
+        specs: the specs of all parameters of the model.
+        optimizer: config of the learner's optimizer, for parameters that no rule matches.
+        rules: the rules; for each parameter, the first one that matches decides.
+
     Returns:
         ({path: label of the parameter's optimizer, or FROZEN}, {label: config of the optimizer}).
 
@@ -74,15 +79,15 @@ def label(specs: Nested, optimizer: Config, rules: list[Rule]) -> tuple[dict[str
             )
         # Weights that adapters have frozen are ignored: a rule for them (no weight decay for norms) has no effect.
         trained = [path for path in matched if flat_specs[path].trainable]
-        taken = [path for path in trained if path not in decided_by]
-        if trained and not taken:
+        undecided = [path for path in trained if path not in decided_by]
+        if trained and not undecided:
             raise ValueError(_format_shadowing_error(index, rules, trained, decided_by))
         rule_label = FROZEN
         if not rule.freeze:
             rule_label = f"rule{index}"
             configs[rule_label] = _resolve_optimizer(rule, optimizer, f"learner.rules.{index}")
-        labels |= dict.fromkeys(taken, rule_label)
-        decided_by |= dict.fromkeys(taken, index)
+        labels |= dict.fromkeys(undecided, rule_label)
+        decided_by |= dict.fromkeys(undecided, index)
     return labels, configs
 
 
@@ -107,7 +112,7 @@ def _format_shadowing_error(index: int, rules: list[Rule], matched: list[str], d
     earlier = sorted({decided_by[path] for path in matched})
     names = ", ".join(f"rules.{number} ({rules[number].pattern.pattern!r})" for number in earlier)
     return (
-        f"learner.rules.{index}.pattern: {rules[index].pattern.pattern!r} decides nothing: all that it matches "
-        f"({len(matched)} parameters, such as {matched[0]}) has been taken by {names}, as the first rule that matches "
-        "decides; expected the narrower rule first"
+        f"learner.rules.{index}.pattern: {rules[index].pattern.pattern!r} has no effect: earlier rules match all of "
+        f"its {len(matched)} parameters (such as {matched[0]}): {names}. The first matching rule decides; put the "
+        "narrower rule first"
     )

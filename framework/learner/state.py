@@ -44,7 +44,13 @@ def layer_specs(specs: Nested, group: ParamGroup, precision: Precision) -> Neste
 
 
 def spec_like(spec: ParameterSpec, dtype: Any, owner: str | None = None) -> OptStateSpec:
-    """Return a spec with the shape and mesh axes of a parameter, in another dtype."""
+    """Return a spec with the shape and mesh axes of a parameter, in another dtype.
+
+    Args:
+        spec: spec of the parameter.
+        dtype: dtype of the new spec.
+        owner: path of the parameter, if the leaf belongs to one in the optimizer state.
+    """
     return OptStateSpec(spec.shape, dtype, spec.mesh_axes, owner=owner)
 
 

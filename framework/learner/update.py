@@ -28,12 +28,12 @@ class _NewWeights(NamedTuple):
     Attributes:
         precise: weights in the dtype of the update.
         stored: weights in the parameters' dtype.
-        split_rounding_error: rounding error of the stored weights; {} if it is not kept.
+        rounding_error: rounding error of the stored weights; {} if it is not stored.
     """
 
     precise: Nested
     stored: Nested
-    cut_off: Nested
+    rounding_error: Nested
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ class GroupUpdate:
             precise_weights = entry[MASTER]
         else:
             precise_weights = upcast(precision.rounding, weights, entry.get(COMPENSATION))
-        seed = self._seed(decision)
+        seed = self._derive_seed(decision)
         precise_grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, precise_weights)
         clipped_grads, new_norms = self.clipping.clip_gradients(precise_grads, entry.get(NORM, {}), decision.factor)
         optimizer_state = precision.widen(entry[STATE], precise_weights)
@@ -77,23 +77,23 @@ class GroupUpdate:
         updates, new_state = optimizer.update(clipped_grads, optimizer_state, precise_weights, **extra)
         updates = self.clipping.clip_updates(updates, self.learning_rate, decision.count)
         updated_weights: Any = optax.apply_updates(precise_weights, updates)
-        new_weights = self._new_weights(updated_weights, precise_weights, weights, seed, decision)
+        new_weights = self._compute_new_weights(updated_weights, precise_weights, weights, seed, decision)
         new_state = precision.narrow(new_state, entry[STATE], fold(seed, decision.count), decision.origin)
-        new_entry = _new_entry(entry, new_state, new_weights.cut_off, new_norms, decision.ok)
+        new_entry = _make_new_entry(entry, new_state, new_weights.rounding_error, new_norms, decision.ok)
         if MASTER in entry:
-            # `_new_weights` has already selected between the old and the new master.
+            # `_compute_new_weights` has already selected between the old and the new master.
             new_entry[MASTER] = new_weights.precise
-        new_average = self._new_average(average, new_weights.precise, decision.ok)
+        new_average = self._compute_new_average(average, new_weights.precise, decision.ok)
         return new_weights.stored, new_entry, new_average
 
-    def _seed(self, decision: Decision) -> jax.Array:
+    def _derive_seed(self, decision: Decision) -> jax.Array:
         """Return the seed of a layer's noise, a uint32 scalar; the same in every step."""
         if not self.draws:
             return decision.seed
         # Layers of a stack share the program, and stages may share layer numbers, but neither may share noise.
         return fold_name(fold(decision.seed, decision.layer), self.state.group.home)
 
-    def _new_weights(
+    def _compute_new_weights(
         self, updated_weights: Nested, precise_weights: Nested, weights: Nested, seed: jax.Array, decision: Decision
     ) -> _NewWeights:
         """Return a layer's weights after an update; a skipped step leaves them unchanged.
@@ -115,11 +115,11 @@ class GroupUpdate:
         # A layer's seed is the same in every step; folding in the number of updates makes the noise differ between
         # steps.
         noise_seed = fold(seed, decision.count)
-        rounded_weights, left_out = round_weights(rounding, updated_weights, weights, noise_seed, decision.origin)
+        rounded_weights, rounding_error = round_weights(rounding, updated_weights, weights, noise_seed, decision.origin)
         stored_weights = select_updated(decision.ok, rounded_weights, weights)
-        return _NewWeights(updated_weights, stored_weights, left_out)
+        return _NewWeights(updated_weights, stored_weights, rounding_error)
 
-    def _new_average(self, average: Nested, precise_weights: Nested, ok: jax.Array) -> Nested:
+    def _compute_new_average(self, average: Nested, precise_weights: Nested, ok: jax.Array) -> Nested:
         """Return a layer's moving average of the weights after an update; a skipped step leaves it unchanged."""
         if self.ema is None:
             return average
@@ -128,21 +128,21 @@ class GroupUpdate:
         return select_updated(ok, moved_average, average)
 
 
-def _new_entry(
-    entry: Nested, new_state: Nested, left_out: Nested, new_norms: Nested | None, ok: jax.Array
+def _make_new_entry(
+    entry: Nested, new_state: Nested, rounding_error: Nested, new_norms: Nested | None, ok: jax.Array
 ) -> dict[str, Any]:
     """Return a layer's optimizer state entry after an update, without the master; a skipped step leaves it unchanged.
 
     Args:
         entry: the entry before the update.
         new_state: the optimizer's new state, in the dtypes of the entry.
-        left_out: rounding error of the new weights (Kahan).
+        rounding_error: rounding error of the new weights (Kahan).
         new_norms: the gradient norms for clip_mode norm_growth.
         ok: scalar, whether the step counts.
     """
     new_entry = {STATE: new_state}
     if COMPENSATION in entry:
-        new_entry[COMPENSATION] = left_out
+        new_entry[COMPENSATION] = rounding_error
     if new_norms is not None:
         new_entry[NORM] = new_norms
     old_entry = {name: entry[name] for name in new_entry}

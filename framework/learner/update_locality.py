@@ -47,7 +47,7 @@ def check_independent_updates(name: str, instance: OptimizerInstance, layer_spec
         layer_specs: the parameters of the layer.
 
     Raises:
-        ValueError: it does.
+        ValueError: the update depends on them.
     """
     # The measurement compiles programs; for most optimizers, inspecting the update is enough.
     if proves_independence(instance.optimizer, layer_specs):
@@ -55,7 +55,8 @@ def check_independent_updates(name: str, instance: OptimizerInstance, layer_spec
     if measure_update_locality(instance, layer_specs) == "global":
         raise ValueError(
             f"learner.optimizer ({name}): the update of one parameter depends on the gradients of "
-            "others (a global norm or finiteness test inside a chain, say). Each layer has an optimizer of its "
-            "own, so this would not compute what it says. Use learner.clip and learner.nonfinite for that, or "
-            "learner.scope = model, which has one optimizer for all (with memory.update = after_backward)"
+            "others, for example through a global norm or a finiteness test inside a chain. Each layer has its own "
+            "optimizer instance, which would see only the gradients of that layer. Use learner.clip and "
+            "learner.nonfinite for that, or learner.scope = model, which has one instance for all parameters (with "
+            "memory.update = after_backward)"
         )

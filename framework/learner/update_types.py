@@ -1,6 +1,6 @@
 """Data types of an update: parameter groups with their weights, gradients and state, and layers of stacks.
 
-An update unit is one layer of a stack (one period of its pattern), or a stage outside the stacks.
+A "layer" of a stack is one period of its pattern. An "update unit" is a layer, or a stage outside the stacks.
 """
 
 from __future__ import annotations
@@ -107,11 +107,18 @@ class LayerUpdateFn(Protocol):
 def update_all_layers(
     group: ParamGroup, update: LayerUpdateFn, train_state: LayerTrainState, decision: Decision
 ) -> LayerUpdate:
-    """Update a whole group at once: the update of one layer, vmapped over the layers if there are several."""
+    """Update a whole group at once: the update of one layer, vmapped over the layers if there are several.
+
+    Args:
+        group: the parameter group.
+        update: the update of one layer.
+        train_state: weights, gradients, optimizer state and averages, stacked like the group.
+        decision: see `Learner.decide`.
+    """
     if group.length is None:
         return update(*train_state, decision)
     train_state, axes = _share_counters(train_state, update.counters)
-    # The bundle may hold only some layers of the stage, so the leaves' shape gives their number.
+    # `train_state` may hold only some layers of the stage, so the leaves' shape gives their number.
     num_layers = jax.tree.leaves(train_state[0])[0].shape[0]
     layers = decision.layer + jnp.arange(num_layers)
     # Only the field `layer` of the decision differs between layers.
@@ -132,7 +139,7 @@ def _share_counters(train_state: LayerTrainState, counters: frozenset[str]) -> t
         counters: paths of the update counters in the entry of the optimizer state.
 
     Returns:
-        (bundle, the axes of its leaves that vmap maps over).
+        (train state, the axes of its leaves that vmap maps over).
     """
     weights, grads, entry, average = train_state
 

@@ -18,8 +18,8 @@ PHASES = {
     "input": "waiting for input",
     "evaluate": "evaluating",
     "save": "saving",
-    "lost": "steps done again",
-    "down": "between a death and the next start",
+    "lost": "repeated steps",
+    "down": "downtime before a restart",
 }
 
 

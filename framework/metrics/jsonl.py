@@ -45,7 +45,18 @@ class JsonlWriter:
         Values are numbers (including 0-d arrays), bools, strings and None. Raises OSError on a full disk, without
         leaving a part of the row behind.
         """
-        self._append_row(step, metrics)
+        stamps = {} if self._stamp is None else self._stamp(step)
+        line = _encode({"step": step, **stamps, **metrics})
+        size = self._file.seek(0, os.SEEK_END)
+        try:
+            # An unbuffered write may be partial, for example on a nearly full disk.
+            while line:
+                num_written = self._file.write(line)
+                line = line[num_written:]
+        except OSError:
+            # A partial row would make the next one unreadable.
+            os.ftruncate(self._file.fileno(), size)
+            raise
 
     def resume(self, from_step: int) -> None:
         """Drop the rows after `from_step`, and append a row that records the resume.
@@ -66,27 +77,11 @@ class JsonlWriter:
             os.ftruncate(self._file.fileno(), num_bytes)
         else:
             self._replace(remaining_lines)
-        self._append_row(from_step, {"resumed_from": from_step})
+        self.write(from_step, {"resumed_from": from_step})
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""
         self._file.close()
-
-    def _append_row(self, step: int, metrics: Mapping[str, Any]) -> None:
-        stamps = {} if self._stamp is None else self._stamp(step)
-        self._append(_encode({"step": step, **stamps, **metrics}))
-
-    def _append(self, line: bytes) -> None:
-        size = self._file.seek(0, os.SEEK_END)
-        try:
-            # An unbuffered write may be partial, for example on a nearly full disk.
-            while line:
-                num_written = self._file.write(line)
-                line = line[num_written:]
-        except OSError:
-            # A partial row would make the next one unreadable.
-            os.ftruncate(self._file.fileno(), size)
-            raise
 
     def _replace(self, lines: Iterable[bytes]) -> None:
         # Rename the new file when it is complete, so that a kill leaves either the old file or the new one.

@@ -72,7 +72,7 @@ def plot_objective(metrics_jsonl: str | os.PathLike[str], png_path: Path, title:
     rows = read_metrics(metrics_jsonl)
     panels = objective_panels(rows)
     if not panels:
-        return "nothing was reported of it"
+        return "no metrics to plot"
     num_rows = -(-len(panels) // 2)
     figure = Figure(figsize=(11, 2.6 * num_rows + 0.6), dpi=130, layout="constrained")
     figure.suptitle(title)
@@ -127,7 +127,7 @@ def plot_experts(metrics_jsonl: str | os.PathLike[str], png_path: Path, title: s
     rows = read_metrics(metrics_jsonl)
     loads_by_layer = expert_loads(rows)
     if not loads_by_layer:
-        return "nothing was reported of it"
+        return "no metrics to plot"
     side_metrics = ["entropy"]
     if any(f"{layer}/dropped" in row for row in rows for layer in loads_by_layer):
         side_metrics.append("dropped")
@@ -159,7 +159,7 @@ def expert_loads(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Point
         match = _EXPERT_LOAD.fullmatch(name)
         if match is not None:
             loads.setdefault(match[1], {})[int(match[2])] = _collect_points(rows, name)
-    return {layer: dict(sorted(of_experts.items())) for layer, of_experts in loads.items()}
+    return {layer: dict(sorted(layer_loads.items())) for layer, layer_loads in loads.items()}
 
 
 def _draw_loads(axes: Any, layer: str, loads: Mapping[int, Points], rows: Sequence[Mapping[str, Any]]) -> None:

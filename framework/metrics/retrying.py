@@ -70,7 +70,7 @@ class RetryingWriter:
                 first_step, _ = self._waiting[0]
                 last_step, _ = self._waiting[-1]
                 steps = f", of steps {first_step} to {last_step}"
-            self._log(f"{self._name}: {num_lost} rows are lost{steps}")
+            self._log(f"{self._name}: {num_lost} rows were lost{steps}")
             self._waiting.clear()
             self._given_up = 0
         try:
@@ -93,16 +93,16 @@ class RetryingWriter:
             if self._failed_at is None:
                 problem = f"{self._name} cannot be written: {error.strerror or error}"
                 self._log(
-                    f"{problem}. Training goes on; its rows wait in memory, up to {MAX_ROWS:,} of "
-                    "them, and are written when there is room again"
+                    f"{problem}. Training continues; up to {MAX_ROWS:,} rows wait in memory and are "
+                    "written as soon as writing succeeds again"
                 )
             self._failed_at = time.monotonic()
             return
         if self._failed_at is not None:
             self._failed_at = None
-            losses = "none is lost"
+            losses = "none was lost"
             if self._given_up:
-                losses = f"{self._given_up} rows before them are lost"
-            rows = f"the {num_waiting} rows that had waited"
+                losses = f"{self._given_up} rows before them were lost"
+            rows = f"the {num_waiting} rows that were waiting"
             self._log(f"{self._name} is written again, with {rows}; {losses}")
             self._given_up = 0

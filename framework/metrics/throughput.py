@@ -52,7 +52,7 @@ class Throughput:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Exclude the time of the context: `with throughput.paused(): evaluate()`"""
+        """Exclude the time of the context: `with throughput.pause(): evaluate()`"""
         start = self._clock()
         try:
             yield

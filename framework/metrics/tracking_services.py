@@ -35,8 +35,7 @@ def check_installed(wandb_project: str | None, mlflow_uri: str | None) -> None:
 def _check_package(module: str, distribution: str, service: str) -> None:
     if importlib.util.find_spec(module) is None:
         raise ImportError(
-            f"{service} was asked for, and the package `{module}` is not installed; "
-            f"`pip install {distribution}` installs it"
+            f"{service} is requested, but the package `{module}` is not installed; run `pip install {distribution}`"
         )
 
 

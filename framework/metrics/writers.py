@@ -114,7 +114,7 @@ class WandbWriter:
             import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ImportError(
-                "logging to W&B was asked for, but the package `wandb` is not installed: "
+                "logging to W&B is requested, but the package `wandb` is not installed: "
                 "run `pip install wandb`, or switch W&B off in the config"
             ) from error
         id_file = workdir / "wandb_run_id"

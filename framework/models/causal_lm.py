@@ -70,7 +70,7 @@ class CausalLM(Chain):
             depth = first.num_layers + stack.num_layers
             first_stack: Stack = first.instantiate(dim=dim, depth=depth, is_first=True)
             if first_stack.shared:
-                raise ValueError(f"first.shared = {first.shared}; expected none: layers of `stack` alone may share")
+                raise ValueError(f"first.shared = {first.shared}; expected none: only layers of `stack` may share")
             self.first = first_stack
             self.stack = stack.instantiate(dim=dim, depth=depth)
         self.head: LMHead | ScoreHead = head.instantiate(dim=dim, vocab_size=vocab_size)
@@ -79,7 +79,7 @@ class CausalLM(Chain):
         self.base_specs: dict[str, ParameterSpec] = flatten(self._specs())
         self.lora = None if lora is None else lora.instantiate()
         if self.lora is not None:
-            # A stack has no children; its layers are those of its unit.
+            # A stack has no children; its layers are those of its pattern.
             patterns = {name: stack.pattern for name, stack in self._stacks().items()}
             self.lora.wrap({**self.stages, **patterns})
         self.ties = {"head/table": "embed/token"} if self.head.tied else {}
@@ -90,7 +90,7 @@ class CausalLM(Chain):
         if not isinstance(self.head, LMHead):
             raise ValueError(
                 f"model.head is a {type(self.head).__name__}, which predicts no tokens; expected an LMHead "
-                "(`plimsoll score --texts` has its scores)"
+                "(run `plimsoll score --texts` for its scores)"
             )
         return self.head
 
@@ -99,13 +99,13 @@ class CausalLM(Chain):
         """The head that scores sequences. Raises ValueError if the model has another head."""
         if not isinstance(self.head, ScoreHead):
             raise ValueError(
-                f"model.head is a {type(self.head).__name__}, which scores no texts; expected a ScoreHead: of a "
+                f"model.head is a {type(self.head).__name__}, which scores no texts; expected a ScoreHead, as in a "
                 "reward model or a classifier"
             )
         return self.head
 
     def _stacks(self) -> dict[str, Stack]:
-        """Return the whole stacks by stage, in order, even if sections of them run."""
+        """Return the whole stacks by stage, in order, even if they run as several layer ranges."""
         first = {} if self.first is None else {"first": self.first}
         return {**first, "stack": self.stack}
 

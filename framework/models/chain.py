@@ -1,7 +1,7 @@
 """Chain: a model as a sequence of stages. The carry, one pytree, flows between them.
 
-The chain allows a schedule to stop the backward pass between stages, and within a Stack between its units, so nothing
-here differentiates.
+A schedule may stop the backward pass between stages, and within a Stack between its layers, so nothing here
+differentiates.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Chain:
     The first stage gets no carry (None); the last returns no carry, and the loss.
 
     Attributes:
-        stages: the stages in order. A `Stack` runs unit by unit, any other stage as a whole.
+        stages: the stages in order. A `Stack` runs layer by layer, any other stage as a whole.
         ties: {path at which a stage reads: path at which the parameter is stored}. The gradient of a tied parameter
             is the sum over its uses.
         lora: adapters, which freeze everything else except a score head.
@@ -61,9 +61,10 @@ class Chain:
         return stacks
 
     def split_into_ranges(self, layer_ranges: Iterable[LayerRange]) -> Chain:
-        """Return the same model with sections instead of stacks, each as a stage.
+        """Return the same model with ranges of layers instead of whole stacks, each as a stage.
 
-        The sections of a stack are given in order.
+        Args:
+            layer_ranges: the ranges; those of a stack are in order and cover it.
         """
         chain = copy.copy(self)
         # The cached property of the whole stacks must be recomputed.
@@ -81,7 +82,10 @@ class Chain:
         return chain
 
     def merge_outs(self, outs: dict[str, Out]) -> Out:
-        """Merge the Outs of the stages into that of the model. The metrics of sections become those of their stack."""
+        """Merge the Outs of the stages into that of the model.
+
+        The metrics of layer ranges are merged into those of their stack.
+        """
         out = Out.merge(outs)
         metrics: dict[str, jax.Array] = {}
         for name, stage_out in outs.items():
@@ -91,7 +95,7 @@ class Chain:
                 if layer_range is None:
                     metrics[f"{name}/{key}"] = value
                     continue
-                # A stack's metrics are means over its units.
+                # A stack's metrics are means over its layers.
                 share = value * (layer_range.count / layer_range.total)
                 metric = f"{layer_range.home}/{key}"
                 metrics[metric] = metrics[metric] + share if metric in metrics else share
@@ -122,14 +126,14 @@ class Chain:
         shared = {}
         for stack in self.stacks.values():
             shared |= stack.shared_specs()
-        # Separate from the stack: a stack's parameters have a leading axis of units.
+        # Separate from the stack: a stack's parameters have a leading axis of layers.
         specs["shared"] = shared
         return {name: spec for name, spec in specs.items() if spec}
 
     def parameter_specs(self) -> Nested:
         """Return {stage: nested dict of ParameterSpec} in `param_dtype`.
 
-        The stage "shared" has the parameters that all units of a stack share.
+        The stage "shared" has the parameters that all layers of a stack share.
         """
 
         def in_model(spec: ParameterSpec) -> ParameterSpec:
@@ -149,7 +153,7 @@ class Chain:
         return {name: spec for name, spec in specs.items() if spec}
 
     def unstack_layers(self, params: Nested, remat: str) -> Nested:
-        """Split the parameters of unrolled stacks into lists per unit, the best form for differentiation."""
+        """Split the parameters of unrolled stacks into lists per layer, the best form for differentiation."""
         split = {}
         for name, stack in self.stacks.items():
             # The parameters may be those of only some stages.
@@ -198,7 +202,7 @@ class Chain:
         """Run one stage and return (carry, Out).
 
         Parameters that are in host memory according to `specs` (from `stage_specs`) are moved to the device; those of
-        a stack one unit at a time.
+        a stack one layer at a time.
         """
 
         def fetch(stage: str, tree: Nested) -> Nested:
@@ -213,10 +217,10 @@ class Chain:
                 weights = stage.prepare(fetch(name, stage_params), ctx)
                 return stage.apply(weights, carry, ctx.fold(name), state)
 
-            # Shared parameters are fetched once, outside of the loop over units.
-            def fetch_layer(unit: Nested) -> Nested:
-                unshared = {key: unit[key] for key in unit if key not in stage.shared}
-                return {**unit, **fetch(name, unshared)}
+            # Shared parameters are fetched once, outside of the loop over layers.
+            def fetch_layer(params: Nested) -> Nested:
+                unshared = {key: params[key] for key in params if key not in stage.shared}
+                return {**params, **fetch(name, unshared)}
 
             shared = fetch("shared", params.get("shared", {})) if stage.shared else {}
             return stage.forward(stage_params, carry, stage.context(name, ctx), state, fetch_layer, shared)

@@ -168,7 +168,7 @@ class Flow(Chain):
                 if isinstance(layer, ActNorm) and name in repeat_params:
                     calibrated = layer.calibrate(repeat_params[name], carry["x"])
                     repeat_params = {**repeat_params, name: calibrated}
-                # A layer's parameters are either the unit's own or shared by all units.
+                # A layer's parameters are either its repeat's own or shared by all repeats.
                 layer_params = {**repeat_params, **shared}.get(name, {})
                 weights = layer.prepare(layer_params, layer_ctx)
                 carry, _ = layer.apply(weights, carry, layer_ctx.fold(name), {})

@@ -1,7 +1,7 @@
 """Policy-gradient losses over answers that the model itself sampled, each with its reward.
 
-`framework.batch_transforms.rollouts` samples the answers and completes a batch. At every column whose target is a token of
-an answer, `advantages` is the answer's advantage relative to the others of its group, and `behavior` is the
+`framework.batch_transforms.rollouts` samples the answers and completes a batch. At every column whose target is a token
+of an answer, `advantages` is the answer's advantage relative to the others of its group, and `behavior` is the
 log-probability of that token when it was sampled. It is NaN if unknown; the answer is then treated as the current
 model's own. At the last column of an answer, `rewards` is its reward, and `spreads` the standard deviation of its
 group's rewards. All are f32[B, S].

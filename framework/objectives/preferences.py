@@ -156,8 +156,8 @@ class IPO(PairLoss):
 
     loss = (h - 1 / (2 beta))^2, h = (log pi - log ref)(chosen) - (log pi - log ref)(rejected)
 
-    The log-ratios of the paper are sums over an answer's tokens. TRL uses means per token, because the authors told
-    TRL's developers that they did; this class does the same unless `per_token` is off.
+    The log-ratios of the paper are sums over an answer's tokens. TRL uses means per token, as the authors recommended
+    to its developers; this class does the same unless `per_token` is off.
 
     Args:
         beta: tau of the paper; the difference of log-ratios is pulled to 1 / (2 beta).

@@ -50,7 +50,7 @@ class PairwiseReward(ScoreObjective):
     def check_labels(self, num_labels: int) -> None:
         """Raise ValueError if there is more than one label: a reward is one number."""
         if num_labels != 1:
-            raise ValueError(f"num_labels = {num_labels}: PairwiseReward compares one number a sequence; expected 1")
+            raise ValueError(f"num_labels = {num_labels}: PairwiseReward compares one score per sequence; expected 1")
 
     def loss(self, head: ScoreHead, weights: Nested, x_BSD: jax.Array, ctx: Context) -> LossAndMetrics:
         """Return the mean over pairs of ctx.batch; metrics: accuracy, margin, and the rewards of both sequences."""

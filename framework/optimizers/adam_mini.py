@@ -29,8 +29,8 @@ class _Blocks(NamedTuple):
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of an array with one number per block, for a parameter of this shape."""
-        # One entry per head. The tiny arrays on which optimizers are probed (see reach) need not be divisible by the
-        # number of heads, hence gcd. gcd(0, n) is n: without heads, each index of an axis is a block.
+        # One entry per head. The tiny arrays on which optimizers are probed (see update_locality.py) need not be
+        # divisible by the number of heads, hence gcd. gcd(0, n) is n: without heads, each index of an axis is a block.
         return tuple(math.gcd(self.heads or 0, shape[axis]) for axis in self.axes)
 
     def mean(self, x: jax.Array) -> jax.Array:
@@ -79,6 +79,9 @@ def adam_mini(
     """`optax.adamw` with half the state: one second moment per block, a moving average of its mean squared gradient.
 
     Hyperparameters that suit AdamW suit it too. If the axes have no roles, the blocks of a matrix are its columns.
+
+    Args:
+        learning_rate, b1, b2, eps, weight_decay: as in `optax.adamw`.
     """
     decay = optax.add_decayed_weights(weight_decay)
     rate = optax.scale_by_learning_rate(learning_rate)

@@ -65,6 +65,7 @@ def apollo(
         update_interval: number of steps with the same P.
         b1, b2: Adam's decay rates.
         weight_decay: decoupled, as in optax.adamw.
+        norm_growth: how much larger, as a factor over 1, the norm of a matrix's update may be than in the step before.
         per: whether each channel or each tensor has its own scale s.
         tables: optimizer for tables (embedding and head), which have a row for each token or position: "adam", as in
             the paper; "factored", Adafactor's second moment (a number per row and column) without a first; "same" as
@@ -91,6 +92,7 @@ def apollo_mini(
     """`apollo` with rank 1 and one scale per matrix: two numbers for each channel, less than 0.1 bytes per parameter.
 
     Args:
+        learning_rate, update_interval, b1, b2, weight_decay, norm_growth: see `apollo`.
         scale: 128 as in the paper (alpha = sqrt(128)): steps are as large as AdamW's at width 128, and smaller above.
         tables: see `apollo`. Treated as matrices they learn slowly, because rare and frequent tokens share one scale.
     """

@@ -1,8 +1,8 @@
 """Optimizer offloading: `offload_optimizer` keeps optimizer state in host memory, selected by a regex on state paths.
 
 In the learner, the layout decides which leaves are moved, and when. It takes the partition from here and leaves out the
-transfers (`without_transfers`), so that nothing is moved twice. The transfers serve callers of `update` without a learner.
-`partitioned_chain` chains such optimizers. Follows apple/axlearn#867.
+transfers (`without_transfers`), so that nothing is moved twice. The transfers serve callers of `update` without a
+learner. `partitioned_chain` chains such optimizers. Follows apple/axlearn#867.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _make_offloaded_factory(
     offload_src: MemoryKind,
     offload_dst: MemoryKind,
 ) -> Callable[[Nested], PartitionedGradientTransformation]:
-    """Return `fit_to_specs` for an offloaded optimizer: the inner one fitted to a layer's parameters, then offloaded."""
+    """Return `fit_to_specs` of an offloaded optimizer: fits the inner one to a layer's parameters, then offloads it."""
 
     def fit_to_specs(specs: Nested) -> PartitionedGradientTransformation:
         return offload_optimizer(fit_inner(specs), pattern, offload_src, offload_dst)
@@ -91,7 +91,12 @@ def _tag_if_matching(specs: Any, pattern: str, kind: MemoryKind) -> Any:
 
 
 def tag_large_matches(specs: Any, pattern: str, kind: MemoryKind) -> Any:
-    """Return state specs with the memory kind `kind` for large leaves whose path matches.
+    """Return state specs with another memory kind for large leaves whose path matches.
+
+    Args:
+        specs: specs of the optimizer state.
+        pattern: a regex, searched in the paths of the leaves.
+        kind: the memory kind to set.
 
     Raises:
         ValueError: the pattern matches nothing.

@@ -30,7 +30,13 @@ def classify_parameters(specs: Nested) -> dict[str, ParameterKind]:
 
 
 def get_kind(kind_by_path: dict[str, ParameterKind], path: str, ndim: int) -> ParameterKind:
-    """Return a parameter's kind, based on its number of axes if `kind_by_path` does not have it."""
+    """Return a parameter's kind.
+
+    Args:
+        kind_by_path: the known kinds, from `classify_parameters`.
+        path: path of the parameter.
+        ndim: its number of axes, which decides if the path is missing.
+    """
     # Without specs (plain optax use) roles are unknown, so a table is treated as a matrix.
     default: ParameterKind = "matrix" if ndim == 2 else "other"
     return kind_by_path.get(path, default)

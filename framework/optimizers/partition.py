@@ -29,15 +29,15 @@ _OPTAX_COUNT = "count"
 
 
 class PartitionedGradientTransformation(NamedTuple):
-    """optax's `init` and `update`, and `partition(param_specs) -> OptStateSpecs` in the structure of the state.
+    """optax's `init` and `update`, and `partition`, which returns OptStateSpecs in the structure of the state.
 
     An explicit partition must use NUMBER_OF_UPDATES for the leaf that counts updates, so that layers can share it.
 
     Attributes:
-        without_transfers: the same transformation for one layer and without its own transfers, if `update` moves state between
-            memories.
-        fit_to_specs: function that fits the transformation to the parameters of one update unit, if it treats them by the
-            roles of their axes.
+        without_transfers: the same transformation for one layer and without its own transfers, if `update` moves state
+            between memories.
+        fit_to_specs: function that fits the transformation to the parameters of one update unit, if it treats them by
+            the roles of their axes.
         draws: whether `update` takes `seed`, a uint32 scalar that differs between layers and stays the same in every
             step.
     """
@@ -84,8 +84,8 @@ def _partition(optimizer: optax.GradientTransformation, param_specs: Nested) -> 
         owner = find_owner(name, owners)
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise ValueError(
-                f"learner.optimizer: {'/'.join(name)} of its state is a PRNG key. Each layer has an optimizer of its "
-                "own, and all would draw the same noise from it; expected a transformation without randomness"
+                f"learner.optimizer: {'/'.join(name)} of its state is a PRNG key. Each layer has its own optimizer "
+                "instance, and all of them would draw the same noise; expected a transformation without randomness"
             )
         if owner is None:
             return OptStateSpec(leaf.shape, leaf.dtype, counts_updates=_counts_updates(name, leaf))

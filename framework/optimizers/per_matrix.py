@@ -1,7 +1,4 @@
-"""Applies a matrix transformation to stacks of matrices: each expert of a mixture is a matrix with its own state.
-
-Imports jax, optax and framework.layout.
-"""
+"""Applies a matrix transformation to stacks of matrices: each expert of a mixture is a matrix with its own state."""
 
 from __future__ import annotations
 

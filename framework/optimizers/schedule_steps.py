@@ -1,4 +1,4 @@
-"""Finds the numbers in a config that count training steps, by their meaning and never by their names.
+"""Finds the numbers in a config that count training steps, and scales them; never by their names.
 
 Muon's `ns_steps` are iterations within one update, and APOLLO's `update_interval` counts updates regardless of the
 length of the run, but the `boundaries` of joined schedules are steps of the run. So optax's schedules are listed with
@@ -146,6 +146,10 @@ def scale(config: Config, new: int, old: int) -> list[str]:
 
     Schedules that follow the run need no scaling.
 
+    Args:
+        config: the config to change.
+        new, old: lengths of the runs in steps.
+
     Returns:
         A message for each schedule whose step-counting arguments are unknown.
     """
@@ -161,8 +165,9 @@ def scale(config: Config, new: int, old: int) -> list[str]:
         is_in_schedule = any(path == outer or path.startswith(f"{outer}.") for outer in schedule_paths)
         if arguments is None and is_in_schedule:
             unknown.append(
-                f"{path} ({get_dotted_name(get_target(node))}) is as it was: which of its numbers are training steps is not "
-                "known (plimsoll.framework.optimizers.schedule_steps.TrainingSteps as their type hint says it)"
+                f"{path} ({get_dotted_name(get_target(node))}) is unchanged, because it does not declare "
+                "which of its numbers are training steps; annotate them with "
+                "plimsoll.framework.optimizers.schedule_steps.TrainingSteps"
             )
         for name, kind in (arguments or {}).items():
             value = node.get(name)

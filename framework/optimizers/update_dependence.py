@@ -1,9 +1,9 @@
 """Dependence of an optimizer's results on the inputs of its update, read off the traced program.
 
-`update_locality` runs trials to find out how far a gradient spreads, which compiles several small programs at each start of a
-run. Whether one parameter's update depends on another's gradient can mostly be read off the jaxpr, without a compiler:
-if no path leads from that gradient to that update, there is no dependence. The converse does not hold, because a path
-may carry nothing (`x * 0`); in that case the trial decides.
+`update_locality` runs trials to find out how far a gradient spreads, which compiles several small programs at each
+start of a run. Whether one parameter's update depends on another's gradient can mostly be read off the jaxpr, without
+a compiler: if no path leads from that gradient to that update, there is no dependence. The converse does not hold,
+because a path may carry nothing (`x * 0`); in that case the trial decides.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def proves_independence(optimizer: Any, specs: Nested) -> bool:
     for path, spec in flatten(specs).items():
         params[path] = jax.ShapeDtypeStruct(spec.shape, "float32")
     # Each parameter gets a copy of its shape, since a single one here may have others in a different update unit.
-    params |= {f"beside/{path}": param for path, param in params.items()}
+    params |= {f"duplicate/{path}": param for path, param in params.items()}
     param_tree = unflatten(params)
     state = jax.eval_shape(optimizer.init, param_tree)
     path_of_name = {tuple(path.split("/")): path for path in params}

@@ -144,7 +144,7 @@ def _shrink_shapes(shapes: Shapes) -> Shapes:
     duplicates = {}
     for path, shape in shapes.items():
         if ndims.count(len(shape)) == 1:
-            duplicates[f"beside/{path}"] = shape
+            duplicates[f"duplicate/{path}"] = shape
     toy_shapes = {}
     for path, shape in {**duplicates, **shapes}.items():
         # There may be more dimensions than sizes; then the sizes repeat from the first.

@@ -28,12 +28,22 @@ def get_stage(leaf: StateLeaf) -> str:
 
 
 def shard_shape(layout: StateLayout, leaf: StateLeaf) -> Shape:
-    """Return the shape of one device's shard of a leaf."""
+    """Return the shape of one device's shard of a leaf.
+
+    Args:
+        layout: layout of the state.
+        leaf: leaf of that layout.
+    """
     return layout.sharding(leaf.spec).shard_shape(leaf.spec.shape)
 
 
 def count_stack_bytes(layout: StateLayout, stacks: Collection[str]) -> dict[Shape, int]:
-    """Return {shard shape: bytes per device} of the stacks' trainable parameters, summed over leaves of one shape."""
+    """Return {shard shape: bytes per device} of the stacks' trainable parameters, summed over leaves of one shape.
+
+    Args:
+        layout: layout of the state.
+        stacks: stages of the stacks to count.
+    """
     bytes_by_shape: Counter[Shape] = Counter()
     for leaf in layout:
         if leaf.group == "parameter" and get_stage(leaf) in stacks:

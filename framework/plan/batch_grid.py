@@ -17,6 +17,7 @@ SEQUENCE = "data.seq_len"
 _POINTS_PER_AXIS = 5
 # A batch that does not fit is halved until it does; this limits how many batch sizes are tried.
 _MOST_HALVINGS = 8
+# The grid is planned while the user waits for the report.
 _SECONDS = 3.5
 
 
@@ -52,10 +53,10 @@ def plan_grid(config: Config, target: Target, report: Report, *, seconds: float 
     planner = _Planner(config, target, report)
     start = time.monotonic()
     points: list[GridPoint] = []
-    with phase("planning other batches and lengths in closed form", patience=SHORT):
-        batches = planner.batches()
-        for sequence in planner.sequences():
-            points += planner.row(batches, sequence)
+    with phase("estimating other batch sizes and lengths", patience=SHORT):
+        batches = planner.list_batches()
+        for sequence in planner.list_sequences():
+            points += planner.plan_row(batches, sequence)
             # The nearest lengths come first, so the time limit drops the farthest ones.
             if time.monotonic() - start > seconds:
                 break
@@ -63,14 +64,14 @@ def plan_grid(config: Config, target: Target, report: Report, *, seconds: float 
 
 
 class _Planner:
-    """Plans points around a requested one."""
+    """Plans grid points around the requested one."""
 
     def __init__(self, config: Config, target: Target, report: Report):
         self._config = config
         self._target = target
         self._requested = point_from_report(report)
 
-    def batches(self) -> list[int]:
+    def list_batches(self) -> list[int]:
         """Return batch sizes around the requested one; if that does not fit, continue downward until one does."""
         batch = self._requested.batch
         batches = self._around(BATCH, batch)
@@ -85,13 +86,13 @@ class _Planner:
             smallest = smaller
         return batches
 
-    def sequences(self) -> list[int | None]:
+    def list_sequences(self) -> list[int | None]:
         """Return sequence lengths around the requested one, nearest first."""
         if self._requested.sequence is None:
             return [None]
         return [*self._around(SEQUENCE, self._requested.sequence)]
 
-    def row(self, batches: list[int], sequence: int | None) -> list[GridPoint]:
+    def plan_row(self, batches: list[int], sequence: int | None) -> list[GridPoint]:
         """Return the points of one sequence length, without those that the config does not allow."""
         points = []
         for batch in batches:

@@ -2,8 +2,8 @@
 
 Arguments are leaves of the layout and are found by name. The first match names a temporary: a copy of an argument (XLA
 often keeps one in another tiling, and sharded weights are gathered); a gradient, if the backward pass made it in the
-shape of a trainable parameter, of one layer of it, or of one that is not sharded yet; otherwise the layer and operation
-that made it.
+shape of a trainable parameter, of one layer of it, or of its unsharded form; otherwise the layer and operation that
+made it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from plimsoll.framework.layout import StateLayout
 from plimsoll.framework.plan.buffers import Buffers, BufferValue, PeakBlock
 from plimsoll.framework.plan.hlo import Instruction, Module, arrays
 
-# Maps the layout's groups to the report's groups (`report.KEYS`).
+# Maps the layout's groups to the report's groups (`report_tables.BREAKDOWN_KEYS`).
 REPORT_GROUPS = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers", "optimizer": "optimizer_state"}
 REPORT_GROUPS |= {"ema": "ema", "gradient": "gradients", "counter": "other"}
 _MOVES = {"copy", "copy-start", "copy-done", "bitcast", "transpose", "reshape", "bitcast-convert", "convert", "slice"}
 _MOVES |= {"dynamic-slice", "all-gather", "all-gather-start", "all-gather-done", "slice-start", "slice-done"}
 # A fusion that only moves an array may also contain these, which compute the indices.
 _INDEX_OPCODES = {"parameter", "constant", "compare", "select", "add", "get-tuple-element", "tuple", "custom-call"}
-_PER_LAYER_SUFFIX = "/kept for each layer"
+_PER_LAYER_SUFFIX = "/saved per layer"
 _IGNORED_SCOPES = {
     "while",
     "body",
@@ -64,7 +64,12 @@ class _PathsByShape(NamedTuple):
 
 
 def name_buffers(buffers: Buffers, layout: StateLayout) -> list[NamedBuffer]:
-    """Return every buffer alive at the peak whose group is known, largest first."""
+    """Return every buffer alive at the peak whose group is known, largest first.
+
+    Args:
+        buffers: buffers of the compiled program.
+        layout: layout of the state, whose leaves are the program's arguments.
+    """
     module = buffers.module
     shapes = _group_paths(layout)
     offloaded_paths = {leaf.path for leaf in layout if leaf.spec.memory_kind != "device"}
@@ -154,7 +159,12 @@ def _name_block(module: Module, block: PeakBlock, shapes: _PathsByShape) -> Name
 
 
 def list_writer_names(module: Module, values: list[BufferValue]) -> list[str]:
-    """Return the JAX names of the operations that write the values."""
+    """Return the JAX names of the operations that write the values.
+
+    Args:
+        module: the program.
+        values: values that share a buffer.
+    """
     return [name for value in values for name in _op_names(module, value)]
 
 
@@ -170,7 +180,12 @@ def describe_clearest_operation(op_names: list[str]) -> str:
 
 
 def find_source_argument(module: Module, values: list[BufferValue]) -> str:
-    """Return the argument that one of the values is a copy of; "" if there is none."""
+    """Return the argument that one of the values is a copy of; "" if there is none.
+
+    Args:
+        module: the program.
+        values: values that share a buffer.
+    """
     for value in values:
         source = _trace_source(module, value)
         if source:

@@ -115,19 +115,16 @@ def _values(text: str, live_ranges: dict[tuple[str, str], tuple[int, int]]) -> l
     values = []
     for name, index, size, offset, shape in _VALUE.findall(text):
         start, end = live_ranges.get((name, index), (0, -1))
-        values.append(BufferValue(name, _index(index), int(size), int(offset), shape, start, end))
+        tuple_index = tuple(int(part) for part in index.split(",") if part)
+        values.append(BufferValue(name, tuple_index, int(size), int(offset), shape, start, end))
     return values
 
 
 def _text(directory: Path, kind: str) -> str:
     paths = sorted(directory.glob(f"*after_optimizations{kind}.txt"))
     if not paths:
-        raise FileNotFoundError(f"the compiler left no after_optimizations{kind}.txt in {directory}")
+        raise FileNotFoundError(f"the compiler wrote no after_optimizations{kind}.txt to {directory}")
     return paths[-1].read_text()
-
-
-def _index(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part)
 
 
 def _peak(values: list[BufferValue]) -> list[PeakBlock]:
@@ -164,8 +161,8 @@ def _history(value: BufferValue, values: list[BufferValue]) -> list[BufferValue]
     chain = [value]
     candidates = []
     for candidate in values:
-        is_same_place = (candidate.offset, candidate.size) == (value.offset, value.size)
-        if is_same_place and candidate is not value:
+        shares_address = (candidate.offset, candidate.size) == (value.offset, value.size)
+        if shares_address and candidate is not value:
             candidates.append(candidate)
     # Values may hand the buffer over in a chain, so each round looks for values that adjoin one found earlier.
     while joined := [candidate for candidate in candidates if _meets(candidate, chain)]:

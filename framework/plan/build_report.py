@@ -36,7 +36,9 @@ from plimsoll.framework.terminal.phases import SHORT, phase
 from plimsoll.framework.terminal.tables import human_bytes
 
 Report = dict[str, Any]
+# Packages of the compilers, by platform; jaxlib itself has the CPU compiler.
 COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda12-pjrt", "jax-cuda13-pjrt"), "cpu": ()}
+# Number of largest buffers in a report.
 _LARGEST = 30
 
 
@@ -89,7 +91,10 @@ def compile_report(
     """Return a report based on the compiled programs.
 
     Args:
-        name, config, target, limit: as for `estimate_report`.
+        name: name of the config.
+        config: config resolved for the target.
+        target: the machine to compile for.
+        limit: device memory in bytes; None means unknown.
         phases: compile initialization and evaluation too, not only the training step.
         suggests: look for settings that fit if the config does not, which may take minutes.
         compiled_step: the compiled step of the config, if there is one already.
@@ -102,19 +107,19 @@ def compile_report(
     with phase("tracing the training step"):
         report |= report_zero_gradients(program)
     step = compiled_step.step if compiled_step else compile_step(program, target, limit)
-    companion = dry_run_batch_transform(program, target)
-    with phase("reading what the compiler says of it", patience=SHORT):
-        report |= _report_flops(sum_flops(program.backend.step_jaxprs(step.ledger)), report["tokens_per_step"])
+    transform = dry_run_batch_transform(program, target)
+    with phase("analyzing the compiled program", patience=SHORT):
+        report |= _report_flops(sum_flops(program.backend.step_jaxprs(step.tracker)), report["tokens_per_step"])
         report["notes"] += target.compiler_notes
         report |= _report_step(program, step)
         _add_host(report, _state_bytes(program).host, step.host_temp, target)
-        _add_batch_transform(report, companion, target)
+        _add_batch_transform(report, transform, target)
         need = estimate_for_target(program.experiment, target)
         report["estimate"] = _compare_estimate(need, step)
-        report["time"] = _time_report(_step_time(program, need, target, step, companion), program.experiment, target)
+        report["time"] = _time_report(_step_time(program, need, target, step, transform), program.experiment, target)
 
     peaks = {"train": _Peak(step.allocated, report["host_peak_bytes"])}
-    peaks |= _batch_transform_peaks(companion, _state_bytes(program).host)
+    peaks |= _batch_transform_peaks(transform, _state_bytes(program).host)
     peaks |= _save_and_restore(program, target)
     if phases:
         _add_phases(report, peaks, program, target, step)
@@ -161,32 +166,32 @@ def _report_phases(peaks: dict[str, _Peak]) -> Report:
     return phases
 
 
-def _batch_transform_peaks(companion: dict[str, CompiledProgram], state_host: int) -> dict[str, _Peak]:
+def _batch_transform_peaks(transform: dict[str, CompiledProgram], state_host: int) -> dict[str, _Peak]:
     """Return the peaks of the auxiliary model's programs.
 
     Args:
-        companion: compiled programs of the auxiliary model, by name.
+        transform: compiled programs of the batch transform's auxiliary model, by name.
         state_host: bytes of the training state in host memory.
     """
     peaks = {}
-    for name, compiled in companion.items():
-        ledger = compiled.ledger
-        host = 0 if ledger is None else ledger.host_peak
+    for name, compiled in transform.items():
+        tracker = compiled.tracker
+        host = 0 if tracker is None else tracker.host_peak
         # Programs that run only once run before the state exists.
-        resident = 0 if ledger is not None and ledger.once else state_host
+        resident = 0 if tracker is not None and tracker.once else state_host
         peaks[name] = _Peak(compiled.allocated, resident + host)
     return peaks
 
 
-def _add_batch_transform(report: Report, companion: dict[str, CompiledProgram], target: Target) -> None:
-    """Add what an auxiliary model keeps in host memory between steps, such as the weights of a reference model."""
+def _add_batch_transform(report: Report, transform: dict[str, CompiledProgram], target: Target) -> None:
+    """Add the arrays that a batch transform keeps in host memory between steps, such as a reference model's weights."""
     persistent = 0
-    for compiled in companion.values():
+    for compiled in transform.values():
         report["compile_seconds"] = round(report["compile_seconds"] + compiled.seconds, 1)
         report["message"] = report["message"] or compiled.message
-        if compiled.ledger is not None and not compiled.ledger.once:
-            persistent += compiled.ledger.host_peak
-            report["host_transfer_bytes"] += compiled.ledger.moved
+        if compiled.tracker is not None and not compiled.tracker.once:
+            persistent += compiled.tracker.host_peak
+            report["host_transfer_bytes"] += compiled.tracker.moved
     if persistent:
         report["host_breakdown"]["other"] += persistent
         temporary = report["host_peak_bytes"] - report["host_argument_bytes"]
@@ -194,18 +199,18 @@ def _add_batch_transform(report: Report, companion: dict[str, CompiledProgram], 
 
 
 def _step_time(
-    program: Program, need: Estimate, target: Target, step: CompiledProgram, companion: dict[str, CompiledProgram]
+    program: Program, need: Estimate, target: Target, step: CompiledProgram, transform: dict[str, CompiledProgram]
 ) -> StepTime | None:
     """Return the time of the compiled step, including the auxiliary model's programs that run before it.
 
     If the compiler refused the step, the time is the analytical estimate.
     """
-    if step.ledger is None:
+    if step.tracker is None:
         return estimate_step_time(program.experiment, need, target)
-    calls = [call.about for call in step.ledger.calls]
-    for compiled in companion.values():
-        if compiled.ledger is not None and not compiled.ledger.once:
-            calls += [call.about for call in compiled.ledger.calls]
+    calls = [call.about for call in step.tracker.calls]
+    for compiled in transform.values():
+        if compiled.tracker is not None and not compiled.tracker.once:
+            calls += [call.about for call in compiled.tracker.calls]
     return estimate_compiled_time(calls, target, step.peak)
 
 
@@ -213,6 +218,11 @@ def estimate_step_time(experiment: Experiment, need: Estimate, target: Target) -
     """Return the analytical estimate of a step's time, including the auxiliary model's passes before it.
 
     The result is None if the rates of the target are not known.
+
+    Args:
+        experiment: the experiment to train.
+        need: its analytical estimate for the target.
+        target: the machine to plan for.
     """
     dtype = str(experiment.model.compute_dtype)
     step = estimate_time(need.work, target.spec, target.num_devices, dtype)
@@ -243,7 +253,7 @@ def _add_phases(
     """Compile initialization and evaluation, and add their peaks."""
     layout = program.layout
     state = _state_bytes(program)
-    init = compile_programs(target, None, program.backend.dry_run_init, "the first values")
+    init = compile_programs(target, None, program.backend.dry_run_init, "the initialization")
     evaluation = compile_programs(target, None, program.backend.dry_run_evaluation, "the evaluation")
     # Evaluation does not take the rest of the state as arguments, but it stays on the device too.
     argument_bytes = sum(layout.bytes_per_device(group, "device") for group in ("parameter", "frozen", "buffer"))
@@ -313,12 +323,14 @@ def _add_host(report: Report, state: int, temporary: int, target: Target) -> Non
     report |= {"host_argument_bytes": state, "host_peak_bytes": peak, "host_process_bytes": process_bytes}
     limit = target.host_limit_bytes
     if limit is not None and process_bytes > limit:
-        difference = f"less than the {human_bytes(process_bytes)} that live there"
-        report["notes"].append(f"a host of this kind has {human_bytes(limit)}, {difference}")
+        report["notes"].append(
+            f"a process needs {human_bytes(process_bytes)} of host memory, but a host of this kind has "
+            f"{human_bytes(limit)}: offload less, or use a host with more memory"
+        )
 
 
 def report_zero_gradients(program: Program) -> Report:
-    """Return the report keys that are read off the traced loss: parameters that no gradient reaches."""
+    """Return the report keys that follow from the traced loss: parameters whose gradient is always zero."""
     layout = program.checkpoint_layout
     model = program.experiment.model
     # Remat does not change which gradients are zero.
@@ -345,7 +357,7 @@ def report_zero_gradients(program: Program) -> Report:
 
 def _report_flops(count: FlopCount, tokens: int) -> Report:
     """Return the report keys for FLOPs."""
-    loops = f"{count.uncounted_loops} loops run as often as the data says; their FLOPs are counted once"
+    loops = f"{count.uncounted_loops} loops have a data-dependent trip count; their FLOPs count as one iteration"
     return {
         "flops_per_step": count.flops,
         "flops_per_token": count.flops / tokens,
@@ -366,12 +378,12 @@ def _report_step(program: Program, step: CompiledProgram) -> Report:
     transfers: Report = {}
     named_buffers: list[NamedBuffer] = []
     unnamed_group = "other"
-    if step.ledger is not None:
-        transfers = dry_run.sum_transfers(step.ledger)
-        named_buffers = dry_run.name_peak_buffers(program, step.ledger)
+    if step.tracker is not None:
+        transfers = dry_run.sum_transfers(step.tracker)
+        named_buffers = dry_run.name_peak_buffers(program, step.tracker)
     if not named_buffers:
-        # The compiler refused the program, or it came from a cache without its buffers. Then only
-        # the state and the total are known.
+        # The compiler refused the program, or it came from a cache without its buffers. Then only the state and the
+        # total are known.
         unnamed_group = "activations"
         named_buffers = _state_buffers(layout)
     for buffer in named_buffers:

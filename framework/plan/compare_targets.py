@@ -56,7 +56,7 @@ def _slice_names() -> Iterator[str]:
 
 
 def can_fit(report: Report) -> bool:
-    """Return whether the config fits the target, as it is or with settings that do not change what is computed."""
+    """Return whether the config fits the target, unchanged or with settings that do not change what is computed."""
     return bool(report["fits"] or report["suggestions"])
 
 
@@ -67,33 +67,33 @@ def table(reports: Sequence[Report], left_out: dict[str, str]) -> list[TableSect
         reports: plans of one config.
         left_out: {target: reason why the config cannot be trained there at all}.
     """
-    header = ["target", "has, per device", "needs", "", "a step", "bound by"]
-    rows = [[*header, "or", "by", "with the first settings that fit"]]
+    header = ["target", "memory per device", "needs", "", "step", "bound by"]
+    rows = [[*header, "or", "source", "with the first settings that fit"]]
     for report in reports:
-        has = human_bytes(report["device_limit_bytes"]) if report["device_limit_bytes"] else "not known"
+        has = human_bytes(report["device_limit_bytes"]) if report["device_limit_bytes"] else "unknown"
         if report["devices"] > 1:
             has = f"{report['devices']} x {has}"
         verdict = "fits" if report["fits"] else "TOO BIG"
         row = [report["target"], has, human_bytes(report["device_allocated_bytes"]), verdict, *time_cells(report)]
         rows.append(row + _first_settings(report))
     impossible = [[name, reason] for name, reason in left_out.items()]
-    sections = [TableSection(" ".join(_title(reports)), rows)] if reports else []
-    return sections + ([TableSection("not possible", impossible)] if impossible else [])
-
-
-def _title(reports: Sequence[Report]) -> list[str]:
-    shared_settings = [
-        setting for setting in reports[0]["settings"] if all(setting in report["settings"] for report in reports)
-    ]
-    return [reports[0]["config"], *shared_settings]
+    sections = []
+    if reports:
+        # The title has the settings that all reports share.
+        first, *others = reports
+        shared = [setting for setting in first["settings"] if all(setting in report["settings"] for report in others)]
+        sections.append(TableSection(" ".join([first["config"], *shared]), rows))
+    if impossible:
+        sections.append(TableSection("not possible", impossible))
+    return sections
 
 
 def _first_settings(report: Report) -> list[str]:
     """Return [bytes, source of the figure, settings] of the first settings that fit; suggestions are cheapest first."""
     if report["fits"]:
-        return ["", "closed form" if report["estimated"] else "compiler", "as it is"]
+        return ["", "estimate" if report["estimated"] else "compiler", "unchanged"]
     if not report["suggestions"]:
-        return ["", "closed form", "none that was tried"]
+        return ["", "estimate", "none found"]
     first = report["suggestions"][0]
-    judge = "compiler" if first["compiled"] and not report["estimated"] else "closed form"
-    return [human_bytes(first["device_peak_bytes"]), judge, first["setting"]]
+    source = "compiler" if first["compiled"] and not report["estimated"] else "estimate"
+    return [human_bytes(first["device_peak_bytes"]), source, first["setting"]]

@@ -38,8 +38,8 @@ class CompiledProgram:
         text: final program text (TPU, GPU; empty on CPU). On TPU it includes the compiler's estimated cost of each
             fusion, which the text that `buffers` are read from does not have yet.
         message: the compiler's error message, if it refused the program; `peak` is then the size that it names.
-        ledger: memory tracker of the dry run, for a step that consists of several programs; `buffers` are then those of
-            the program with the highest peak.
+        tracker: memory tracker of the dry run, for a step that consists of several programs; `buffers` are then those
+            of the program with the highest peak.
     """
 
     seconds: float
@@ -53,7 +53,7 @@ class CompiledProgram:
     buffers: buffers.Buffers | None = None
     text: str = ""
     message: str = ""
-    ledger: MemoryTracker | None = None
+    tracker: MemoryTracker | None = None
 
 
 def compile_for(

@@ -51,12 +51,12 @@ def measure_need(program: Program) -> MemoryNeed:
 
 
 def _batch_transform_peak(program: Program) -> int:
-    """Return the peak bytes per device while the auxiliary model completes a batch; 0 if there is none."""
-    companion = program.experiment.companion
-    if companion is None:
+    """Return the peak bytes per device while the batch transform completes a batch; 0 if there is none."""
+    batch_transform = program.experiment.companion
+    if batch_transform is None:
         return 0
-    ledgers = companion.dry_run(program, program.backend.compile_here)
-    return max((ledger.peak for ledger in ledgers.values()), default=0)
+    trackers = batch_transform.dry_run(program, program.backend.compile_here)
+    return max((tracker.peak for tracker in trackers.values()), default=0)
 
 
 def explain_refusal(
@@ -65,7 +65,8 @@ def explain_refusal(
     """Return the reason why the run should not start; None if it fits, or if the device's memory is not known.
 
     Args:
-        config, program: config and program, resolved for these devices.
+        config: config resolved for these devices.
+        program: the program of that config.
         found: memory that the step needs.
         limit: device memory in bytes; None uses what the devices report.
         target: machine that the program was built for; None means the devices of this machine.
@@ -75,24 +76,29 @@ def explain_refusal(
     if not found.message and (limit is None or found.peak <= limit):
         return None
     largest = sorted(found.groups.items(), key=lambda item: -item[1])[:3]
-    lines = [f"the training step needs {human_bytes(found.peak)} on each device, and there are {human_bytes(limit)}"]
+    lines = [f"the training step needs {human_bytes(found.peak)} per device, but {human_bytes(limit)} are available"]
     if found.message:
-        lines.append(f"the compiler says: {found.message}")
+        lines.append(f"compiler error: {found.message}")
     parts = [f"{name} {human_bytes(size)}" for name, size in largest if size]
-    lines.append(f"the largest parts: {', '.join(parts)}")
+    lines.append(f"largest groups: {', '.join(parts)}")
     fitting = suggestions(config, target, limit or 0, found.peak)
     for suggestion in fitting:
         lines.append(f"would fit: {suggestion['setting']} ({needs_text(suggestion)})")
     if not fitting:
-        lines.append("no other setting of remat, accumulation, placement and sharding fits: it takes more devices")
+        lines.append("no setting of remat, accumulation, offloading and sharding fits: use more devices")
     # If the compiler refused the program, --force has nothing to run.
-    force = "" if found.message else "--force tries all the same, and "
+    force = "" if found.message else "--force starts the run anyway, and "
     lines.append(f"nothing was started; {force}`plimsoll plan` shows every buffer")
     return "\n".join(lines)
 
 
 def compare_with_measured(found: MemoryNeed, measured: MemoryInUse) -> str:
-    """Return a line of text that compares predicted with measured memory after the first steps."""
+    """Return a log line that compares predicted with measured memory after the first steps.
+
+    Args:
+        found: predicted memory of the step.
+        measured: memory in use after the first steps.
+    """
     text = ""
     predicted = found.peak
     measured_bytes = measured.device_peak_bytes
@@ -100,7 +106,7 @@ def compare_with_measured(found: MemoryNeed, measured: MemoryInUse) -> str:
         # CPUs do not report peak memory, so only the memory between steps can be compared.
         predicted = found.resident
         measured_bytes = measured.device_bytes
-        text = f"; of it, between steps, predicted {human_bytes(predicted)}"
+        text = f"; between steps, predicted {human_bytes(predicted)}"
     error = f"({100 * (measured_bytes / predicted - 1):+.1f}%)"
     peak = human_bytes(found.peak)
     return f"memory per device: predicted peak {peak}{text}, measured {human_bytes(measured_bytes)} {error}"

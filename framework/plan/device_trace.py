@@ -103,9 +103,9 @@ class _DeviceStep:
         # Copied because the number of heads changes: under shard_map a layer sees only the heads of its device.
         self.model = copy.deepcopy(split_experiment.model)
         # Layer ranges of one stack share the same layer object, which must be changed only once.
-        units = {id(stack.pattern): stack.pattern for stack in self.model.stacks.values()}
-        for unit in units.values():
-            for layer in unit.walk():
+        patterns = {id(stack.pattern): stack.pattern for stack in self.model.stacks.values()}
+        for pattern in patterns.values():
+            for layer in pattern.walk():
                 layer.localize(sizes)
         self.specs = self.model.parameter_specs()
 

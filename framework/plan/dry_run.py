@@ -50,23 +50,28 @@ def compile_programs(
     """
     compile = _TimedCompiler(target, mib, description)
     try:
-        ledger = run(compile)
+        tracker = run(compile)
     except RefusedError as error:
         return replace(error.compiled, seconds=compile.seconds)
-    return _combine_calls(ledger, compile.seconds)
+    return _combine_calls(tracker, compile.seconds)
 
 
 def dry_run_batch_transform(program: Program, target: Target) -> dict[str, CompiledProgram]:
-    """Compile the programs of the auxiliary model; {name: memory}, empty if there is no model or it runs no program."""
-    companion = program.experiment.companion
-    if companion is None:
+    """Compile the programs of the batch transform; {name: memory}, empty if there is none or it runs no program.
+
+    Args:
+        program: the program to train with.
+        target: the machine to compile for.
+    """
+    batch_transform = program.experiment.companion
+    if batch_transform is None:
         return {}
-    compile = _TimedCompiler(target, None, "the companion")
+    compile = _TimedCompiler(target, None, "the batch transform")
     try:
-        ledgers = companion.dry_run(program, compile)
+        trackers = batch_transform.dry_run(program, compile)
     except RefusedError as error:
         return {"companion": replace(error.compiled, seconds=compile.seconds)}
-    return {name: _combine_calls(ledger, compile.seconds) for name, ledger in ledgers.items()}
+    return {name: _combine_calls(tracker, compile.seconds) for name, tracker in trackers.items()}
 
 
 class _TimedCompiler:
@@ -78,12 +83,12 @@ class _TimedCompiler:
     def __init__(self, target: Target, mib: int | None, description: str):
         self._target = target
         self._mib = mib
-        self._what = description
+        self._description = description
         self.seconds = 0.0
 
     def __call__(self, lowered: Any, offloaded: HostBytes) -> programs.CompiledProgram:
         target = self._target
-        description = f"{self._what} for {target.name}"
+        description = f"{self._description} for {target.name}"
         with compile_times.compiling(description, lowered, about=target.name, times=times_folder()):
             compiled = compile_for(lowered, target.platform, offloaded, self._mib)
         self.seconds += compiled.seconds
@@ -96,19 +101,19 @@ class _TimedCompiler:
         return programs.CompiledProgram(None, compiled.peak, compiled, host_temp=compiled.host_temp, moved=moved)
 
 
-def _combine_calls(ledger: MemoryTracker, seconds: float) -> CompiledProgram:
+def _combine_calls(tracker: MemoryTracker, seconds: float) -> CompiledProgram:
     """Combine all calls of a dry run as if they were one program."""
-    assert ledger.worst is not None
-    worst: CompiledProgram = ledger.worst[0].about
+    assert tracker.worst is not None
+    worst: CompiledProgram = tracker.worst[0].about
     # Arrays that are not arguments of the program with the highest peak are alive while it runs.
-    additional_bytes = ledger.peak - worst.peak
+    additional_bytes = tracker.peak - worst.peak
     return replace(
         worst,
         seconds=seconds,
-        peak=ledger.peak,
+        peak=tracker.peak,
         allocated=worst.allocated + additional_bytes,
         argument=worst.argument + additional_bytes,
-        ledger=ledger,
+        tracker=tracker,
     )
 
 
@@ -123,16 +128,21 @@ def compile_step(program: Program, target: Target, limit: int | None) -> Compile
     is_lower = limit is not None and limit < (target.limit_bytes or 0)
     mib = limit >> 20 if limit is not None and is_lower else None
     step = compile_programs(target, mib, program.backend.dry_run_step, "the training step")
-    if step.ledger is None:
+    if step.tracker is None:
         return replace(step, host_temp=0)
     offloaded = program.layout.bytes_per_device(memory_kind="pinned_host")
-    return replace(step, host_temp=step.ledger.host_peak - offloaded)
+    return replace(step, host_temp=step.tracker.host_peak - offloaded)
 
 
-def name_peak_buffers(program: Program, ledger: MemoryTracker) -> list[NamedBuffer]:
-    """Return the buffers alive at the peak: arrays kept between programs, and the running program's temporaries."""
-    assert ledger.worst is not None
-    compiled, alive = ledger.worst
+def name_peak_buffers(program: Program, tracker: MemoryTracker) -> list[NamedBuffer]:
+    """Return the buffers alive at the peak: arrays kept between programs, and the running program's temporaries.
+
+    Args:
+        program: the program to train with.
+        tracker: memory tracker of a dry run of its step.
+    """
+    assert tracker.worst is not None
+    compiled, alive = tracker.worst
     named_buffers = []
     for label, kind, size in alive:
         if kind == "device":
@@ -151,20 +161,20 @@ def _name_array(label: str) -> tuple[str, str]:
         name = re.sub("/(first|stack)/[0-9]+/", r"/\1/", path)
         return name, REPORT_GROUPS.get(path.split("/", 1)[0], "batch")
     if _GRADIENTS.match(label):
-        return "gradients that wait", "gradients"
+        return "gradients waiting for the update", "gradients"
     if match := _UPDATED.match(label):
         groups = ("parameters", "optimizer_state", "ema")
-        return "what was updated", groups[int(match[1])]
+        return "updated arrays", groups[int(match[1])]
     if match := _FETCHED.match(label):
         return f"{match[1]} from the host", _LABEL_GROUPS.get(match[1], "parameters")
     return label.split("/", 1)[0], "activations"
 
 
-def sum_transfers(ledger: MemoryTracker) -> dict[str, Any]:
+def sum_transfers(tracker: MemoryTracker) -> dict[str, Any]:
     """Return the report keys that sum over all calls: collective bytes by kind, and bytes between host and device."""
     collective: Counter[str] = Counter()
-    for call in ledger.calls:
+    for call in tracker.calls:
         # A program that is called several times counts each time.
         if call.about.buffers is not None:
             collective.update(call.about.buffers.module.collective_bytes())
-    return {"collective_bytes": dict(collective), "host_transfer_bytes": ledger.moved}
+    return {"collective_bytes": dict(collective), "host_transfer_bytes": tracker.moved}

@@ -1,7 +1,7 @@
 """Analytical estimate of a training step's memory and work: half a second instead of minutes, no device or compiler.
 
 The state is exact: it comes from the layout. The rest is estimated by tracing one device's share of the forward and
-backward pass (`local_step`) and walking it under the fusions that XLA makes (`liveness`). No number is fitted.
+backward pass (`device_trace`) and walking it under the fusions that XLA makes (`liveness`). No number is fitted.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def estimate(
         experiment: the experiment to train.
         sizes: {mesh axis: size}, from `experiment.mesh.resolve(num_devices)`.
         spec: the accelerator in use.
-        trace_fn: function that traces like `local_step.trace`, or returns a cached trace.
+        trace_fn: function that traces like `device_trace.trace`, or returns a cached trace.
 
     Raises:
         ValueError: a mesh axis does not divide the dimension that it shards, or the batch.
@@ -93,8 +93,8 @@ def estimate(
         host_breakdown["activations"] = backward_pass.find_peak_bytes(in_host_memory=True).total()
     backward = backward_bytes(backward_pass)
     update = update_bytes(split_experiment, layout, spec, sum(breakdown.values()))
-    # The peak is in the backward pass or in the update, whichever holds more: the backward pass is
-    # over when the update begins.
+    # The peak is in the backward pass or in the update, whichever holds more: the backward pass is over when the update
+    # begins.
     for group, size in max(backward, update, key=Counter.total).items():
         breakdown[group] += size
     step_flops = _flops(experiment, sizes, backward_pass.traced)
@@ -163,7 +163,8 @@ def _flops(experiment: Experiment, sizes: dict[str, int], traced: ClosedJaxpr) -
     num_devices = math.prod(sizes.values())
     total = microbatch.flops * num_devices * learner.accumulate
     if learner.clip is not None and learner.clip_mode == "two_pass" and experiment.memory.traits.updates_in_backward:
-        # The first update needs the norm of all gradients, but gradients are not kept, so the passes run twice.
+        # The first update needs the norm of all gradients, but each gradient is freed after its update, so the passes
+        # run twice.
         tokens = data.global_batch_size * data.seq_len
         total += total - round(experiment.model.forward_flops_per_token(data.seq_len) * tokens)
     return FlopCount(total, microbatch.uncounted_loops)

@@ -25,6 +25,10 @@ _LIBRARY = Path(__file__).parents[2]
 def build_mesh(call: FunctionCall, target: Target) -> Mesh:
     """Return the mesh of the target's devices.
 
+    Args:
+        call: the user's call.
+        target: the machine to plan for.
+
     Raises:
         ValueError: the product of the axis sizes is not the number of devices.
     """
@@ -35,7 +39,7 @@ def build_mesh(call: FunctionCall, target: Target) -> Mesh:
         sizes = dict(call.mesh)
     if math.prod(sizes.values()) != target.num_devices:
         product = " * ".join(f"{axis}={size}" for axis, size in sizes.items())
-        raise ValueError(f"mesh: {product} is not the {target.num_devices} devices of {target.name}")
+        raise ValueError(f"mesh: {product} does not match the {target.num_devices} devices of {target.name}")
     devices = target.devices()
     if isinstance(call.mesh, Mesh) and call.mesh.devices.flat[0].device_kind == devices[0].device_kind:
         # Keep the caller's device order; the function may also have closed over this mesh.
@@ -76,11 +80,17 @@ def make_traceable(call: FunctionCall) -> tuple[list[Any], Callable[..., Any]]:
 
 
 def place_arguments(call: FunctionCall, dynamic: list[Any], mesh: Mesh) -> list[Any]:
-    """Return the arguments as abstract arrays on the devices of the mesh."""
+    """Return the arguments as abstract arrays on the devices of the mesh.
+
+    Args:
+        call: the user's call.
+        dynamic: its arguments, with None for leaves that are not arrays.
+        mesh: mesh of the target's devices.
+    """
     if call.shardings is None:
         return [_apply_leaf_shardings(one, mesh) for one in dynamic]
     if len(call.shardings) != len(dynamic):
-        raise ValueError(f"shardings: {len(call.shardings)} of them for {len(dynamic)} arguments")
+        raise ValueError(f"shardings: expected one per argument ({len(dynamic)}), given {len(call.shardings)}")
     placed = []
     for position, (specs, argument) in enumerate(zip(call.shardings, dynamic, strict=True)):
         if specs is None:
@@ -99,6 +109,10 @@ def place_jitted_arguments(call: FunctionCall, mesh: Mesh) -> list[Any]:
 
     Other leaves stay as they are, because they may be static. On the caller's own mesh, arrays without a sharding leave
     the choice to the function.
+
+    Args:
+        call: the user's call.
+        mesh: mesh of the target's devices.
     """
     if call.shardings is not None:
         return place_arguments(call, list(call.arguments), mesh)
@@ -142,7 +156,7 @@ def _sharding(spec: Any, mesh: Mesh) -> NamedSharding:
     unknown = sorted(axes - set(mesh.axis_names))
     if unknown:
         raise ValueError(
-            f"a sharding is by {', '.join(unknown)}, and the mesh has the axes {', '.join(mesh.axis_names)}"
+            f"a sharding uses {', '.join(unknown)}, but the axes of the mesh are {', '.join(mesh.axis_names)}"
         )
     return NamedSharding(mesh, spec, memory_kind=memory_kind)
 
@@ -163,7 +177,13 @@ def _abstract_array(leaf: Any, sharding: NamedSharding | None) -> jax.ShapeDtype
 
 
 def host_bytes(placed: list[Any], out_shardings: Any, traced: jax.stages.Traced) -> HostBytes:
-    """Return the bytes of arguments and results that are in host memory, per device."""
+    """Return the bytes of arguments and results that are in host memory, per device.
+
+    Args:
+        placed: arguments as abstract arrays.
+        out_shardings: tree of the results' shardings, or a prefix of it.
+        traced: the traced function.
+    """
     return HostBytes(
         arguments=sum(map(_bytes_on_host, placed)),
         results=_result_bytes_on_host(out_shardings, traced.out_info),

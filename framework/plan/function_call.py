@@ -81,7 +81,7 @@ class FunctionCall:
         for which in self.donate:
             if isinstance(which, str) and which not in self.argument_names:
                 raise ValueError(
-                    f"donate: {self.title} has no argument {which!r}, but: {', '.join(self.argument_names)}"
+                    f"donate: {self.title} has no argument {which!r}; its arguments: {', '.join(self.argument_names)}"
                 )
             position = self.argument_names.index(which) if isinstance(which, str) else which
             if not 0 <= position < len(self.arguments):

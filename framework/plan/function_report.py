@@ -66,14 +66,11 @@ def plan_call(call: FunctionCall, target: Target, limit: int | None) -> Report:
             reason = function_arguments.reason_and_line(error)
             raise ValueError(f"{call.title} cannot be traced: {reason}") from error
     offloaded = function_arguments.host_bytes(placed, out_shardings, traced)
+    # A limit is passed to the compiler only if it is below the target's own, which the compiler knows.
+    mib = limit >> 20 if limit is not None and limit < (target.limit_bytes or 0) else None
     with phase(f"compiling {call.title} for {target.name}"):
-        compiled = compile_for(lowered, target.platform, offloaded, _mib(limit, target), call.compiler_options)
+        compiled = compile_for(lowered, target.platform, offloaded, mib, call.compiler_options)
     return _report(call, target, limit, mesh, compiled, flops(traced.jaxpr), offloaded)
-
-
-def _mib(limit: int | None, target: Target) -> int | None:
-    """Return the memory limit in MiB to pass to the compiler; None unless it is below the target's own limit."""
-    return limit >> 20 if limit is not None and limit < (target.limit_bytes or 0) else None
 
 
 def _report(
@@ -146,11 +143,13 @@ def name_peak_buffers(buffers: Buffers) -> list[NamedBuffer]:
     for name, size in buffers.parameters.items():
         path = module.parameters.get(name, "") or name
         array = arrays(module.instructions[name].type)[0] if name in module.instructions else ""
-        named_buffers.append(NamedBuffer(path, _root(path), size, str(array)))
+        # The group is the argument name: params for params['layer']['weight'].
+        argument = re.split(r"[\[.]", path, maxsplit=1)[0]
+        named_buffers.append(NamedBuffer(path, argument, size, str(array)))
     for block in buffers.blocks:
         named_buffers.append(_name_temporary(buffers, block))
     if buffers.output_bytes:
-        named_buffers.append(NamedBuffer("results that take no argument's place", RESULTS, buffers.output_bytes, ""))
+        named_buffers.append(NamedBuffer("results that reuse no argument's memory", RESULTS, buffers.output_bytes, ""))
     return sorted(named_buffers, key=lambda buffer: -buffer.bytes)
 
 
@@ -166,8 +165,3 @@ def _name_temporary(buffers: Buffers, block: PeakBlock) -> NamedBuffer:
         else describe_clearest_operation(list_writer_names(module, values)) or block.values[0].name
     )
     return NamedBuffer(name, TEMPORARIES, block.size, shape)
-
-
-def _root(path: str) -> str:
-    """Return the argument name at the start of a path: params for params['layer']['weight']."""
-    return re.split(r"[\[.]", path, maxsplit=1)[0]

@@ -72,11 +72,16 @@ def find_architecture(spec: AcceleratorSpec, cuda: int | None) -> Architecture:
     for architecture in known[capabilities.index(spec.compute_capability) :]:
         if cuda is None or architecture.last_cuda is None or cuda <= architecture.last_cuda:
             return architecture
-    raise ValueError(f"{spec.name}: CUDA {cuda} compiles for no architecture of {', '.join(capabilities)}")
+    raise ValueError(f"{spec.name}: CUDA {cuda} does not compile for any of {', '.join(capabilities)}")
 
 
 def architecture_note(spec: AcceleratorSpec, cuda: int | None) -> str:
-    """Return the report's note on a substituted architecture; empty if the program was compiled for the GPU's own."""
+    """Return the report's note on a substituted architecture; empty if the program was compiled for the GPU's own.
+
+    Args:
+        spec: the GPU.
+        cuda: CUDA toolkit version that compiles; None means any.
+    """
     architecture = find_architecture(spec, cuda)
     if architecture.capability == spec.compute_capability:
         return ""
@@ -101,7 +106,7 @@ def gpu_description(spec: AcceleratorSpec, cuda: int | None = None) -> str:
     missing_names = [name for name, figure in figures.items() if figure is None]
     if missing_names:
         raise ValueError(
-            f"{spec.name}: no compiler description, as {', '.join(missing_names)} is not known; "
+            f"{spec.name}: no compiler description, because {', '.join(missing_names)} is unknown; "
             "plimsoll plan --estimate needs none"
         )
     architecture = find_architecture(spec, cuda)

@@ -43,9 +43,8 @@ def note_ragged_products(model: Chain, platform: str) -> list[str]:
     layers = [layer for stack in model.stacks.values() for layer in stack.pattern.walk() if isinstance(layer, Experts)]
     if not any(experts.implementation == "ragged" and experts.capacity is None for experts in layers):
         return []
-    begins = "for the gradient of the weights XLA for TPU" if platform == "tpu" else f"XLA for {platform.upper()}"
+    compiler = "for the gradient of the weights XLA for TPU" if platform == "tpu" else f"XLA for {platform.upper()}"
     return [
-        "the closed form counts the experts' products as grouped kernels compute them; experts.implementation = ragged "
-        f"takes more memory and time, as {begins} multiplies all rows with all experts; expected auto, or a plan "
-        "without --estimate"
+        "the estimate assumes grouped kernels for the experts' products; experts.implementation = ragged needs more "
+        f"memory and time, because {compiler} multiplies all rows with all experts; use auto or plan without --estimate"
     ]

@@ -36,9 +36,9 @@ def check_host(program: Program, platform: str | None = None) -> None:
         # Activations are not part of the layout.
         estimate = estimate_for_target(program.experiment, resolve("local"))
         offloaded_bytes["activations"] = estimate.host_breakdown["activations"]
-    companion = program.experiment.companion
-    if companion is not None:
-        offloaded_bytes["companion"] = companion.host_bytes(program)
+    batch_transform = program.experiment.companion
+    if batch_transform is not None:
+        offloaded_bytes["batch transform"] = batch_transform.host_bytes(program)
     count = len(program.mesh.local_devices)
     need = count * sum(offloaded_bytes.values())
     machine = get_machine_memory_bytes()
@@ -48,8 +48,8 @@ def check_host(program: Program, platform: str | None = None) -> None:
     if need > machine:
         error = DoesNotFitError
         why = (
-            f"this machine has {human_bytes(machine)}; a larger mesh.fsdp, learner.moment_dtype=bfloat16, "
-            "or fewer layers (as in pinned_host:8) or device for one of memory.* needs less"
+            f"this machine has {human_bytes(machine)}; increase mesh.fsdp, set learner.moment_dtype=bfloat16, or "
+            "offload fewer layers (memory.FIELD=pinned_host:8) or none (memory.FIELD=device)"
         )
     elif need > pinned:
         why = (
@@ -58,4 +58,4 @@ def check_host(program: Program, platform: str | None = None) -> None:
     else:
         return
     parts = ", ".join(f"{name} {human_bytes(count * size)}" for name, size in offloaded_bytes.items() if size)
-    raise error(f"config.memory puts {human_bytes(need)} into host memory ({parts}), and {why}")
+    raise error(f"config.memory offloads {human_bytes(need)} to host memory ({parts}), but {why}")

@@ -1,4 +1,4 @@
-"""Reads facts off a program before it is compiled: its matrix-product FLOPs, and parameters without a gradient."""
+"""Analyzes a program before it is compiled: its matrix-product FLOPs, and parameters without a gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plimsoll.framework.plan.grouped_products import count_grouped_flops
 class FlopCount(NamedTuple):
     """Matrix-product FLOPs over all devices; a multiply-add counts 2.
 
-    Args:
+    Attributes:
         flops: number of floating-point operations.
         uncounted_loops: number of loops around matrix products whose trip count depends on data; each is counted as one
             iteration.
@@ -42,12 +42,12 @@ def sum_flops(calls: Iterable[ClosedJaxpr]) -> FlopCount:
     """Return the sum of `flops` over calls of programs; a program that is called several times counts each time."""
     # Calls of one program share a jaxpr, which is walked only once.
     counts: dict[int, FlopCount] = {}
-    counts_of_calls = []
+    call_counts = []
     for jaxpr in calls:
         if id(jaxpr) not in counts:
             counts[id(jaxpr)] = flops(jaxpr)
-        counts_of_calls.append(counts[id(jaxpr)])
-    return _sum(counts_of_calls)
+        call_counts.append(counts[id(jaxpr)])
+    return _sum(call_counts)
 
 
 def _sum(counts: Iterable[FlopCount]) -> FlopCount:
@@ -174,8 +174,13 @@ def find_zero_gradients(loss: Callable[..., jax.Array], params: Any, *inputs: An
 
     That is the case if no derivative reaches the leaf, for example behind a `stop_gradient`.
 
-    JAX's dead-code elimination tells which tangents the derivative does not depend on. It ignores values: a factor of
+    JAX's dead-code elimination finds which tangents the derivative does not depend on. It ignores values: a factor of
     zero still counts as a dependency. So a zero gradient may be missed, but never reported falsely.
+
+    Args:
+        loss: function that returns a scalar.
+        params: tree of arrays or abstract arrays.
+        *inputs: further arguments of `loss`.
     """
 
     def derivative(tangents: Any, params: Any, *inputs: Any) -> jax.Array:

@@ -46,7 +46,7 @@ def _nbytes(aval: Any) -> int:
 class CompilerRules:
     """The differences between compilers, and the arrays to count.
 
-    Args:
+    Attributes:
         costly: elementwise operations that are computed once and stored if several others read the result.
         late_reduction: reduce-scatters run after the rest of a loop's body, so their operands stay alive until its end.
         early_zeros: the buffers that scatters and loops write into are filled with zeros before anything else runs.
@@ -242,8 +242,8 @@ class _Program:
             storing_names = reader_names.intersection(_STORED)
             value.stored = bool(storing_names) or value in outputs or end in value.readers
             if not roots and value.made_at >= 0:
-                # A constant is written directly where it is needed: into the carry of a loop, or
-                # into the buffer that a scatter updates.
+                # A constant is written directly where it is needed: into the carry of a loop, or into the buffer that a
+                # scatter updates.
                 free_names = {"scan"} if self.rules.early_zeros else {"scan", "scatter-add"}
                 value.stored = bool(storing_names - free_names)
             elif len(set(value.readers)) > 1 and value.made_at >= 0:

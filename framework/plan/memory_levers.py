@@ -52,18 +52,18 @@ def _all_levers(report: Report) -> Iterator[Lever]:
     streamed = _select_schedule(in_effect, report["platform"])
     if in_effect["memory.optimizer_state"] == "device":
         offload = (("memory.optimizer_state", "pinned_host"),)
-        yield Lever("optimizer_state", offload, "moves optimizer state to the host")
-        yield Lever("ema", offload, "moves averages to the host")
+        yield Lever("optimizer_state", offload, "offloads optimizer state to the host")
+        yield Lever("ema", offload, "offloads averages to the host")
         if streamed:
-            effect = "moves it to the host, and back a piece at a time for the update"
+            effect = "offloads it to the host; the update fetches one chunk at a time"
             yield Lever("optimizer_state", (*offload, *streamed), effect)
     elif streamed:
-        yield Lever("optimizer_state", streamed, "brings a piece at a time to the device for the update")
+        yield Lever("optimizer_state", streamed, "the update fetches one chunk at a time")
     offloadable_groups = {
-        "gradients": ("memory.gradients", "moves gradients to the host"),
-        "parameters": ("memory.parameters", "moves weights to the host; a layer's come when it computes"),
-        "frozen": ("memory.parameters", "moves weights to the host; a layer's come when it computes"),
-        "activations": ("memory.activations", "moves what is kept of each layer to the host"),
+        "gradients": ("memory.gradients", "offloads gradients to the host"),
+        "parameters": ("memory.parameters", "offloads weights to the host; fetches one layer at a time"),
+        "frozen": ("memory.parameters", "offloads weights to the host; fetches one layer at a time"),
+        "activations": ("memory.activations", "offloads each layer's saved activations to the host"),
     }
     for group, (path, effect) in offloadable_groups.items():
         if in_effect[path] == "device":
@@ -76,11 +76,13 @@ def _all_levers(report: Report) -> Iterator[Lever]:
 def _recompute_levers(in_effect: dict[str, Any]) -> Iterator[Lever]:
     remat = in_effect["memory.remat"]
     if remat == "none":
-        yield Lever("activations", (("memory.remat", "dots"),), "shrinks activations: recomputes all but products")
+        yield Lever(
+            "activations", (("memory.remat", "dots"),), "shrinks activations: recomputes all but matrix products"
+        )
     if remat in ("none", "dots"):
         yield Lever("activations", (("memory.remat", "full"),), "shrinks activations to each layer's input")
     if remat == "full":
-        yield Lever("activations", (("memory.remat", "sqrt"),), "keeps the inputs of groups of layers alone")
+        yield Lever("activations", (("memory.remat", "sqrt"),), "saves only the inputs of groups of layers")
     count = 2 * in_effect["learner.accumulate"]
     if count <= in_effect["data.global_batch_size"]:
         yield Lever("activations", (("learner.accumulate", count),), f"{count} microbatches, one after the other")
@@ -111,7 +113,7 @@ def estimate_levers(
     present_peak = report["estimate"]["device_peak_bytes"]
     start = time.monotonic()
     helpful: list[Lever] = []
-    with phase("trying what moves each group", patience=SHORT):
+    with phase("trying settings that shrink each group", patience=SHORT):
         for lever in candidates:
             if time.monotonic() - start > seconds:
                 break

@@ -14,6 +14,7 @@ BREAKDOWN_KEYS: tuple[str, ...] = (
     *("parameters", "frozen", "buffers", "gradients", "optimizer_state"),
     *("ema", "batch", "activations", "other"),
 )
+# Rows of the table of largest buffers; the JSON report has more.
 _LINES = 12
 
 
@@ -28,7 +29,7 @@ def verdict(report: Report) -> str:
             note = f" ({phase} needs the most)"
             break
     if limit is None:
-        return f"needs {human_bytes(need)} per device; the limit is not known{note}"
+        return f"needs {human_bytes(need)} per device; the limit is unknown{note}"
     difference = human_bytes(abs(limit - need))
     spare = f"{difference} to spare" if limit >= need else f"{difference} too much"
     fits = "fits" if report["fits"] else "DOES NOT FIT"
@@ -39,14 +40,16 @@ def sections(report: Report) -> list[TableSection]:
     """Return the tables that describe one plan."""
     untrained = [[leaf["path"], human_bytes(leaf["bytes"])] for leaf in report["zero_gradients"]]
     fitting = [[suggestion["setting"], needs_text(suggestion)] for suggestion in report["suggestions"]]
+    # A report on a user's function names it as its subject.
+    subject = report.get("subject", "the training step")
     possible_sections = [
         TableSection("plan", _about(report)),
-        TableSection(f"per device, at the instant of {_subject(report)}'s peak", _breakdown(report), numbers=True),
+        TableSection(f"per device, at the peak of {subject}", _breakdown(report), numbers=True),
         TableSection("largest buffers", _largest(report)),
         TableSection("phases, per device", _phases(report), numbers=True),
         TableSection("work", _work(report)),
         TableSection("time, estimated", _time(report), numbers=False),
-        TableSection("never trained: the gradient is zero whatever the data (freeze them by a rule)", untrained),
+        TableSection("never trained: the gradient is zero for all data (freeze these with a rule)", untrained),
         TableSection("would fit", fitting),
     ]
     return [section for section in possible_sections if section.rows]
@@ -58,11 +61,6 @@ def time_cells(report: Report) -> list[str]:
     return [human_duration(time["seconds"]), time["bound_by"]] if time else ["-", "-"]
 
 
-def _subject(report: Report) -> str:
-    """Return the name of what was compiled: the training step, or a user's function."""
-    return report.get("subject", "the training step")
-
-
 def needs_text(suggestion: Report) -> str:
     """Return the memory that a suggested setting needs, and whether it was compiled or only estimated."""
     size = human_bytes(suggestion["device_peak_bytes"])
@@ -70,7 +68,7 @@ def needs_text(suggestion: Report) -> str:
 
 
 def _breakdown(report: Report) -> list[list[str]]:
-    rows = [["", "device", "", "its host"]]
+    rows = [["", "device", "", "host"]]
     peak = report["device_peak_bytes"]
     parts = []
     for key, size in report["breakdown"].items():
@@ -98,7 +96,7 @@ def _phases(report: Report) -> list[list[str]]:
     """Return the rows of the phases under a header; [] if there are no phases, so that the section is left out."""
     if not report["phases"]:
         return []
-    rows = [["", "device", "its host"]]
+    rows = [["", "device", "host"]]
     for name, phase in report["phases"].items():
         rows.append([name, human_bytes(phase["device_peak_bytes"]), human_bytes(phase["host_peak_bytes"])])
     return rows
@@ -113,25 +111,25 @@ def _about(report: Report) -> list[list[str]]:
         ["verdict", verdict(report)],
     ]
     if report["message"]:
-        rows.append(["the compiler says", report["message"]])
+        rows.append(["compiler error", report["message"]])
     host_bytes = report["host_process_bytes"]
     if host_bytes:
         limit = report["host_limit_bytes"]
         of_limit = f" of {human_bytes(limit)}" if limit else ""
-        rows.append(["memory of a host", human_bytes(host_bytes) + of_limit])
+        rows.append(["host memory", human_bytes(host_bytes) + of_limit])
     for note in report["notes"]:
         rows.append(["note", note])
     if report["estimated"]:
-        rows.append(["from", "the closed form; without --estimate it is compiled"])
+        rows.append(["method", "estimate; without --estimate, the step is compiled"])
     elif report.get("estimate", {}).get("error") is not None:
-        rows.append(["closed form", _error_text(report)])
+        rows.append(["estimate", _error_text(report)])
     return rows
 
 
 def _error_text(report: Report) -> str:
     """Return the analytical estimate and its difference from the compiled peak, as text."""
     estimate = report["estimate"]
-    compiled = f"the {human_bytes(report['device_peak_bytes'])} that are alive at the peak, packing apart"
+    compiled = f"the {human_bytes(report['device_peak_bytes'])} alive at the peak, without packing gaps"
     direction = "more" if estimate["error"] > 0 else "less"
     percentage = f"{100 * abs(estimate['error']):.1f}%"
     return f"{human_bytes(estimate['device_peak_bytes'])}, {percentage} {direction} than {compiled}"
@@ -142,7 +140,7 @@ def _work(report: Report) -> list[list[str]]:
     rows = [[f"FLOPs per {unit}", f"{human_count(report['flops_per_step'])}, all devices"]]
     # A user's function has no tokens.
     if "flops_per_token" in report:
-        model_flops = f"({human_count(report['model_flops_per_token'])} of the model's own)"
+        model_flops = f"({human_count(report['model_flops_per_token'])} model FLOPs)"
         rows.append([f"FLOPs per {report['item']}", f"{human_count(report['flops_per_token'])} {model_flops}"])
     if report["collective_bytes"]:
         parts = [f"{kind} {human_bytes(size)}" for kind, size in sorted(report["collective_bytes"].items())]
@@ -171,9 +169,9 @@ def _time(report: Report) -> list[list[str]]:
         # Parts below 0.1% of the step are left out here; the JSON report has them.
         if part_seconds > seconds / 1000:
             share = f"{100 * part_seconds / seconds:.1f}%"
-            bounds = ", what bounds it most" if name == time["bound_by"] else ""
+            bounds = ", the largest part" if name == time["bound_by"] else ""
             rows.append([name, f"{human_duration(part_seconds)}, {share}{bounds}"])
-    return [*rows, ["by", time["basis"]]]
+    return [*rows, ["method", time["basis"]]]
 
 
 def comparison(reports: Sequence[Report]) -> TableSection:

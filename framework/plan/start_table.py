@@ -75,5 +75,5 @@ def _describe_run_length(program: Program, starts_at: str, *, has_data: bool) ->
             row = "learning rate" if label == DEFAULT else f"learning rate ({label})"
             rows[row] = rate_course(rate, steps)
     if starts_at:
-        rows["begins at"] = starts_at
+        rows["starts at"] = starts_at
     return rows

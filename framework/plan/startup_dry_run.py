@@ -24,7 +24,7 @@ from plimsoll.framework.terminal.tables import TableSection, human_bytes, render
 
 
 def dry_run(name: str, config: Config, experiment: Experiment, target: Target, folder: Path, limit: int | None) -> bool:
-    """Start a run for a target, print what its processes do, and compile its step.
+    """Start a run for a target, print the work of its processes, and compile its step.
 
     Args:
         name: name of the config.
@@ -67,7 +67,7 @@ def dry_run(name: str, config: Config, experiment: Experiment, target: Target, f
 
 
 def process_table(program: Program) -> TableSection:
-    """Return the table of what each process reads and writes."""
+    """Return the table of the rows that each process reads and the bytes that it writes."""
     device_counts = Counter(device.process_index for device in program.mesh.devices.flat)
     rows_by_process = assign_rows(program)
     written_by_process, chunks = count_written_bytes(program)
@@ -75,18 +75,18 @@ def process_table(program: Program) -> TableSection:
     for rows in rows_by_process.values():
         reader_counts.update(rows.tolist())
     readers = _format_range(reader_counts.values())
-    different_sets = {rows.tobytes() for rows in rows_by_process.values()}
+    distinct_sets = {rows.tobytes() for rows in rows_by_process.values()}
     row_counts = _format_range(map(len, rows_by_process.values()))
-    share = f"{row_counts} of {program.experiment.data.global_batch_size} rows for each process"
-    sets = f"{len(different_sets)} different sets"
+    share = f"{row_counts} of {program.experiment.data.global_batch_size} rows per process"
+    sets = f"{len(distinct_sets)} distinct sets"
     leaves = sum(leaf.group in program.checkpoint_layout.checkpoint_specs for leaf in program.checkpoint_layout)
     total = human_bytes(sum(written_by_process.values()))
     least = human_bytes(min(written_by_process.values()))
     most = human_bytes(max(written_by_process.values()))
     table = [
-        ("processes", f"{len(device_counts)}, of {_format_range(device_counts.values())} devices each"),
-        ("batch", f"{share}, {sets}; each row is read by {readers}: those whose devices hold it"),
-        ("checkpoint", f"{total} in {leaves} leaves, {chunks} pieces; each process writes {least} to {most}"),
+        ("processes", f"{len(device_counts)}, with {_format_range(device_counts.values())} devices each"),
+        ("batch", f"{share}, {sets}; processes that read each row: {readers}"),
+        ("checkpoint", f"{total} in {leaves} leaves, {chunks} chunks; each process writes {least} to {most}"),
     ]
     return TableSection("start", table)
 
@@ -108,7 +108,7 @@ def assign_rows(program: Program) -> dict[int, np.ndarray]:
         device_rows = blocks[block_index]
         expected.setdefault(device.process_index, set()).update(device_rows.tolist())
     row_sets = {process: set(rows.tolist()) for process, rows in rows_by_process.items()}
-    assert expected == row_sets, "rows are read by the wrong ones"
+    assert expected == row_sets, "a process reads rows that its devices do not hold, or lacks some that they hold"
     return rows_by_process
 
 
@@ -133,9 +133,9 @@ def count_written_bytes(program: Program) -> tuple[dict[int, int], int]:
             processes_by_shard.setdefault(shard, []).append(device.process_index)
         # Orbax does not split small arrays in host memory, because that may hang (its b/417243451).
         is_small = len(shard_shape) < 2 or int(np.prod(shard_shape)) % 1024 != 0 or shard_shape[-1] % 128 != 0
-        is_uncut = leaf.spec.memory_kind == "pinned_host" and is_small
+        is_whole = leaf.spec.memory_kind == "pinned_host" and is_small
         for replicas in processes_by_shard.values():
-            if is_uncut or not any(size % len(replicas) == 0 for size in shard_shape):
+            if is_whole or not any(size % len(replicas) == 0 for size in shard_shape):
                 replicas = replicas[:1]
             for process in replicas:
                 written_by_process[process] += leaf.bytes_per_device // len(replicas)

@@ -19,13 +19,18 @@ from plimsoll.framework.program.program import Program
 from plimsoll.framework.schedules.traits import SCHEDULES, find_offloading_schedule
 from plimsoll.framework.terminal.phases import SHORT, phase
 
-_Setting = tuple[str, Any]  # path and value
+# Path and value.
+_Setting = tuple[str, Any]
 # Settings that do not affect `least_bytes`, because they move neither state nor gradients.
 _MOVES_NO_STATE = ("memory.remat", "memory.activations", "learner.accumulate")
 
 
 def check_target(experiment: Experiment, target: Target) -> dict[str, int]:
     """Check that an experiment is valid for a target, and return {mesh axis: size}.
+
+    Args:
+        experiment: the experiment to train.
+        target: the machine to plan for.
 
     Raises:
         ValueError: the experiment is not valid for the target.
@@ -39,7 +44,15 @@ def check_target(experiment: Experiment, target: Target) -> dict[str, int]:
 
 
 def estimate_for_target(experiment: Experiment, target: Target) -> Estimate:
-    """Return the analytical estimate for a target; raises ValueError like `check_target`."""
+    """Return the analytical estimate for a target.
+
+    Args:
+        experiment: the experiment to train.
+        target: the machine to plan for.
+
+    Raises:
+        ValueError: the experiment is not valid for the target.
+    """
     return estimate(experiment, check_target(experiment, target), target.spec)
 
 
@@ -64,26 +77,31 @@ def suggestions(
         present: estimate of the current settings, if there is one already.
         seconds: time limit for compiling.
     """
-    # Scale the estimates so that they reproduce the peak of the current settings.
-    scale = _scale(present or estimate_for_target(config.instantiate(), target), peak)
+    present = present or estimate_for_target(config.instantiate(), target)
+    present_state = state_bytes(present)
+    # The factor for the bytes other than state that makes the estimate of the current settings match their peak.
+    scale = max(peak - present_state, 0) / max(present.peak_bytes - present_state, 1)
     start = time.monotonic()
     fitting: list[dict[str, Any]] = []
     least_by_placement: dict[frozenset[_Setting], int] = {}
     for choice in _choices(config, target.platform):
-        placement = _placement(choice)
+        # The settings that `least_bytes` depends on: if it exceeds the limit, no choice with these settings fits.
+        placement = frozenset(pair for pair in choice if pair[0] not in _MOVES_NO_STATE)
         if least_by_placement.get(placement, 0) > limit:
             continue
-        setting = _flags(choice)
+        setting = " ".join(f"--config.{path}={value}" for path, value in choice)
         try:
             with phase(f"trying {setting}", patience=SHORT):
                 experiment = _apply_settings(config, choice).instantiate()
                 least_by_placement[placement] = least_bytes(experiment, check_target(experiment, target))
                 if least_by_placement[placement] > limit:
                     continue
-                trial_peak = _scale_peak(estimate_for_target(experiment, target), scale)
+                need = estimate_for_target(experiment, target)
+                state = state_bytes(need)
+                trial_peak = int(state + scale * (need.peak_bytes - state))
                 compiled = trial_peak <= limit and time.monotonic() - start < seconds
                 if compiled:
-                    trial_peak = _get_compiled_peak(experiment, target, limit)
+                    trial_peak = compile_step(Program(experiment, target.devices()), target, limit).allocated
         except ValueError:
             # The batch does not divide into the microbatches, or the target does not support the schedule.
             continue
@@ -94,39 +112,12 @@ def suggestions(
     return fitting
 
 
-def _get_compiled_peak(experiment: Experiment, target: Target, limit: int) -> int:
-    """Return the bytes per device according to the compiler."""
-    program = Program(experiment, target.devices())
-    return compile_step(program, target, limit).allocated
-
-
-def _scale(need: Estimate, peak: int) -> float:
-    """Return the factor for the bytes other than state that makes an estimate match this peak."""
-    state = state_bytes(need)
-    return max(peak - state, 0) / max(need.peak_bytes - state, 1)
-
-
-def _flags(choice: list[_Setting]) -> str:
-    return " ".join(f"--config.{path}={value}" for path, value in choice)
-
-
-def _placement(choice: list[_Setting]) -> frozenset[_Setting]:
-    """Return the settings of a choice that `least_bytes` depends on."""
-    return frozenset(pair for pair in choice if pair[0] not in _MOVES_NO_STATE)
-
-
 def _apply_settings(config: Config, choice: list[_Setting]) -> Config:
     """Return a copy of the config with changed settings."""
     trial = config.copy()
     for path, value in sorted(choice):
         trial.set_path(path, value)
     return trial
-
-
-def _scale_peak(need: Estimate, scale: float) -> int:
-    """Return the peak of an estimate after scaling its bytes other than state."""
-    state = state_bytes(need)
-    return int(state + scale * (need.peak_bytes - state))
 
 
 def _choices(config: Config, platform: str) -> Iterator[list[_Setting]]:
@@ -171,7 +162,7 @@ def _choices(config: Config, platform: str) -> Iterator[list[_Setting]]:
         yield [*offload_all, *sharded]
         for microbatch in microbatches:
             yield [*offload_all, *sharded, microbatch]
-    # Splitting sequences is for the case that each device has only one left.
+    # Sharding along the sequence is for the case that each device has only one sequence left.
     split_sequences: list[_Setting] = [("mesh.fsdp", -1), ("mesh.seq", 2 * config.mesh.seq)]
     for microbatch in microbatches[:2]:
         yield [*offload_all, *split_sequences, microbatch]

@@ -71,4 +71,4 @@ def check_size(name: str, size: int, sizes: set[int], prefix: str) -> None:
         smaller = sorted(valid_size for valid_size in sizes if valid_size < size)
         larger = sorted(valid_size for valid_size in sizes if valid_size > size)
         neighbors = [f"{prefix}{valid_size}" for valid_size in smaller[-1:] + larger[:1]]
-        raise ValueError(f"target {name!r}: not a size; nearest: {', '.join(neighbors)}")
+        raise ValueError(f"target {name!r}: no such size; nearest: {', '.join(neighbors)}")

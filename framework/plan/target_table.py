@@ -7,11 +7,11 @@ from plimsoll.framework.terminal.tables import TableSection, human_bytes
 
 _HEADER = ["", "memory", "usable", "TFLOP/s", "GB/s", "links", "host", "planned by"]
 _LEGEND = [
-    ["TFLOP/s", "dense products of bfloat16; f16: of float16 alone; f32: of float32, where neither is known"],
+    ["TFLOP/s", "dense bfloat16 products; f16: float16, if bfloat16 is unknown; f32: float32, if both are unknown"],
     ["GB/s", "to and from device memory"],
-    ["links", "GB/s from other devices, one way; pair: over a bridge, which joins two cards"],
+    ["links", "GB/s from other devices, one way; pair: over a bridge that joins two cards"],
     ["host", "GB/s to or from the host's memory, one way"],
-    ["planned by", "the compiler that is here; estimate: plimsoll plan --estimate alone, which needs none"],
+    ["planned by", "the compiler installed here; estimate: none, only plimsoll plan --estimate works"],
     ["-", "not published"],
 ]
 
@@ -26,12 +26,12 @@ def sections() -> list[TableSection]:
             rows_by_platform[spec.platform].append(_row(spec))
             listed_names.add(spec.name)
     this_machine = [
-        ["cpu:8", "so many CPU devices, which share this machine's memory"],
+        ["cpu:8", "8 CPU devices, which share this machine's memory"],
         ["local", "the devices of this machine"],
     ]
     return [
         TableSection(
-            "TPUs: v5e-16, 2xv5e-256, tpu:v5e:2x4; each row is of one JAX device", rows_by_platform["tpu"], True
+            "TPUs: v5e-16, 2xv5e-256, tpu:v5e:2x4; each row describes one JAX device", rows_by_platform["tpu"], True
         ),
         TableSection("GPUs: h200, h200x8", rows_by_platform["gpu"], True),
         TableSection("this machine", this_machine),

@@ -96,14 +96,14 @@ class Target:
             with suppress(RuntimeError):
                 jax.config.update("jax_num_cpu_devices", self.num_devices)
             if len(jax.devices("cpu")) < self.num_devices:
-                raise ValueError(f"target {self.name}: JAX has started with {len(jax.devices('cpu'))} CPU devices")
+                raise ValueError(f"target {self.name}: JAX has started with only {len(jax.devices('cpu'))} CPU devices")
             return jax.devices("cpu")[: self.num_devices]
         on_gpu = self.platform == "gpu"
         if not installed_compiler(self.platform):
             compiler = "the CUDA plugin of JAX" if on_gpu else "libtpu"
             install = f"pip install -e '.[plan-{self.platform}]'"
             raise ValueError(
-                f"planning for {self.name} needs {compiler}: {install}; plimsoll plan --estimate needs none"
+                f"planning for {self.name} needs {compiler}: {install}; plimsoll plan --estimate needs no compiler"
             )
         # The CUDA plugin takes the topology as an option.
         topology = "" if on_gpu else f"{self.spec.name}:{self.topology}"

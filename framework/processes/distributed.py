@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from plimsoll.framework.processes.rendezvous import bind_host, wait_for_all
-from plimsoll.framework.terminal.native_output import leave_out_greetings
+from plimsoll.framework.terminal.native_output import drop_gloo_greetings
 from plimsoll.framework.terminal.phases import SHORT, phase
 
 PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -100,7 +100,7 @@ def detect(environment: Mapping[str, str], flags: Sequence[Any] = (None, None, N
         return None
     if task.address is None:
         advice = "set JAX_COORDINATOR_ADDRESS=HOST:PORT for all"
-        raise ValueError(f"{task.source} does not say where process 0 is; {advice}")
+        raise ValueError(f"{task.source} does not provide the address of process 0; {advice}")
     # Tasks that share a machine use one GPU each, unless the scheduler already makes only that GPU visible.
     local_device_ids = None
     visible_devices = environment.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
@@ -207,7 +207,7 @@ def initialize(cluster: Cluster | None, *, connect_seconds: float, heartbeat_sec
             with phase("waiting for the other hosts of the TPU slice", patience=SHORT):
                 jax.distributed.initialize(**times)
         return
-    leave_out_greetings()
+    drop_gloo_greetings()
     with phase(f"waiting for {cluster.num_processes} processes at {cluster.coordinator}", patience=SHORT):
         _join(cluster, connect_seconds, times)
 

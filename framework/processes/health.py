@@ -202,7 +202,7 @@ class Pulse:
         """
         where = f"in phase {self._goodput.phase!r}, after step {self._facts.get('step', 0)}"
         process = self._facts["process"]
-        message = f"process {process} has not moved for {limit:g} s (health.hang_seconds) {where}"
+        message = f"process {process} has made no progress for {limit:g} s (health.hang_seconds) {where}"
         print(f"error: {message}; the stacks of its threads:", file=sys.stderr, flush=True)
         stacks_path = self.path.with_suffix(".stacks.txt")
         with contextlib.suppress(OSError), open(stacks_path, "a") as file:
@@ -238,9 +238,9 @@ def identify_process(pid: int) -> str:
 def has_exited(facts: dict[str, Any]) -> bool:
     """Return whether the process that wrote the facts has ended; False if that cannot be determined from here."""
     known = str(facts.get("identity", ""))
-    own = identify_process(os.getpid())
-    is_of_this_machine = facts.get("host") == socket.gethostname()
-    if not known or not own or not is_of_this_machine or known.split()[0] != own.split()[0]:
+    this = identify_process(os.getpid())
+    is_same_host = facts.get("host") == socket.gethostname()
+    if not known or not this or not is_same_host or known.split()[0] != this.split()[0]:
         return False
     return identify_process(facts["pid"]) != known
 

@@ -278,12 +278,12 @@ class _Rendezvous:
         process_id = hello.process_id
         if hello.num_processes != self._num_processes:
             description = f"process {process_id} ({hello.description})"
-            return f"{description} counts {hello.num_processes} processes, and process 0 {self._num_processes}"
+            return f"{description} expects {hello.num_processes} processes, but process 0 expects {self._num_processes}"
         earlier = self.arrivals.get(process_id)
         # If the earlier connection is closed, the process was restarted.
         if earlier is not None and (earlier.connection is None or _is_open(earlier.connection)):
             pair = f"{earlier.description} and {hello.description}"
-            return f"two processes say that they are process {process_id}: {pair}"
+            return f"two processes claim to be process {process_id}: {pair}"
         return ""
 
     def _reject(self, connection: socket.socket) -> None:
@@ -311,13 +311,13 @@ def _describe_missing(rendezvous: _Rendezvous, num_processes: int, seconds: floa
         if _key():
             rejected += f", or without its {KEY}"
     contradiction = f"; {rendezvous.contradiction}" if rendezvous.contradiction else ""
-    return f"after {seconds:g} s, {count}: {missing}; there are {present}{contradiction}{rejected}"
+    return f"after {seconds:g} s, {count}: {missing}; arrived: {present}{contradiction}{rejected}"
 
 
 def _call(host: str, port: int, num_processes: int, process_id: int, seconds: float) -> None:
     """Identify this process to process 0, and wait for its answer."""
     deadline = time.monotonic() + seconds
-    problem = f"nobody answers at {host}:{port}"
+    problem = f"no answer from {host}:{port}"
     hello = _Hello(process_id, num_processes, _describe_process())
     while (remaining_seconds := deadline - time.monotonic()) > 0:
         try:
@@ -329,7 +329,7 @@ def _call(host: str, port: int, num_processes: int, process_id: int, seconds: fl
                 answer = _read_message(connection, answer_deadline)
         except OSError as error:
             answer = {}
-            problem = f"nobody answers at {host}:{port} ({error.strerror or error})"
+            problem = f"no answer from {host}:{port} ({error.strerror or error})"
         # Without an answer, process 0 is not up yet, or was restarted.
         if "problem" not in answer:
             time.sleep(0.05)
@@ -338,7 +338,7 @@ def _call(host: str, port: int, num_processes: int, process_id: int, seconds: fl
         else:
             return
     waiting = f"process {process_id} has waited for {seconds:g} s"
-    raise ProcessesMissingError(f"{waiting}: {problem}; is process 0 started?")
+    raise ProcessesMissingError(f"{waiting}: {problem}; has process 0 started?")
 
 
 def _describe_process() -> str:

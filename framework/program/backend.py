@@ -1,7 +1,8 @@
-"""Execution: the memory layout of a run's state, and the compiled programs that initialize, train and evaluate it.
+"""The base class of backends: the layout of a run's state, and the programs that initialize, train and evaluate it.
 
 There are two backends. `framework.program.jit_step` jits the step as one program over stacked weights, and
-`framework.program.per_layer_step` runs it layer by layer. `Program` chooses one, and other code does not depend on which.
+`framework.program.per_layer_step` runs it layer by layer. `Program` chooses one, and other code does not depend on
+which.
 """
 
 from __future__ import annotations
@@ -82,7 +83,12 @@ class StepBackend(ABC):
         return self.mesh.devices.flat[0].platform
 
     def compile_here(self, lowered: Any, offloaded: executables.HostBytes) -> CompiledProgram:
-        """Compile a lowered program for the mesh; returns it with the peak memory of one device in bytes."""
+        """Compile a lowered program for the mesh; return it with the peak memory of one device in bytes.
+
+        Args:
+            lowered: the jax.stages.Lowered of the program.
+            offloaded: bytes of its arguments and results in host memory.
+        """
         run = executables.compile_or_load(lowered, self.compiler_options)
         peak = executables.peak_bytes(run.memory_analysis(), self.platform, offloaded)
         return CompiledProgram(run, peak)
@@ -115,7 +121,7 @@ class StepBackend(ABC):
 
     @abstractmethod
     def with_layer(self, old: Nested, new: Nested, index: jax.Array) -> Nested:
-        """Write a layer's values into leaves of the running state, inside jit; see `Parts.place`.
+        """Write a layer's values into leaves of the running state, inside jit; see `StackParts.place`.
 
         Args:
             old: leaves [L, ...], or [1, ...] if a leaf holds one layer.
@@ -150,7 +156,13 @@ class StepBackend(ABC):
 
     @abstractmethod
     def evaluate(self, state: State, batch: Batch, group: str) -> Metrics:
-        """Return sums over a batch, with the weights of a group of the state, "parameter" or "ema"."""
+        """Return sums over a batch.
+
+        Args:
+            state: the training state; it is not modified.
+            batch: the batch as an evaluation sees it, on the devices.
+            group: the group of the state with the weights: "parameter" or "ema" (averages).
+        """
 
     # --- information about the programs -------------------------------------------------------------------------------
 
@@ -175,11 +187,11 @@ class StepBackend(ABC):
         """Do the same for the evaluation of a batch."""
 
     @abstractmethod
-    def step_jaxprs(self, ledger: MemoryTracker | None = None) -> list[ClosedJaxpr]:
+    def step_jaxprs(self, tracker: MemoryTracker | None = None) -> list[ClosedJaxpr]:
         """Return the jaxprs of a step, one for each program call.
 
         Args:
-            ledger: result of a step's dry run. Without it, the list is empty if only a dry run makes the calls.
+            tracker: result of a step's dry run. Without it, the list is empty if only a dry run makes the calls.
         """
 
     # --- checkpoint contents ------------------------------------------------------------------------------------------
@@ -201,7 +213,7 @@ class StepBackend(ABC):
 
     @property
     def bytes_through_host(self) -> int:
-        """Bytes of one device's memory that `restored` routes through host memory, to be split there."""
+        """Bytes of one device's memory that a restore routes through host memory, to be split there."""
         part_stages = {part.stage for part in self.parts.parts}
         total = 0
         for leaf in self.layout:

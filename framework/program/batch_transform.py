@@ -1,4 +1,4 @@
-"""Companion: a batch transform that adds arrays from an auxiliary model, or from the trained model itself.
+"""Batch transforms add arrays to a batch, from an auxiliary model or from the trained model itself.
 
 A reference adds the log-probabilities that preference losses compare with, a teacher adds its most likely tokens, and
 rollouts add the model's own answers and their rewards. The implementations are in `framework.batch_transforms`;
@@ -123,12 +123,15 @@ class BatchTransform:
         return ForwardCost()
 
     def dry_run(self, program: Any, compile: Compile) -> dict[str, MemoryTracker]:
-        """Compile the programs of `complete_batch` with `compile`, also for an absent machine.
+        """Compile the programs of `complete_batch`, also for an absent machine. Opens nothing.
 
-        Returns their memory by name.
+        Args:
+            program: program whose batches are completed.
+            compile: function that compiles a lowered program.
 
-        Opens nothing. The peak of a ledger is everything that a device holds at that time, including the training
-        state where it exists. Its `host_peak` counts the bytes in host memory that are not part of the state, such as
-        a reference's weights. `once` means that steps do not wait for it.
+        Returns:
+            Memory trackers by name. The peak of a tracker is everything that a device holds at that time, including the
+            training state where it exists. Its `host_peak` counts the bytes in host memory that are not part of the
+            state, such as a reference's weights. `once` means that steps do not wait for it.
         """
         return {}

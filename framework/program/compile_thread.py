@@ -13,7 +13,7 @@ from typing import Any
 
 from plimsoll.framework.terminal.phases import SHORT, phase
 
-INIT = "first values"
+INIT = "initialization"
 
 
 class CompileThread:

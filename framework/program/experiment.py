@@ -1,6 +1,6 @@
-"""Experiment: the root of every named config. It builds the parts and checks that they fit together.
+"""Experiment: the root of every named config. It builds the sections and checks that they fit together.
 
-Building one touches no device and no file, so a bad config fails before anything starts.
+Building an experiment touches no device and no file, so a bad config fails before anything starts.
 """
 
 from __future__ import annotations
@@ -113,12 +113,14 @@ class Experiment:
             self.companion.join(self)
 
     def check(self, mesh: Mesh | AbstractMesh, *, update_locality: bool = True) -> None:
-        """Raise ValueError, naming both numbers, if mesh, batch, model, memory and data do not fit together.
+        """Check that mesh, batch, model, memory and data fit together.
 
         Args:
-            mesh: mesh; only the sizes of its axes matter.
-            update_locality: whether to also check the update locality, that is, whether an optimizer mixes parameters. This may
-                take a second.
+            mesh: device mesh; only the sizes of its axes matter.
+            update_locality: whether to also check that no optimizer mixes parameters, which may take a second.
+
+        Raises:
+            ValueError: they do not fit; the error names both numbers.
         """
         self.model.check(mesh, self.data)
         if self.learner.scope == "model" and self.memory.traits.updates_in_chunks:
@@ -143,9 +145,9 @@ class Experiment:
             # A next-token loss would learn rejected answers as well as chosen ones.
             given = "None, the loss of next tokens" if objective is None else type(objective).__name__
             raise ValueError(
-                f"model.head.objective is {given}, which does not read {' and '.join(unread)} of the batches: data is "
-                "of sequences that were compared or judged; expected an objective that reads them "
-                "(DPO of pairs, KTO of judged answers), or other data"
+                f"model.head.objective is {given}, which does not read {' and '.join(unread)} of the batches: data has "
+                "preference labels; expected an objective that reads them (DPO of pairs, KTO of judged "
+                "answers), or other data"
             )
         if objective is None:
             return
@@ -153,8 +155,8 @@ class Experiment:
         if missing:
             raise ValueError(
                 f"model.head.objective is {type(objective).__name__}, which reads {', '.join(missing)} of a batch; "
-                f"data is a {type(self.data).__name__} that gives {', '.join(self.batch_arrays())}; "
-                f"expected other data, or a companion that adds them{self._describe_sources(missing)}"
+                f"data is a {type(self.data).__name__}, which provides {', '.join(self.batch_arrays())}; "
+                f"expected other data, or a batch transform that adds them{self._describe_sources(missing)}"
             )
 
     def _describe_sources(self, missing: Sequence[str]) -> str:
@@ -186,8 +188,8 @@ class Experiment:
             )
         if self.model.calibrates:
             raise ValueError(
-                "memory settings that differ by layer, with a model whose first batch sets first values: expected one "
-                "value for all layers"
+                "memory settings that differ by layer, with a model that is calibrated on its first batch: expected "
+                "one value for all layers"
             )
 
     def _check_batch(self, mesh: Mesh | AbstractMesh) -> None:
@@ -270,7 +272,17 @@ class Experiment:
 
 
 def _build_section(name: str, config: Config | Part, kind: type[Part], **late: Any) -> Part:
-    """Build a part from its config. Raises ConfigError if it is of another kind."""
+    """Build a section of the experiment from its config.
+
+    Args:
+        name: name of the section, for errors.
+        config: the section's config, or the finished object, which is returned unchanged.
+        kind: class that the section must have.
+        late: arguments that the config does not hold.
+
+    Raises:
+        ConfigError: the config builds an object of another class.
+    """
     if isinstance(config, kind):
         return config
     assert isinstance(config, Config)

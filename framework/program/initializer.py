@@ -148,10 +148,12 @@ class StateInitializer:
 
 
 def check_calibration_dtypes(model: Chain) -> None:
-    """Raise ValueError if a parameter is narrower than 32 bits in a model whose first batch determines values."""
+    """Raise ValueError if a model that is calibrated on its first batch has a parameter narrower than 32 bits."""
     for path, spec in flatten(model.parameter_specs()).items():
         if spec.dtype.itemsize < 4:
-            raise ValueError(f"{path} is {spec.dtype}; what a first batch decides is to be float32 (model.param_dtype)")
+            raise ValueError(
+                f"{path} is {spec.dtype}; parameters calibrated on the first batch must be float32 (model.param_dtype)"
+            )
 
 
 def _uncast(specs: Nested) -> Nested:

@@ -1,8 +1,7 @@
-"""Whole: one jitted program each for the step over stacked weights, for initialization and for evaluation."""
+"""The backend for schedules whose step is one program over stacked weights; so are initialization and evaluation."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -105,37 +104,37 @@ class JitStep(StepBackend):
         return self.jit(self.init_function(seed, given_paths), out_shardings=self.layout.shardings())
 
     def init(self, seed: int | None, given_paths: Collection[str]) -> State:
-        """See `Execution`."""
+        """See `StepBackend`."""
         initializer = None
         # The thread compiles initialization only for the config's seed and with no parameters given.
         if not given_paths and seed is None:
             initializer = self.ahead.program(INIT)
-        with phase("drawing the first values", patience=SHORT):
+        with phase("initializing the state", patience=SHORT):
             if initializer is None:
                 initializer = self.init_jit(seed, given_paths)
             return initializer()
 
     def with_layer(self, old: Nested, new: Nested, index: jax.Array) -> Nested:
-        """See `Execution`."""
+        """See `StepBackend`."""
         return write_layer(old, new, index)
 
     # --- programs that a thread compiles ------------------------------------------------------------------------------
 
     def begin_init(self) -> None:
-        """See `Execution`."""
+        """See `StepBackend`."""
         self.ahead.begin(INIT, lambda: self.init_jit().lower().compile())
 
     def begin_evaluation(self) -> None:
-        """See `Execution`."""
+        """See `StepBackend`."""
         groups = ["parameter"]
         if self.layout.specs["ema"]:
             groups.append("ema")
         for group in groups:
-            self.ahead.begin(get_evaluation_name(group), functools.partial(self._compile_evaluation, group))
+            self.ahead.begin(get_evaluation_name(group), lambda group=group: self._lower_evaluation(group).compile())
 
     @property
     def evaluation_was_requested(self) -> bool:
-        """See `Execution`."""
+        """See `StepBackend`."""
         return get_evaluation_name("parameter") in self.ahead
 
     # --- the step -----------------------------------------------------------------------------------------------------
@@ -173,12 +172,12 @@ class JitStep(StepBackend):
         return compile_or_load(lowered, self.compiler_options, what="the training step")
 
     def compile(self) -> None:
-        """See `Execution`."""
+        """See `StepBackend`."""
         # Reading the cached property compiles the step.
         self.compiled_step  # noqa: B018
 
     def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """See `Execution`."""
+        """See `StepBackend`."""
         return self.compiled_step(state, batch)
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
@@ -225,11 +224,8 @@ class JitStep(StepBackend):
         weights = [layout.abstract(layout.specs[name]) for name in (group, "frozen", "buffer")]
         return self._get_evaluation(group).lower(*weights, layout.abstract(self.rows.evaluation_specs))
 
-    def _compile_evaluation(self, group: str) -> Any:
-        return self._lower_evaluation(group).compile()
-
     def evaluate(self, state: State, batch: Batch, group: str) -> Metrics:
-        """See `Execution`."""
+        """See `StepBackend`."""
         evaluation = self.ahead.program(get_evaluation_name(group))
         if evaluation is None:
             evaluation = self._get_evaluation(group)
@@ -238,11 +234,11 @@ class JitStep(StepBackend):
     # --- information about the programs -------------------------------------------------------------------------------
 
     def executables(self) -> list[Any]:
-        """See `Execution`."""
+        """See `StepBackend`."""
         return [self.compiled_step]
 
     def peak_bytes(self) -> int:
-        """See `Execution`."""
+        """See `StepBackend`."""
         stats = self.compiled_step.memory_analysis()
         return peak_bytes(stats, self.platform, HostBytes.in_place(self._offloaded_bytes()))
 
@@ -251,28 +247,28 @@ class JitStep(StepBackend):
         return self.layout.bytes_per_device(memory_kind="pinned_host")
 
     def dry_run_init(self, compile: Compile) -> MemoryTracker:
-        """See `Execution`."""
+        """See `StepBackend`."""
         offloaded = HostBytes(results=self._offloaded_bytes())
         return _dry_run_program(self.init_jit().lower(), offloaded, compile)
 
     def dry_run_step(self, compile: Compile) -> MemoryTracker:
-        """See `Execution`."""
+        """See `StepBackend`."""
         offloaded = self._offloaded_bytes()
-        ledger = _dry_run_program(self.traced_step.lower(), HostBytes.in_place(offloaded), compile)
-        step = ledger.calls[0]
-        ledger.host_peak = offloaded + step.host_temp
+        tracker = _dry_run_program(self.traced_step.lower(), HostBytes.in_place(offloaded), compile)
+        step = tracker.calls[0]
+        tracker.host_peak = offloaded + step.host_temp
         # Each offloaded leaf is transferred in and out, even if the program's text does not name its memory space
         # (CPU, GPU).
-        ledger.moved = max(step.moved, 2 * offloaded)
-        return ledger
+        tracker.moved = max(step.moved, 2 * offloaded)
+        return tracker
 
     def dry_run_evaluation(self, compile: Compile) -> MemoryTracker:
-        """See `Execution`."""
+        """See `StepBackend`."""
         layout = self.layout
         offloaded = sum(layout.bytes_per_device(group, "pinned_host") for group in ("parameter", "frozen"))
         return _dry_run_program(self._lower_evaluation("parameter"), HostBytes(arguments=offloaded), compile)
 
-    def step_jaxprs(self, ledger: MemoryTracker | None = None) -> list[ClosedJaxpr]:
+    def step_jaxprs(self, tracker: MemoryTracker | None = None) -> list[ClosedJaxpr]:
         """Return the jaxpr of the step, which needs no dry run."""
         return [self.traced_step.jaxpr]
 
@@ -280,6 +276,6 @@ class JitStep(StepBackend):
 def _dry_run_program(lowered: Any, offloaded: HostBytes, compile: Compile) -> MemoryTracker:
     """Return the memory totals of one program that is called once."""
     program = compile(lowered, offloaded)
-    ledger = MemoryTracker()
-    ledger.count(program, program.peak)
-    return ledger
+    tracker = MemoryTracker()
+    tracker.count(program, program.peak)
+    return tracker

@@ -68,7 +68,7 @@ class TrainerOptions:
         if profile and (len(profile) != 2 or not 1 <= profile[0] <= profile[1]):
             raise ValueError(f"profile: expected [] or [first, last] with 1 <= first <= last, given {profile}")
         if max_steps is None and max_epochs is None:
-            raise ValueError("expected max_steps, max_epochs, or both: the run ends with what comes first")
+            raise ValueError("expected max_steps, max_epochs, or both: the run ends at whichever comes first")
         # `max_steps` is a property, which raises while the length of the epochs is unknown.
         self.known_steps = max_steps
         self.max_epochs = max_epochs
@@ -94,5 +94,5 @@ class TrainerOptions:
     @property
     def max_steps(self) -> int:
         """The last step of the run. `known_steps` is None until the data has determined the steps per epoch."""
-        assert self.known_steps is not None, "the data has yet to say how many steps max_epochs are"
+        assert self.known_steps is not None, "the number of steps in max_epochs is unknown until the data has been read"
         return self.known_steps

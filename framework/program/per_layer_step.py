@@ -1,7 +1,8 @@
-"""Layerwise: the state stores each layer of the stack as separate arrays, and a step runs many small programs.
+"""The backend of memory.update = layer_programs: a step runs many small programs, layer by layer.
 
-The programs of a step and of an evaluation are in `framework.schedules.layerwise`. Checkpoints hold whole stacks, so
-layers are stacked when saving and split again when restoring.
+The running state stores each layer of the stack as separate arrays. Checkpoints hold whole stacks, so layers are
+stacked when saving and split again when restoring. `framework.schedules.layerwise` has the programs of a step and of an
+evaluation.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class PerLayerStep(StepBackend):
     """Runs a step as small programs that Python calls layer by layer (memory.update = layer_programs).
 
     Args:
-        experiment, checkpoint_layout, rows, ahead, layout: see `Execution`; the thread has nothing to compile.
+        experiment, checkpoint_layout, rows, ahead, layout: see `StepBackend`; the thread has nothing to compile.
 
     Raises:
         ValueError: learner, memory or model require something that a per-layer step cannot provide.
@@ -53,7 +54,7 @@ class PerLayerStep(StepBackend):
 
     @staticmethod
     def get_stack_split(experiment: Experiment) -> StackParts:
-        """See `Execution`: the stack is split into single layers."""
+        """See `StepBackend`: the stack is split into single layers."""
         stages = list(experiment.model.stages)
         if [stage for stage in stages if stage != FIRST] != ["embed", STACK, "head"]:
             raise ValueError(
@@ -69,14 +70,14 @@ class PerLayerStep(StepBackend):
         return Programs(self.jit, self.compile_here, self.layout)
 
     def dry_run_init(self, compile: Compile, given_paths: Collection[str] = ()) -> MemoryTracker:
-        """See `Execution`; parameters in `given_paths` are zeros."""
+        """See `StepBackend`; parameters in `given_paths` are zeros."""
         self._init_programs.compile = compile
         words = TensorSpec((2,), "uint32")
         number = TensorSpec((), "int32")
         return self._init_programs.dry_run(lambda *args: self._init_params(given_paths, *args), words, number)
 
     def init(self, seed: int | None, given_paths: Collection[str]) -> State:
-        """See `Execution`. The values equal those of `Whole`, but each kind of leaf has its own program."""
+        """See `StepBackend`. The values equal those of `JitStep`, but each kind of leaf has its own program."""
         self.dry_run_init(self.compile_here, given_paths)
         seed = self.experiment.trainer.seed if seed is None else seed
         # Pass the keys to the devices as raw data: uint32[2] words each (threefry).
@@ -156,7 +157,7 @@ class PerLayerStep(StepBackend):
 
     @property
     def evaluation_was_requested(self) -> bool:
-        """See `Execution`."""
+        """See `StepBackend`."""
         return False
 
     # --- the step and evaluation --------------------------------------------------------------------------------------
@@ -176,24 +177,24 @@ class PerLayerStep(StepBackend):
             return self.layers.dry_run(self.layout.specs, self.rows.specs)
 
     def compile(self) -> None:
-        """See `Execution`."""
+        """See `StepBackend`."""
         # Reading the cached property compiles the programs.
         self.step_memory  # noqa: B018
 
     def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """See `Execution`."""
+        """See `StepBackend`."""
         self.compile()
         return self.layers(state, batch)
 
     def evaluate(self, state: State, batch: Batch, group: str) -> Metrics:
-        """See `Execution`."""
+        """See `StepBackend`."""
         weights = {"parameter": state[group], "frozen": state["frozen"]}
         return self.layers.evaluate(weights, state["buffer"], batch)
 
     # --- information about the programs -------------------------------------------------------------------------------
 
     def executables(self) -> list[Any]:
-        """See `Execution`."""
+        """See `StepBackend`."""
         return [call.run for call in self.step_memory.calls]
 
     def peak_bytes(self) -> int:
@@ -201,18 +202,18 @@ class PerLayerStep(StepBackend):
         return self.step_memory.peak
 
     def dry_run_step(self, compile: Compile) -> MemoryTracker:
-        """See `Execution`."""
+        """See `StepBackend`."""
         return self.layers.dry_run(self.layout.specs, self.rows.specs, compile)
 
     def dry_run_evaluation(self, compile: Compile) -> MemoryTracker:
-        """See `Execution`."""
+        """See `StepBackend`."""
         specs = self.layout.specs
         weights = {group: specs[group] for group in ("parameter", "frozen")}
         return self.layers.evaluate(weights, specs["buffer"], self.rows.evaluation_specs, compile)
 
-    def step_jaxprs(self, ledger: MemoryTracker | None = None) -> list[ClosedJaxpr]:
-        """See `Execution`; the list is empty without a dry run."""
-        return [call.jaxpr for call in ledger.calls] if ledger is not None else []
+    def step_jaxprs(self, tracker: MemoryTracker | None = None) -> list[ClosedJaxpr]:
+        """See `StepBackend`; the list is empty without a dry run."""
+        return [call.jaxpr for call in tracker.calls] if tracker is not None else []
 
 
 def _init_layer(

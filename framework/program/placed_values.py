@@ -17,7 +17,7 @@ class PlacedValues:
     """Builds parts of the initial state, inside jit.
 
     Args:
-        make: function that initializes some parameters; see `StateInitializer.draw`.
+        make: function that initializes some parameters; see `StateInitializer.make_init_function`.
         layout: layout of the running state.
         parts: split of the stacks in the running state.
     """

@@ -193,20 +193,23 @@ class Program:
         return self.backend.step(state, self.complete_batch(state, batch))
 
     def complete_batch(self, state: State, batch: Batch, *, group: str = "parameter") -> Batch:
-        """Return the batch as a step sees it, with the arrays of the experiment's batch transform; see `BatchTransform`.
+        """Return the batch as a step sees it, with the arrays of the experiment's batch transform.
+
+        Args:
+            state, batch, group: see `BatchTransform.complete_batch`.
 
         Raises:
             ValueError: the batch transform is not open.
         """
-        companion = self.experiment.companion
-        if companion is None:
+        transform = self.experiment.companion
+        if transform is None:
             return batch
-        if not companion.is_open(self):
+        if not transform.is_open(self):
             raise ValueError(
-                f"experiment.companion ({type(companion).__name__}) is not open: before the first step or evaluation, "
-                "call experiment.companion.open(program, workdir, begins=..., tell=print)"
+                f"experiment.companion ({type(transform).__name__}) is not open: before the first step or evaluation, "
+                "call experiment.companion.open(program, workdir, is_new_run=..., log=print)"
             )
-        return companion.complete_batch(self, state, batch, group=group)
+        return transform.complete_batch(self, state, batch, group=group)
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
@@ -243,31 +246,33 @@ class Program:
     @property
     def _jit_step(self) -> JitStep:
         if not isinstance(self.backend, JitStep):
-            raise ValueError("memory.update = layer_programs: a step is many programs, and this is for one")
+            raise ValueError(
+                "memory.update = layer_programs runs a step as many programs; only a step that is one program has this"
+            )
         return self.backend
 
     @property
     def step_jit(self) -> Any:
-        """`Whole.step_jit`. This and the following properties raise ValueError if a step is many programs."""
+        """`JitStep.step_jit`. This and the following properties raise ValueError if a step is many programs."""
         return self._jit_step.step_jit
 
     @property
     def traced_step(self) -> Any:
-        """`Whole.traced_step`."""
+        """`JitStep.traced_step`."""
         return self._jit_step.traced_step
 
     @property
     def compiled_step(self) -> Any:
-        """`Whole.compiled_step`."""
+        """`JitStep.compiled_step`."""
         return self._jit_step.compiled_step
 
     @property
     def evaluate_jit(self) -> Any:
-        """`Whole.evaluate_jit`."""
+        """`JitStep.evaluate_jit`."""
         return self._jit_step.evaluate_jit
 
     def init_jit(self, seed: int | None = None) -> Any:
-        """`Whole.init_jit`."""
+        """`JitStep.init_jit`."""
         return self._jit_step.init_jit(seed)
 
 

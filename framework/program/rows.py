@@ -81,13 +81,13 @@ class BatchRows:
             return jax.device_put(local, shardings)
 
         def shard(name: str, array: np.ndarray) -> jax.Array:
-            def piece(index: Any) -> np.ndarray:
+            def read_shard(index: Any) -> np.ndarray:
                 # The index counts rows of the global batch, but the host array holds only this process's rows.
                 global_rows = np.arange(size)[index[0]]
                 local_rows = np.searchsorted(self.local, global_rows)
                 return array[(local_rows, *index[1:])]
 
             global_shape = (size, *array.shape[1:])
-            return jax.make_array_from_callback(global_shape, shardings[name], piece)
+            return jax.make_array_from_callback(global_shape, shardings[name], read_shard)
 
         return {name: shard(name, array) for name, array in local.items()}

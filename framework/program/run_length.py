@@ -1,7 +1,7 @@
 """Determines the length of a run, and checks that its learning rate schedules fit.
 
 A run ends at `trainer.max_steps` or `trainer.max_epochs`, whichever comes first. The steps of an epoch are known only
-once the data was read.
+once the data has been read.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def set_length(config: Config, epoch_steps: int) -> list[str]:
     if written is not None and written <= epoch_steps:
         if written == epoch_steps:
             return []
-        return [f"{epochs} would be {epoch_steps} steps: trainer.max_steps = {written} ends the run before"]
+        return [f"{epochs} would be {epoch_steps} steps: trainer.max_steps = {written} ends the run earlier"]
     config.trainer.max_steps = epoch_steps
     # Without `trainer.max_steps`, every schedule already has the length of the run.
     unscaled_lines = []
@@ -75,7 +75,7 @@ def report_length_change(stored: dict[str, Any], config: Config) -> list[str]:
     new = config.trainer.max_steps
     if old is None or old == new:
         return []
-    consequence = f"none, so the rates from here on are those of a run of {new} steps; {old} keeps those of before"
+    consequence = f"none, so the rates now follow a run of {new} steps; set it to {old} to keep the previous rates"
     return [f"learner.{path}: {consequence}" for path in following(config.learner)]
 
 
@@ -88,6 +88,10 @@ def rate_notes(learner: Config, steps: int) -> list[str]:
 
     Such a schedule never reaches its peak, or is zero long before the end. The schedules are evaluated, so JAX must
     have started.
+
+    Args:
+        learner: the learner's config.
+        steps: length of the run.
 
     Raises:
         ConfigError: a rate is negative or not finite.
@@ -109,7 +113,7 @@ def rate_notes(learner: Config, steps: int) -> list[str]:
             raise ConfigError(f"expected finite rates >= 0, given {rates[first]} before step {step + 1}", path=path)
         if rates.max() < _NEARLY * schedule_rates.max():
             notes.append(
-                f"{path}: the rate gets to {rates.max():.3g} in {steps} steps, and never to its peak of "
+                f"{path}: the rate reaches only {rates.max():.3g} in {steps} steps, not its peak of "
                 f"{schedule_rates.max():.3g}; {_remedy(schedule, path, steps)}"
             )
         positive_indices = np.flatnonzero(rates > 0)
@@ -156,7 +160,7 @@ def _remedy(schedule: Config, path: str, steps: int) -> str:
         length = ""
         if schedule.steps != steps:
             length = f", and {path}.steps=none"
-        return f"set {path}.warmup below {steps}, or to a fraction of the run (0.05, say){length}"
+        return f"set {path}.warmup below {steps}, or to a fraction of the run (for example 0.05){length}"
     names = [f"{path}.{name}" for name in step_arguments(schedule) or {}]
     fields = " and ".join(names) or path
     return f"set {fields} for {steps} steps, or {path}=plimsoll.warmup_cosine"

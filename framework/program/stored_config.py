@@ -1,7 +1,7 @@
-"""Reads the config that a run stored in its workdir, for verbs that inspect the run. It is untrusted data.
+"""Reads the config that a run stored in its workdir, for commands that inspect the run. It is untrusted data.
 
 The stored config describes the model. Settings of the machine, such as the folder of compiled programs and the files
-that the compiler writes, come from the user who runs the verb, because the workdir may come from someone else.
+that the compiler writes, come from the user who runs the command, because the workdir may come from someone else.
 """
 
 from __future__ import annotations
@@ -20,14 +20,20 @@ _BUILTIN_REWARDS = "plimsoll.framework.batch_transforms.rewards."
 def read(workdir: Path, log: Callable[[str], None]) -> Config:
     """Read the config of a workdir, without the settings that belong to a machine.
 
+    Args:
+        workdir: the run's workdir.
+        log: function that prints a line for each setting that is ignored.
+
     Raises:
         FileNotFoundError: the workdir has no config.
         ConfigError: the config names an object that is not a component, or does not describe an experiment.
     """
     try:
-        return _read(workdir / "config.json", log)
+        return _parse_file(workdir / "config.json", log)
     except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(f"--workdir: {workdir} holds no config.json, so no run of `plimsoll train`") from None
+        raise FileNotFoundError(
+            f"--workdir: {workdir} holds no config.json; expected the workdir of a `plimsoll train` run"
+        ) from None
 
 
 def read_to_train(file: Path, log: Callable[[str], None]) -> Config:
@@ -35,7 +41,7 @@ def read_to_train(file: Path, log: Callable[[str], None]) -> Config:
 
     Args:
         file: path of a config.json.
-        log: function that prints a line for each setting that is left out.
+        log: function that prints a line for each setting that is ignored.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -44,16 +50,16 @@ def read_to_train(file: Path, log: Callable[[str], None]) -> Config:
     if not file.is_file():
         siblings = [sibling.name for sibling in file.parent.glob("*.json")]
         raise FileNotFoundError(f"no config file {str(file)!r}{did_you_mean(file.name, siblings)}")
-    config = _read(file, log)
+    config = _parse_file(file, log)
     # Applying them again would undo overrides on that run's command line.
     if "accelerator_rules" in config and config.accelerator_rules:
         config.accelerator_rules = []
-        log(f"accelerator_rules of {file} are left out: its other fields have what they set")
+        log(f"accelerator_rules of {file} are ignored, because its other fields already contain their changes")
     return config
 
 
-def _read(file: Path, log: Callable[[str], None]) -> Config:
-    """Read a config file. Checks its class before building anything, because the file is untrusted."""
+def _parse_file(file: Path, log: Callable[[str], None]) -> Config:
+    """Read a config file."""
     return _parse_and_check(lambda: Config.from_json(file.read_bytes()), str(file), log)
 
 
@@ -63,7 +69,7 @@ def read_from_checkpoint(config: dict[str, Any], where: str, log: Callable[[str]
     Args:
         config: config as JSON; the manifest's digest covers it.
         where: name of the checkpoint in messages.
-        log: function that prints a line for each setting that is left out.
+        log: function that prints a line for each setting that is ignored.
 
     Raises:
         ConfigError: as from `read`.
@@ -72,6 +78,15 @@ def read_from_checkpoint(config: dict[str, Any], where: str, log: Callable[[str]
 
 
 def _parse_and_check(parse: Callable[[], Config], where: str, log: Callable[[str], None]) -> Config:
+    """Parse a config, check that it describes an experiment, and drop the settings that belong to a machine.
+
+    The class is checked before anything is built, because the config is untrusted.
+
+    Args:
+        parse: returns the config.
+        where: file or checkpoint of the config, for errors.
+        log: function that prints a line for each setting that is ignored.
+    """
     from plimsoll.framework.program.experiment import Experiment
 
     try:
@@ -106,18 +121,20 @@ def drop_machine_settings(config: Config, log: Callable[[str], None]) -> None:
         if names_files(name, value):
             del options[name]
             shown = printable(f"compiler.options.{name}={value}")
-            log(f"{shown} of the run is left out, as it names files; to set it, --config.compiler.options.NAME=VALUE")
+            log(f"{shown} of the run is ignored: it names files; to set it, pass --config.compiler.options.NAME=VALUE")
     for path, part in _walk_batch_transforms(config):
         reward = part.reward if part.takes("reward") else None
         # A reward function is executable code, so an untrusted config must not choose it. Ours are safe.
         if isinstance(reward, str) and not _is_ours(reward):
             del part["reward"]
             shown = printable(f"{path}.reward={reward}")
-            log(f"{shown} of the run is left out, as it names code; to set it, --config.{path}.reward=FILE.py:FUNCTION")
+            log(
+                f"{shown} of the run is ignored: it names code; to set it, pass --config.{path}.reward=FILE.py:FUNCTION"
+            )
 
 
 def _walk_batch_transforms(config: Config) -> Iterator[tuple[str, Config]]:
-    """Yield (path, config) of an experiment's companion, of the companion nested in it, and so on."""
+    """Yield (path, config) of an experiment's batch transform, of the one nested in it, and so on."""
     path = "companion"
     part = config.companion if config.takes("companion") else None
     while isinstance(part, Config):

@@ -77,15 +77,17 @@ def tune_memory(job: Job, config: Config) -> TuneResult:
     fixed = find_fixed_paths(config, job.request.override_paths)
     request_digest = _digest(config, fixed)
     stored = read_choice(job.workdir.path / FILE, config, fixed) if distributed.is_primary() else None
+    # All processes must compile the same settings, so the file that process 0 sees decides.
     stored_choice = distributed.broadcast_from_primary(stored)
     lines = []
     if stored_choice is not None:
         choice = TunedSettings.from_json(stored_choice["choice"])
+        # The broadcast goes through JSON, which turns a named tuple into a list.
         primary_machine = Machine(*distributed.broadcast_from_primary(machine))
         if stored_choice["asked"] == request_digest and choice.machine == primary_machine:
-            return _apply_choice(config, choice, request_digest, [f"{choice.line()} (as {FILE} has it)"])
-        what = "something else is asked for" if choice.machine == primary_machine else "the machine is another one"
-        lines = [f"memory.auto: {what} than when {FILE} was written; chosen again"]
+            return _apply_choice(config, choice, request_digest, [f"{choice.line()} (from {FILE})"])
+        what = "the config" if choice.machine == primary_machine else "the machine"
+        lines = [f"memory.auto: {what} changed since {FILE} was written; tuning again"]
     choice = _choose(Tuner(config, target, device_bytes=limit, host_bytes=host_bytes, fixed=fixed), target)
     return _apply_choice(config, choice, request_digest, [*lines, choice.line(), render(choice.sections())])
 
@@ -122,7 +124,7 @@ def read_choice(path: Path, config: Config, fixed: frozenset[str]) -> dict[str, 
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        logging.warning("%s is ignored: %s", path, repr(str(error)))
+        logging.warning("ignoring %s: %s", path, repr(str(error)))
         return None
 
 
@@ -145,11 +147,11 @@ def _choose(tuner: Tuner, target: Target) -> TunedSettings:
         return devices.follow_process_0()
     try:
         candidate = confirm_fastest(tuner, devices.ask)
-        failure = tuner.failure() if candidate is None else ""
-        choice = None if candidate is None else tuner.choice(candidate)
+        failure = tuner.describe_failure() if candidate is None else ""
+        choice = None if candidate is None else tuner.build_choice(candidate)
     except BaseException as error:
-        # Without this order the other processes would wait forever.
-        devices.end(None, f"the first process failed: {error}")
+        # Without this instruction the other processes would wait forever.
+        devices.end(None, f"process 0 failed: {error}")
         raise
     return devices.end(choice, failure)
 
@@ -208,9 +210,10 @@ class _TuningProcesses:
         """Send the order of process 0 to every process."""
         # The barrier is needed because a search takes longer than a device collective waits.
         self._number += 1
-        distributed.barrier(f"load line {self._number}")
+        distributed.barrier(f"autotune {self._number}")
         settings, choice, failure = distributed.broadcast_from_primary(order)
         if settings is not None:
+            # The broadcast goes through JSON, which turns named tuples into lists.
             settings = tuple(Setting(*pair) for pair in settings)
         return _Instruction(settings, choice, failure)
 

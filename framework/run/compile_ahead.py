@@ -1,4 +1,4 @@
-"""Chooses which programs of a run a background thread compiles ahead. The thread is in `framework.program.compile_thread`."""
+"""Chooses which programs of a run a background thread compiles ahead; see `framework.program.compile_thread`."""
 
 from __future__ import annotations
 

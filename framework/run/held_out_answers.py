@@ -29,8 +29,8 @@ _MAX_TOKENS = 64
 # Maximum number of characters of a text shown on a line.
 _MAX_CHARACTERS = 60
 
-# {"prompt", "data", "before", "after"} texts for each prompt; "before" is missing if the first weights are
-# unavailable.
+# {"prompt", "data", "before", "after"} texts for each prompt; "before" is missing if the initial weights
+# are unavailable.
 AnswerTable = list[dict[str, str]]
 
 
@@ -44,11 +44,11 @@ class HeldOutExample(NamedTuple):
 def answer_table(program: Program, state: dict[str, Any]) -> AnswerTable:
     """Return {"prompt", "data", "before", "after"} for some held-out prompts, with greedy answers.
 
-    Every process takes part. The table is empty if the data has no judged answers or the config wants no samples.
+    Every process takes part. The table is empty if the data has no preferences or the config asks for no samples.
 
     Args:
         program: the experiment on its mesh.
-        state: the groups of weights, with whole stacks. Its arrays are deleted if the first weights need their
+        state: the groups of weights, with whole stacks. Its arrays are deleted if the initial weights need their
             memory.
     """
     experiment = program.experiment
@@ -74,14 +74,14 @@ def answer_table(program: Program, state: dict[str, Any]) -> AnswerTable:
     sampling = Sampling(max_new_tokens=num_tokens, temperature=0.0, stop_ids=tuple(tokenizer.stop_ids))
     answers = {"after": Generator(program, state)(prompts, sampling)}
     if model.lora is not None:
-        first_state = {**state, "parameter": without_adapters(state["parameter"])}
-        answers["before"] = Generator(program, first_state)(prompts, sampling)
+        initial_state = {**state, "parameter": without_adapters(state["parameter"])}
+        answers["before"] = Generator(program, initial_state)(prompts, sampling)
     else:
         for leaf in jax.tree.leaves(state):
             leaf.delete()
-        first_answers = _answer_with_initial_weights(program, prompts, sampling)
-        if first_answers is not None:
-            answers["before"] = first_answers
+        initial_answers = _answer_with_initial_weights(program, prompts, sampling)
+        if initial_answers is not None:
+            answers["before"] = initial_answers
     table: AnswerTable = []
     for number, example in enumerate(examples):
         row = {"prompt": tokenizer.decode(example.prompt), "data": tokenizer.decode(example.answer)}
@@ -97,16 +97,16 @@ def _answer_with_initial_weights(
 ) -> list[list[int]] | None:
     """Return the answers of the model that the run started from; None if its weights are no longer available."""
     experiment = auxiliary_experiment(program.experiment, None)
-    first = Program(experiment, program.devices, mesh=experiment.mesh, training=False)
+    initial = Program(experiment, program.devices, mesh=experiment.mesh, training=False)
     if experiment.pretrained is None:
-        state = first.init()
+        state = initial.init()
     else:
         # The directory may have been removed since: a sample is not worth an error at the end of a run.
         try:
-            state = experiment.pretrained.init(first)
+            state = experiment.pretrained.init(initial)
         except (OSError, ValueError):
             return None
-    return Generator(first, state)(prompts, sampling)
+    return Generator(initial, state)(prompts, sampling)
 
 
 def select_examples(data: DataPipeline) -> list[HeldOutExample]:

@@ -1,6 +1,6 @@
 """Hooks that run between training steps.
 
-Order: guard, report, evaluate, agree, save, profile, prediction, and then the user's own (`config.trainer.hooks`). A
+Order: guard, report, evaluate, check replicas, save, profile, prediction, then the user's (`config.trainer.hooks`). A
 hook gets the run (`Run`) at fixed points: before and after a step is dispatched, when the metrics of an earlier step
 arrive, and at the end.
 """
@@ -109,20 +109,20 @@ class Guard(Hook):
 def _describe_updated(model: Chain, count: int) -> str:
     """Name the parts of the model that were updated before a gradient was not finite.
 
-    An update in the backward pass had changed the last `count` layers and stages. Any other schedule changed nothing:
+    An update in the backward pass changes the last `count` layers and stages. Any other schedule changes nothing:
     "nothing was".
     """
     if not count:
         return "nothing was"
     if "head" not in model.stages:
-        return f"the last {count} of the model's units and stages had been"
+        return f"the last {count} of the model's layers and stages were"
     if count == 1:
-        return "the head had been"
+        return "the head was"
     num_repeats = sum(stack.num_repeats for stack in model.stacks.values())
     last_layer = num_repeats - 1
     # The backward pass starts with the head, which counts as one.
     first_layer = max(num_repeats - count + 1, 0)
-    return f"the head and units {last_layer} to {first_layer} of the stack had been"
+    return f"the head and layers {last_layer} to {first_layer} of the stack were"
 
 
 class Report(Hook):
@@ -195,7 +195,7 @@ class Evaluate(Hook):
                 )
                 # Do not write a partial evaluation: its numbers would cover fewer batches.
                 if summary is None:
-                    run.progress.print(f"step {step}: not evaluated, as the run is to stop")
+                    run.progress.print(f"step {step}: evaluation skipped, because the run is stopping")
                     return
                 for key, value in summary.items():
                     row[f"{prefix}/{name}/{key}"] = value

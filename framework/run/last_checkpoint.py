@@ -58,7 +58,7 @@ class LastCheckpoint:
         changes = config_changes(self.config, resolved_config.to_dict())
         return [
             *(f"config changed since the checkpoint: {change}" for change in changes),
-            f"step {self.step} of {max_steps}: nothing to do ({self.directory}; trainer.max_steps is where a run ends)",
+            f"step {self.step} of {max_steps}: nothing to do ({self.directory}; trainer.max_steps sets the last step)",
         ]
 
 

@@ -82,7 +82,7 @@ def check(config: Config, program: Program) -> str:
         if isinstance(error, SelfTestError) or jax.process_count() > 1:
             raise
         message = " ".join(str(error).split())[:_MAX_MESSAGE_CHARACTERS]
-        return f"canary: did not run, so offloading is not checked: {message}"
+        return f"offload self-test: did not run, so offloading is not checked: {message}"
     # Not `error > TOLERANCE`, which is false for NaN.
     wrong_names = [name for name, error in errors.items() if not error <= TOLERANCE[bits]]
     candidates = wrong_names or errors
@@ -94,13 +94,13 @@ def check(config: Config, program: Program) -> str:
     worst_name = max(candidates, key=finite_error)
     if wrong_names:
         raise SelfTestError(
-            f"canary: what config.memory offloads is computed wrong on these devices (as in openxla/xla#46231): "
-            f"{worst_name} of a small model is off by {errors[worst_name]:.1e} (tolerance {TOLERANCE[bits]:g}) from "
-            f"{STEPS} steps with all on the device, as are {len(wrong_names) - 1} more; keep it there "
-            f"(health.canary=false trains all the same)"
+            f"offload self-test: offloaded values are computed wrong on these devices (as in openxla/xla#46231): "
+            f"{worst_name} of a small model differs by {errors[worst_name]:.1e} (tolerance {TOLERANCE[bits]:g}) from "
+            f"{STEPS} steps with everything on the device, as do {len(wrong_names) - 1} more; keep them on the device "
+            f"(health.canary=false trains anyway)"
         )
     seconds = time.monotonic() - start
-    return f"canary: offloaded and resident agree to {errors[worst_name]:.0e} ({seconds:.1f} s)"
+    return f"offload self-test: offloaded and resident agree to {errors[worst_name]:.0e} ({seconds:.1f} s)"
 
 
 def _uses_host_memory(program: Program) -> bool:
@@ -146,7 +146,7 @@ def shrink_config(config: Config, program: Program) -> Config:
 
 
 def _small_remat(remat: str) -> str:
-    """Return a remat string for a model of UNITS layers that uses the policies of the larger one."""
+    """Return a remat string for a model of NUM_LAYERS layers that uses the policies of the larger one."""
     policies = []
     for span in parse_policies(remat):
         # sqrt:G has a group size G that may not divide the number of layers.
@@ -162,7 +162,7 @@ def _small_remat(remat: str) -> str:
 
 
 def _small_model(config: Config, width: int, model_size: int) -> Config:
-    """Build a transformer of UNITS blocks with the dtypes of the run's model and heads that divide by `model_size`."""
+    """Build a transformer of NUM_LAYERS blocks, with the run's dtypes and heads that divide by `model_size`."""
     block = config_for(Block)
     block.attention.num_heads = math.lcm(4, model_size)
     block.attention.head_dim = 64
@@ -200,7 +200,7 @@ def compare(ours: Program, plain: Program) -> dict[str, float]:
     try:
         _check_memory_kinds(ours, state)
     except ValueError as error:
-        raise SelfTestError(f"canary: not offloaded on these devices: {error}") from None
+        raise SelfTestError(f"offload self-test: not offloaded on these devices: {error}") from None
     differences = jax.jit(_differences, out_shardings=plain.replicated)
     leaf_errors = differences(_copy_to_plain(plain, state, parts), resident, first)
     for path, error in leaf_errors.items():
@@ -230,7 +230,7 @@ def _check_memory_kinds(program: Program, state: Any) -> None:
     # A CPU's compiler counts no argument as host memory.
     if taken_bytes < offloaded_bytes and jax.default_backend() != "cpu":
         raise ValueError(
-            f"the compiled step takes {taken_bytes} bytes from the host, the layout says {offloaded_bytes}"
+            f"the compiled step takes {taken_bytes} bytes from host memory; the layout has {offloaded_bytes}"
         )
 
 

@@ -64,7 +64,7 @@ def compression_lines(
         num_bytes = sizes[name] * num_taken // num_batches
         better_tools: list[str] = []
         if num_bytes > _MAX_COMPRESSED_BYTES:
-            comparison = f"{human_bytes(num_bytes)} of text are too many to compress for comparison"
+            comparison = f"{human_bytes(num_bytes)} of text is too much to compress for comparison"
         else:
             # Compress exactly the text that was evaluated. Compressors adapt to what they have read, so a figure for
             # the whole set would not be comparable if the model saw only part of it.
@@ -84,8 +84,8 @@ def _why_behind(tools: list[str], seq_len: int) -> str:
     """Explain why these compressors need no more bits than a model with sequences of `seq_len` tokens."""
     names = " and ".join(tools)
     return (
-        f"fewer bits by {names}: compressors repeat passages from far back, "
-        f"the model sees {seq_len:,} tokens at a time, and learns more in a longer run (trainer.max_steps)"
+        f"fewer bits with {names}: compressors can repeat passages from far back, "
+        f"but the model sees {seq_len:,} tokens at a time; train longer to improve it (trainer.max_steps)"
     )
 
 

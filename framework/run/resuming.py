@@ -74,15 +74,15 @@ def _add_changed_fields(error: CheckpointMismatchError, extra: Extra, config: Co
     # The table may have hundreds of leaves. The first ones show the problem.
     lines = str(error).splitlines()
     if len(lines) > _MAX_TABLE_LINES:
-        lines[_MAX_TABLE_LINES:] = [f"  ... and {len(lines) - _MAX_TABLE_LINES} lines more"]
+        lines[_MAX_TABLE_LINES:] = [f"  ... and {len(lines) - _MAX_TABLE_LINES} more lines"]
     table = "\n".join(lines)
-    return CheckpointMismatchError(f"the checkpoint has another {', another '.join(changes)}\n{table}")
+    return CheckpointMismatchError(f"the checkpoint has a different {', a different '.join(changes)}\n{table}")
 
 
 def keep_counters(checkpointer: Checkpointer, config: Config) -> list[str]:
     """Replace constant learning rates by constant schedules, in place, where the newest checkpoint has a schedule.
 
-    A schedule counts its steps, and a plain number would have no place for that count.
+    A schedule counts its steps in the optimizer state, and a plain number would have no leaf for that count.
 
     Returns:
         Lines to show to the user.
@@ -93,6 +93,7 @@ def keep_counters(checkpointer: Checkpointer, config: Config) -> list[str]:
     lines: list[str] = []
     with suppress(CheckpointError):
         old_config = checkpointer.manifest(newest_step).extra["config"]
+        # A list, because the loop changes the config.
         for path, value in list(config.leaves()):
             is_rate = path.startswith("learner.") and path.endswith(".learning_rate")
             if not is_rate or not isinstance(value, int | float):
@@ -100,7 +101,7 @@ def keep_counters(checkpointer: Checkpointer, config: Config) -> list[str]:
             was_schedule = isinstance(get_value_at(old_config, path), dict)
             if was_schedule:
                 config.set_path(path, config_for(optax.constant_schedule, value=float(value)))
-                lines.append(f"config.{path}: {value} from here on, as a constant schedule")
+                lines.append(f"config.{path}: {value} from now on, as a constant schedule")
     return lines
 
 
@@ -154,6 +155,7 @@ def describe_data_change(extra: Extra, data: Pipeline, config: Config, *, force:
         ValueError: the data differs, and `force` is not set.
     """
     old_fingerprint = extra["data"]["fingerprint"]
+    # The batch size is part of the fingerprint, but it may change: compare at the old one.
     fingerprint = data.fingerprint_at(get_old_batch_size(extra, data))
     if old_fingerprint == fingerprint:
         return None
@@ -161,9 +163,10 @@ def describe_data_change(extra: Extra, data: Pipeline, config: Config, *, force:
     changes = []
     for change in config_changes(old_config, config.to_dict()["data"]):
         if not _is_under(change, _ORDER_INDEPENDENT):
+            # The compared dicts are those of the data section.
             changes.append(change.replace("config.", "config.data.", 1))
     if not changes:
-        changes.append("config.data.source: the same name, other content")
+        changes.append("config.data.source: same name, different content")
     old_rows = extra["data"].get("rows")
     if old_rows not in (None, data.num_rows):
         changes.append(f"an epoch: {old_rows:,} -> {data.num_rows:,} sequences")
@@ -172,6 +175,7 @@ def describe_data_change(extra: Extra, data: Pipeline, config: Config, *, force:
     if force:
         return message
     raise ValueError(
-        f"{message}. Batches would not continue where they stopped: the order of an epoch depends on all of its "
-        "sequences; --force goes on anyway, in the new order, where some come twice in this epoch and some not at all"
+        f"{message}. Batches would not continue where they stopped, because the order of an epoch depends on all of "
+        "its sequences; --force continues anyway in the new order, which repeats some sequences in this epoch and "
+        "omits others"
     )

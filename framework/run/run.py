@@ -98,19 +98,17 @@ class Run:
     def start(self, *, force: bool = False) -> int:
         """Fill the state from the newest valid checkpoint or by initialization; returns its step.
 
-        `remains.check` has already inspected the workdir. Errors are raised before anything is written there.
+        `leftover_files.check` has already inspected the workdir. Errors are raised before anything is written there.
 
         Raises:
             CheckpointMismatchError: the newest checkpoint belongs to another model.
             ValueError: the newest checkpoint has different data, and `force` is not set; see `resuming`.
         """
         with self.goodput.during("restore"):
-            return self._start(force)
-
-    def _start(self, force: bool) -> int:
-        resuming.check(self.checkpointer, self.program, self.config, force=force)
-        self._open()
-        if not self.checkpointer.steps():
+            resuming.check(self.checkpointer, self.program, self.config, force=force)
+            self._open()
+            if self.checkpointer.steps():
+                return self._resume(force)
             self.goodput.go_back({})
             if distributed.is_primary():
                 leftover_files.record_start(self.workdir.path)
@@ -119,7 +117,6 @@ class Run:
                 self.writer.resume(0)
             self.initialize()
             return 0
-        return self._resume(force)
 
     def _resume(self, force: bool) -> int:
         """Restore the newest valid checkpoint, report config changes since it was saved, and return its step."""
@@ -135,7 +132,7 @@ class Run:
         # Check again: the restored checkpoint may be older than the one checked before.
         difference = resuming.describe_data_change(self._extra, self.data, self.config, force=force)
         if difference:
-            self.progress.print(f"{difference}; going on, as --force says")
+            self.progress.print(f"{difference}; continuing because of --force")
         self.pulse.note(step=step)
         self._find_evaluation(step)
         self.progress.print(f"resumed from step {step}")
@@ -150,6 +147,7 @@ class Run:
                     evaluation |= {
                         name: value for name, value in row.items() if name.startswith(("eval/", "eval_ema/"))
                     }
+        # Only process 0 writes the file, and all processes must agree on whether this step was evaluated.
         evaluation = distributed.broadcast_from_primary(evaluation)
         names = self.data.validation_names
         if names and all(any(key.startswith(f"eval/{name}/") for key in evaluation) for name in names):
@@ -189,7 +187,7 @@ class Run:
         if self.program.calibrates:
             first_index = self.batch_order.batch_after(0)
             first_batch = self.data.train_batch(first_index, self.program.rows)
-            with phase("fitting the first values to the first batch", patience=SHORT):
+            with phase("calibrating the initial weights on the first batch", patience=SHORT):
                 self.state = self.program.calibrate_state(self.state, self.program.put(first_batch))
                 jax.block_until_ready(self.state)
 
@@ -200,7 +198,7 @@ class Run:
         restored = self.checkpointer.restore_latest(self.program.abstract_checkpoint)
         for problem in restored.problems:
             self.progress.print(f"checkpoint: {problem}")
-        with phase("placing what was read", patience=SHORT):
+        with phase("placing the restored state", patience=SHORT):
             self.state = self.program.from_checkpoint(restored.state)
         self._extra = restored.extra
         self.program.layout.check(self.state)
@@ -212,22 +210,19 @@ class Run:
     def save(self, step: int) -> None:
         """Save the state in the background. A full disk is reported, and the run continues."""
         with self.goodput.during("save"), phase(f"saving step {step}", patience=SHORT):
-            self._save(step)
-
-    def _save(self, step: int) -> None:
-        self._saved_at = time.monotonic()
-        extra = {
-            "config": self.config.to_dict(),
-            "data": resuming.position(self.batch_order, step, self.data),
-            "seed": self.options.seed,
-            "goodput": self.goodput.totals(),
-        }
-        # The previous save may have failed in the background. Report that separately: `save` would raise its error
-        # and then save nothing.
-        with self._report_save_failures(step):
-            self.checkpointer.wait()
-        with self._report_save_failures(step):
-            self.checkpointer.save(step, self.program.to_checkpoint(self.state), extra)
+            self._saved_at = time.monotonic()
+            extra = {
+                "config": self.config.to_dict(),
+                "data": resuming.position(self.batch_order, step, self.data),
+                "seed": self.options.seed,
+                "goodput": self.goodput.totals(),
+            }
+            # The previous save may have failed in the background. Report that separately: `save` would raise its error
+            # and then save nothing.
+            with self._report_save_failures(step):
+                self.checkpointer.wait()
+            with self._report_save_failures(step):
+                self.checkpointer.save(step, self.program.to_checkpoint(self.state), extra)
 
     @contextmanager
     def _report_save_failures(self, step: int) -> Iterator[None]:
@@ -236,7 +231,8 @@ class Run:
             yield
         except CheckpointSaveError as error:
             saved_steps = self.checkpointer.steps()
-            self.progress.print(f"NOT SAVED at step {step}: {error}. Kept: {saved_steps or 'none'}. Training goes on.")
+            saved = f"Saved steps: {saved_steps or 'none'}"
+            self.progress.print(f"NOT SAVED at step {step}: {error}. {saved}. Training continues.")
 
     def wait_until_saved(self, step: int) -> bool:
         """Wait for pending saves. Returns whether this step is on disk."""
@@ -307,11 +303,11 @@ class Run:
         """Build the writer of metrics: files in the workdir, and the services."""
         if not distributed.is_primary():
             return MultiWriter([])
-        say = self.progress.print
+        log = self.progress.print
         jsonl = JsonlWriter(self.workdir.metrics, self._stamp)
         # A full disk does not end a run: rows wait in memory until there is space.
-        writers: list[Writer] = [RetryingWriter(jsonl, "metrics.jsonl", say)]
+        writers: list[Writer] = [RetryingWriter(jsonl, "metrics.jsonl", log)]
         if self.options.tensorboard:
             tensorboard = TensorBoardWriter(self.workdir.tensorboard)
-            writers.append(RetryingWriter(tensorboard, "tensorboard", say))
+            writers.append(RetryingWriter(tensorboard, "tensorboard", log))
         return MultiWriter([*writers, *services])

@@ -122,12 +122,12 @@ def _check_workdir_is_shared(workdir: Workdir) -> None:
     seen = workdir.has_same_lock(owner)
     # Collective: otherwise a process that sees the folder would later hang waiting for one that does not.
     if not distributed.is_true_on_all(seen):
-        who = "another process of it"
+        who = "another process of this run"
         if not seen:
             who = f"process {jax.process_index()} on host {socket.gethostname()}"
         raise FileNotFoundError(
-            f"--workdir: {who} does not see what process 0 of this run wrote to {workdir.path}: all hosts need the "
-            "same folder (NFS, Lustre, ...), or an object store (gs://..., s3://...)"
+            f"--workdir: {who} does not see the files that process 0 of this run wrote to {workdir.path}; all "
+            "hosts need the same folder (NFS, Lustre, ...), or an object store (gs://..., s3://...)"
         )
 
 
@@ -174,12 +174,12 @@ def _train_and_record(job: Job) -> int:
                 if goodput.phase not in UNLIMITED:
                     error.add_note(user_errors.DURING_TRAINING)
                 raise
-            peer_is_gone = isinstance(error, jax.errors.JaxRuntimeError) and _PEER.search(str(error))
-            code = ExitCode.PEER if peer_is_gone else ExitCode.FAILED
-            if peer_is_gone and not os.environ.get("PLIMSOLL_TRACEBACK"):
+            has_lost_peer = isinstance(error, jax.errors.JaxRuntimeError) and _PEER.search(str(error))
+            code = ExitCode.PEER if has_lost_peer else ExitCode.FAILED
+            if has_lost_peer and not os.environ.get("PLIMSOLL_TRACEBACK"):
                 # The traceback shows whatever was waiting for the peer, which does not help the user.
                 first_line = str(error).strip().partition("\n")[0][:300]
-                print(f"error: process {process}: another process of the run is gone: {first_line}", file=sys.stderr)
+                print(f"error: process {process}: another process of the run has exited: {first_line}", file=sys.stderr)
             else:
                 traceback.print_exc()
         finally:

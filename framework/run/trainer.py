@@ -43,8 +43,8 @@ class Trainer:
 
     def __init__(self, run: Run, need: MemoryNeed, hooks: Sequence[Hook] = ()):
         self.run = run
-        # The order matters: Guard ends the run or rolls it back before anything from a bad step is written, and Agree
-        # detects replicas that differ before Save writes them.
+        # The order matters: Guard ends the run or rolls it back before anything from a bad step is written, and
+        # CheckReplicas detects replicas that differ before Save writes them.
         self.hooks: list[Hook] = [
             Guard(),
             Report(),
@@ -118,9 +118,7 @@ class Trainer:
         if self._step not in run.checkpointer.steps():
             run.save(self._step)
         if run.wait_until_saved(self._step):
-            run.progress.print(
-                f"step {self._step} was saved; once the error below is repaired, the same command goes on"
-            )
+            run.progress.print(f"step {self._step} was saved; fix the error below, then run the same command to resume")
 
     def _compile(self) -> None:
         run = self.run
@@ -169,7 +167,7 @@ class Trainer:
         num_repeated = bad_step - 1 - step
         run.progress.print(
             f"rolled back to step {step}; batch {bad_batch} is left out, "
-            f"and the {num_repeated} batches before it come again"
+            f"and the {num_repeated} batches before it are repeated"
         )
         return step
 
@@ -179,7 +177,7 @@ class Trainer:
             return self._run_steps(step, until_reported)
 
     def _run_steps(self, step: int, until_reported: ExitStack) -> int:
-        """Run the loop of `_evaluate_steps`. Closes `until_reported` at the first line about a step."""
+        """Run the loop of `_steps`. Closes `until_reported` at the first line about a step."""
         run = self.run
         # The first line may take minutes. Later lines come at a known pace.
         first_steps = until_reported.enter_context(phase("training the first steps", patience=1.0))

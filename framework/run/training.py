@@ -69,6 +69,7 @@ class Training:
         self.hooks = build_user_hooks(self.options.hooks)
         self.program = Program(self.experiment)
         if jax.default_backend() == "cpu":
+            # Each step on CPU allocates the same temporary buffers; see `framework.devices.allocator`.
             keep_freed_memory()
         self.primary = distributed.is_primary()
         # Only process 0 writes to the terminal and to the log.
@@ -153,8 +154,8 @@ class Training:
         if self.saved_step is not None:
             return f"step {self.saved_step:,}, resumed from {self.workdir.checkpoints}"
         if self.experiment.pretrained is not None:
-            return "step 0, published weights"
-        return "step 0, first values"
+            return "step 0 (published weights)"
+        return "step 0 (fresh initialization)"
 
     def _plan(self) -> int | None:
         """Compile the step and compare its memory with the devices' memory.
@@ -200,7 +201,6 @@ class Training:
 
     def _train(self) -> int | None:
         """Train to the last step. Returns the exit code of a run that ends before it, else None."""
-
         goodput = self.job.goodput
         force = self.job.force
         if self.experiment.data.validation_names:
@@ -216,6 +216,7 @@ class Training:
             with phase("opening the run", patience=SHORT):
                 step = self.run.start(force=force)
             if self.primary:
+                # Written after `start` has accepted the workdir, so that a refused start leaves its files unchanged.
                 write_json(self.workdir.config, self.config.to_dict())
                 if self.autotune:
                     write_json(self.workdir.path / autotune.FILE, self.autotune.record)
@@ -236,7 +237,7 @@ class Training:
             self.progress.print(goodput.line())
         if stopped is None:
             return None
-        self.progress.print(f"stopped by {signal.Signals(stopped).name}; the same command goes on from here")
+        self.progress.print(f"stopped by {signal.Signals(stopped).name}; run the same command to resume")
         # Shell convention: 128 plus the signal number.
         return 128 + stopped
 
@@ -279,17 +280,17 @@ class Training:
         objective = model.head.objective if isinstance(model, CausalLM) else None
         unit = data.loss_unit if objective is None else objective.unit
         curves = partial(plot_losses, self.workdir.metrics, path / "loss.png", spec, unit)
-        with phase("drawing the loss curves", patience=SHORT):
+        with phase("plotting the losses", patience=SHORT):
             line = _picture("loss curves", curves)
         self.progress.print(line)
         if objective is not None:
             reports = partial(plot_objective, self.workdir.metrics, path / "objective.png", spec)
-            with phase("drawing what the objective reports", patience=SHORT):
+            with phase("plotting the metrics of the objective", patience=SHORT):
                 line = _picture("objective", reports)
             self.progress.print(line)
         if _reports_experts(model):
             loads = partial(plot_experts, self.workdir.metrics, path / "experts.png", spec)
-            with phase("drawing the load of experts", patience=SHORT):
+            with phase("plotting the load of each expert", patience=SHORT):
                 line = _picture("experts", loads)
             self.progress.print(line)
         if images is not None:

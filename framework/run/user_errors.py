@@ -14,9 +14,9 @@ from plimsoll.framework.terminal.exit_codes import DoesNotFitError, ExitCode
 _FILE_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 # What to do about each disk error.
 _DISK_ADVICE = {
-    errno.ENOSPC: "Free some space there; the same command then goes on",
-    errno.EDQUOT: "Free some of your quota there; the same command then goes on",
-    errno.EFBIG: "Raise the limit of a file's size (ulimit -f); the same command then goes on",
+    errno.ENOSPC: "Free some space there, then run the same command to resume",
+    errno.EDQUOT: "Free some of your quota there, then run the same command to resume",
+    errno.EFBIG: "Raise the file size limit (ulimit -f), then run the same command to resume",
     errno.EROFS: "Choose a folder that can be written",
     errno.EIO: "The disk, or the connection to it, has failed",
 }

@@ -23,7 +23,14 @@ from plimsoll.framework.schedules.step import Metrics, State, Step, finish, micr
 
 
 def update_whole(learner: Learner, layout: StateLayout, state: State, grads: Nested, decision: Decision) -> LayerUpdate:
-    """Update all layers at once, after fetching all of the state to the device."""
+    """Update all layers at once, after fetching all of the state to the device.
+
+    Args:
+        learner, layout: the learner, and the layout of the training state.
+        state: the training state before the step.
+        grads: gradients of all trainable parameters, on the device.
+        decision: see `Learner.decide`.
+    """
     optimizer = layout.fetch("optimizer", state["optimizer"])
     ema = layout.fetch("ema", state["ema"])
     params, optimizer, ema = learner.update(state["parameter"], grads, optimizer, ema, decision)
@@ -71,8 +78,12 @@ def accumulate_gradients(
 
     Frozen parameters are not an argument of the differentiated function, so they cost neither gradients nor
     residuals.
-    """
 
+    Args:
+        model, learner: the model, and the learner.
+        state: the training state before the step.
+        ctx: the context of the global batch.
+    """
     frozen = model.unstack_layers(state["frozen"], ctx.remat)
 
     def compute_loss(params: Nested, ctx: Context, buffers: Nested) -> tuple[jax.Array, Out]:

@@ -1,7 +1,7 @@
-"""A stage-by-stage and layer-by-layer backward pass that hands on each gradient immediately.
+"""A stage-by-stage and layer-by-layer backward pass that passes each gradient to a hook as soon as it is computed.
 
 `jax.value_and_grad` returns all gradients together. Here stages run forward one after the other, stacks in a loop
-(`schedules/stack_pass.py`), and then backward, head first. Each gradient goes to a `on_grads` hook.
+(`schedules/stack_pass.py`), and then backward, head first. Each gradient goes to an `on_grads` hook.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ class Pull(Protocol):
     def __call__(
         self, backward_state: BackwardState, on_grads: GradientHook, layer_hooks: LayerHooks = ...
     ) -> BackwardState:
-        """Return the backward state after all hooks."""
+        """Run backward, head first, and return the backward state after all hooks.
+
+        Args:
+            backward_state: the weights, and everything else that the hooks need.
+            on_grads: the hook that receives the gradients.
+            layer_hooks: further hooks of the loops over layers.
+        """
         ...
 
 
@@ -41,9 +47,9 @@ class ChainForward(NamedTuple):
     Attributes:
         loss: the objective without the losses of layers, f32 scalar.
         out: everything else that the model returns.
-        pull: `pull(work, visit, turns)` runs backward, head first, and returns the backward state after all hooks:
-            the weights, and what the hooks need. A tied parameter comes with its home stage, with the sum of its
-            gradients.
+        pull: `pull(backward_state, on_grads, layer_hooks)` runs backward, head first, and returns the backward state
+            after all hooks. The gradient of a tied parameter is passed to the hook together with its home stage's, as
+            the sum over all stages that read it.
     """
 
     loss: jax.Array

@@ -1,4 +1,9 @@
-"""Hooks that a schedule runs during a layer-by-layer backward pass: for gradients, and for the layer loop."""
+"""Hooks that a schedule runs during a layer-by-layer backward pass.
+
+The gradient hook receives the gradients of each stage and layer, and stores them or updates by them. The layer hooks
+run before and after the loop over a stack's layers, and before each layer. Each hook takes the `BackwardState` that the
+pass carries from stage to stage, and returns a new one.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,8 @@ import jax
 
 from plimsoll.framework.layout import Nested
 
-BackwardState = dict[str, Any]  # backward state: "parameter", "frozen", and whatever the hooks change
+# State that a backward pass carries: "parameter", "frozen", and everything else that the hooks read or change.
+BackwardState = dict[str, Any]
 # The gradient hook: (backward state, stage, gradients, layer index or None) -> backward state. The gradients have the
 # structure of the stage's trainable parameters; a layer's gradients have no leading axis. It is called once for each
 # layer of a stack and once for each stage outside a stack.
@@ -22,10 +28,11 @@ class LayerHooks(NamedTuple):
     They may add keys to the backward state. With memory.remat = sqrt, each group of layers has its own loop.
 
     Attributes:
-        begin_loop: (work, stack, index of the first layer) -> work, called before the loop.
-        begin_layer: (work, stack, index of the layer) -> work, called before a layer runs backward. The layer's
-            `on_grads` sees what this hook adds.
-        end_loop: (work, stack) -> work, called after the loop.
+        begin_loop: (backward state, stack, index of the layer that runs first) -> backward state, called before the
+            loop.
+        begin_layer: (backward state, stack, index of the layer) -> backward state, called before a layer runs backward.
+            The layer's `on_grads` sees what this hook adds.
+        end_loop: (backward state, stack) -> backward state, called after the loop.
     """
 
     begin_loop: Callable[[BackwardState, str, jax.Array], BackwardState] = lambda backward_state, stack, index: (
@@ -38,7 +45,12 @@ class LayerHooks(NamedTuple):
 
 
 class BackwardHooks(NamedTuple):
-    """All hooks of one backward pass."""
+    """All hooks of one backward pass.
+
+    Attributes:
+        on_grads: the gradient hook.
+        layer_hooks: the hooks of the loop over layers; by default they do nothing.
+    """
 
     on_grads: GradientHook
     layer_hooks: LayerHooks = LayerHooks()

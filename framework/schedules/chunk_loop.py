@@ -30,7 +30,13 @@ IndexOf = Callable[[str, jax.Array], Any]
 def update_in_shards(
     chunk: ChunkUpdate, mesh: Mesh, flat: FlatTrainState, decision: Decision, start: jax.Array
 ) -> FlatUpdate:
-    """Update a chunk in row blocks; each device updates the rows of its own shard. See `update_in_loop`."""
+    """Update a chunk in row blocks; each device updates the rows of its own shard.
+
+    Args:
+        chunk: the chunk's update.
+        mesh: the device mesh of the layout.
+        flat, decision, start: see `update_in_loop`.
+    """
     parts = [{path: PartitionSpec(*spec.mesh_axes) for path, spec in part.items()} for part in chunk.specs]
     axes = FlatTrainState(*parts)
     replicated = PartitionSpec()
@@ -66,16 +72,19 @@ def update_in_loop(
     layer_leaves = {}
     if chunk.rows:
         layer_leaves = {path: x for path, x in flat.entry.items() if x.shape[chunk.stacked :] != shape}
-    cut = partial(_in_blocks, blocks=blocks, stacked=chunk.stacked)
-    weights = {path: cut(x) for path, x in flat.weights.items()}
-    cut_grad = partial(cut, stacked=chunk.stacked and not chunk.single)
-    grads = {path: cut_grad(x) for path, x in flat.grads.items()}
-    entry = {path: x if path in layer_leaves else cut(x) for path, x in flat.entry.items()}
-    average = {path: cut(x) for path, x in flat.average.items()}
+    split = partial(_split_into_blocks, blocks=blocks, stacked=chunk.stacked)
+    weights = {path: split(x) for path, x in flat.weights.items()}
+    # The gradients of a single layer have no layer axis.
+    split_grad = partial(split, stacked=chunk.stacked and not chunk.single)
+    grads = {path: split_grad(x) for path, x in flat.grads.items()}
+    entry = {path: x if path in layer_leaves else split(x) for path, x in flat.entry.items()}
+    average = {path: split(x) for path, x in flat.average.items()}
     loop = _ChunkLoop(chunk, weight_path, shape, blocks, start, decision, grads, layer_leaves, in_shards)
     new = loop.run(FlatUpdate(weights, entry, average))
     return FlatUpdate(
-        _in_shapes(new.weights, flat.weights), _in_shapes(new.entry, flat.entry), _in_shapes(new.average, flat.average)
+        _reshape_like(new.weights, flat.weights),
+        _reshape_like(new.entry, flat.entry),
+        _reshape_like(new.average, flat.average),
     )
 
 
@@ -195,7 +204,7 @@ class _ChunkLoop:
         return BlockOrigin(tuple(first), spec.shape[self.chunk.stacked :])
 
 
-def _in_blocks(x: jax.Array, *, blocks: int, stacked: bool) -> jax.Array:
+def _split_into_blocks(x: jax.Array, *, blocks: int, stacked: bool) -> jax.Array:
     """View a leaf [layers, rows, ...], or [rows, ...] if not stacked, as [layers * blocks, rows per block, ...]."""
     num_layers = x.shape[0] if stacked else 1
     layer_shape = x.shape[1:] if stacked else x.shape
@@ -205,7 +214,8 @@ def _in_blocks(x: jax.Array, *, blocks: int, stacked: bool) -> jax.Array:
     return x.reshape(num_layers * blocks, layer_shape[0] // blocks, *layer_shape[1:])
 
 
-def _in_shapes(leaves: Flat, like: Flat) -> Flat:
+def _reshape_like(leaves: Flat, like: Flat) -> Flat:
+    """Return the leaves in the shapes of the leaves `like`; undoes `_split_into_blocks`."""
     return {path: leaf.reshape(like[path].shape) for path, leaf in leaves.items()}
 
 

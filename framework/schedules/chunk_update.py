@@ -24,7 +24,7 @@ Flat = dict[str, Any]
 
 
 class FlatTrainState(NamedTuple):
-    """A `LayerTrainState` whose trees are dicts by path; also holds per-leaf data, such as specs, in the same structure."""
+    """A `LayerTrainState` whose trees are dicts by path, with arrays or other per-leaf data such as specs."""
 
     weights: Flat
     grads: Flat
@@ -33,7 +33,7 @@ class FlatTrainState(NamedTuple):
 
 
 class FlatUpdate(NamedTuple):
-    """An `Update` whose trees are dicts by path."""
+    """A `LayerUpdate` whose trees are dicts by path."""
 
     weights: Flat
     entry: Flat
@@ -68,7 +68,13 @@ class ChunkUpdate:
         return {path: grad for path, grad in grads.items() if not is_offloaded(self.specs.grads[path])}
 
     def update_at_once(self, group: ParamGroup, flat: FlatTrainState, decision: Decision) -> FlatUpdate:
-        """Update all layers at once; `group` holds only the chunk's parameters."""
+        """Update all layers at once.
+
+        Args:
+            group: the parameter group, restricted to the chunk's parameters.
+            flat: the chunk's leaves.
+            decision: see `Learner.decide`.
+        """
 
         def update(train_state: LayerTrainState, decision: Decision) -> LayerUpdate:
             return update_all_layers(group, self.update, train_state, decision)

@@ -1,7 +1,7 @@
-"""An update that goes through a group's weights and state chunk by chunk; only chunks are on the device.
+"""Updates a parameter group chunk by chunk; of its offloaded state, only two chunks are on the device.
 
-`division.py` splits a group into chunks; `piece_update.py` and `piece_loop.py` update a single chunk. This file runs
-the chunks one after the other.
+`update_chunks.py` splits a group into chunks. `chunk_update.py` and `chunk_loop.py` update a single chunk. This file
+runs the chunks one after the other.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def update_group(
     Args:
         learner, mesh, group: the learner, the device mesh, and the parameter group to update.
         train_state: weights, gradients, optimizer state and averages, each in the memory of its spec.
-        specs: TensorSpecs in the structure of the bundle.
+        specs: TensorSpecs in the structure of `train_state`.
         decision: see `Learner.decide`.
         index: index of the only layer to update; the gradients are then that layer's only. None updates all layers.
     """
@@ -132,6 +132,11 @@ def _prepare_chunk(
 
 
 def _select_leaves(flat: FlatTrainState, paths: tuple[tuple[str, ...], ...]) -> FlatTrainState:
-    """Select the leaves of a bundle at the paths given for each of its parts."""
+    """Select leaves by path.
+
+    Args:
+        flat: weights, gradients, optimizer state and averages, by path.
+        paths: the paths to select from each of these, in the same order.
+    """
     parts = zip(flat, paths, strict=True)
     return FlatTrainState(*({path: leaves[path] for path in part_paths} for leaves, part_paths in parts))

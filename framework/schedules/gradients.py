@@ -127,7 +127,13 @@ class FiniteCheck(NamedTuple):
 
 
 def check_finite(learner: Learner, ok: jax.Array, grads: Nested) -> FiniteCheck:
-    """Check whether gradients are finite and sum up their squares; `ok` is the result for the gradients before them."""
+    """Check whether gradients are finite, and sum up their squares.
+
+    Args:
+        learner: the learner, which computes norms.
+        ok: bool scalar, whether all gradients before these were finite.
+        grads: gradients of one stage or layer.
+    """
     squares = jnp.square(learner.norm(grads))
     # Once not ok, it stays not ok: later gradients of the backward pass depend on the same cotangents.
     return FiniteCheck(squares, ok & jnp.isfinite(squares))

@@ -34,20 +34,24 @@ _LAYER_STATE = "layer state"
 def check(learner: Learner, setting: str = "memory.update = in_backward") -> None:
     """Check that the learner works with an update in the backward pass.
 
+    Args:
+        learner: the learner to check.
+        setting: the setting that requests this update, for error messages.
+
     Raises:
         ValueError: the learner accumulates gradients, or its clip mode needs the norm of all gradients first.
     """
     if learner.accumulate > 1:
         raise ValueError(
-            f"learner.accumulate = {learner.accumulate} with {setting}: the first microbatch's "
-            "gradients are gone when the second comes; expected 1, or memory.update = streamed with memory.gradients = "
-            "pinned_host"
+            f"learner.accumulate = {learner.accumulate} with {setting}: each gradient is freed right after "
+            "its update, so microbatches cannot be summed; expected 1, or memory.update = streamed with "
+            "memory.gradients = pinned_host"
         )
     # With two_pass, the first backward pass provides the norm of all gradients to the second.
     if learner.clipping.needs_all_gradients and learner.clip_mode != "two_pass":
         raise ValueError(
             f"learner.clip_mode = {learner.clip_mode} with {setting}: the norm of all gradients is known only "
-            "when all units are updated; expected two_pass (exact, a second backward pass), previous_norm, update_rms, "
+            "after the last update; expected two_pass (exact, a second backward pass), previous_norm, update_rms, "
             "norm_growth, or learner.clip = None; or memory.update = streamed with memory.gradients = pinned_host, "
             "which clips exactly in one pass"
         )
@@ -139,7 +143,14 @@ def _make_norm_hook(learner: Learner) -> GradientHook:
 
 @dataclass(frozen=True)
 class _UpdateHook:
-    """A hook that updates a layer by its gradients, unless these, or those of a layer before it, are not finite."""
+    """A hook that updates a layer by its gradients, unless these, or those of a layer before it, are not finite.
+
+    Attributes:
+        learner: the learner that updates.
+        layout: the layout of the training state.
+        prefetcher: moves the state of whole layers; None if each update fetches its own state.
+        decision: the decision of the step, made before its gradients were known.
+    """
 
     learner: Learner
     layout: StateLayout
@@ -149,7 +160,7 @@ class _UpdateHook:
     def __call__(
         self, backward_state: BackwardState, stage: str, grads: Nested, index: jax.Array | None
     ) -> BackwardState:
-        """Update the stage or layer; see `Visit`."""
+        """Update the stage or layer; see `GradientHook`."""
         learner = self.learner
         finite_check = check_finite(learner, backward_state["ok"], grads)
         leaving: dict[str, MovedLeaves] = {}
@@ -184,7 +195,7 @@ class _UpdateHook:
             "ema": ema,
             **add_grad_stats(_get_grad_stats(backward_state), finite_check),
         }
-        # The new state waits here until the next layer's turn stores it.
+        # The new state waits here until the next iteration of the loop stores it.
         if leaving and index is not None:
             updated[_LAYER_STATE] = PrefetchedState(leaving, index)
         return updated

@@ -181,7 +181,13 @@ def select_stacks(backward_state: BackwardState, name: str) -> Nested:
 
 
 def move_leaves(moves: Any, tree: Any, space: Any) -> Any:
-    """Move the leaves for which `moves`, a tree of bools, is true to the given memory space."""
+    """Move some leaves of a tree to another memory.
+
+    Args:
+        moves: for each leaf, whether it is moved; a tree of bools.
+        tree: the arrays.
+        space: a jax.memory.Space.
+    """
     return jax.tree.map(lambda move, leaf: jax.device_put(leaf, space) if move else leaf, moves, tree)
 
 

@@ -32,20 +32,24 @@ def policies(memory: Memory, stack: Stack) -> list[str]:
         rest = num_repeats - len(layer_policies)
         count = rest if span.layers is None else count_repeats(setting, span.layers, stack)
         if not 0 < count <= rest:
-            raise ValueError(
-                f"{setting}: it is of more layers than the {num_repeats * len(stack.pattern.layers)} there are"
-            )
+            num_layers = num_repeats * len(stack.pattern.layers)
+            raise ValueError(f"{setting}: the stack has only {num_layers} layers; reduce the layer counts")
         layer_policies += [span.policy] * count
     if len(layer_policies) < num_repeats:
         missing_layers = (num_repeats - len(layer_policies)) * len(stack.pattern.layers)
-        raise ValueError(f"{setting}: it says nothing of the last {missing_layers} layers")
+        raise ValueError(f"{setting}: no policy covers the last {missing_layers} layers; add one for them")
     return layer_policies
 
 
 def split_stacks(model: Chain, memory: Memory) -> list[LayerRange]:
     """Split all stacks into ranges of layers with the same placements and remat policy.
 
-    Return [] if no stack needs a range of its own.
+    Args:
+        model: the model with whole stacks.
+        memory: the placements, and the remat policies.
+
+    Returns:
+        The ranges of all stacks, in order; [] if no stack needs a range of its own.
 
     Raises:
         ValueError: the placements or policies name other numbers of layers than a stack has.

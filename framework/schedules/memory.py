@@ -19,7 +19,7 @@ class Memory:
     """Settings that trade time for memory; none of them changes the result.
 
     Placement fields take four kinds of values: "device"; "pinned_host", which offloads everything; "pinned_host:20",
-    the first 20 layers of the stack; "pinned_host:0.6", that fraction of its layers, rounded. With a number, the
+    the first 20 layers of the stack; and "pinned_host:0.6", that fraction of its layers, rounded. With a number, the
     other layers, the embedding and the head stay on the device.
 
     Args:
@@ -64,7 +64,7 @@ class Memory:
         auto: bool = False,
     ):
         self.update: str = update
-        self.gradients = _gradients(gradients, update)
+        self.gradients = _parse_gradients(gradients, update)
         self.optimizer_state = Placement.parse("optimizer_state", optimizer_state)
         self.parameters = Placement.parse("parameters", parameters)
         self.activations = Placement.parse("activations", activations)
@@ -88,7 +88,7 @@ class Memory:
         return self.gradients.text == AT_ONCE
 
 
-def _gradients(text: str, update: str) -> Placement:
+def _parse_gradients(text: str, update: str) -> Placement:
     """Parse the placement of gradients.
 
     Raises:
@@ -111,11 +111,12 @@ def _check_needs_own_backward(name: str, placement: Placement, update: str) -> N
     if placement.uses_host and not SCHEDULES[update].needs_stack:
         raise ValueError(
             f"memory.{name} = {placement.text} needs memory.update = streamed, in_backward or layer_programs: "
-            "after_backward has everything on the device at once"
+            "after_backward keeps everything on the device"
         )
 
 
 def _check_prefetch(prefetch: str, update: str, optimizer_state: Placement) -> None:
+    """Raise ValueError if whole layers are to be prefetched without state that this could fetch."""
     # Only state in host memory needs fetching, and only in_backward can fetch it layer by layer.
     if prefetch == "unit" and not (SCHEDULES[update].can_prefetch_layers and optimizer_state.uses_host):
         raise ValueError(
@@ -125,6 +126,7 @@ def _check_prefetch(prefetch: str, update: str, optimizer_state: Placement) -> N
 
 
 def _check_remat(remat: str, activations: Placement, update: str) -> None:
+    """Raise ValueError if the remat policies are invalid, or do not work with the other memory settings."""
     # The error names the field, which the check of the policies does not know.
     try:
         spans = remat_policies.parse_policies(remat)
@@ -133,11 +135,11 @@ def _check_remat(remat: str, activations: Placement, update: str) -> None:
     inverts = [span.policy == "invert" for span in spans]
     if any(inverts) and activations.uses_host:
         raise ValueError(
-            f"memory.activations = {activations.text} with memory.remat = {remat}: nothing is kept of inverted units "
-            "that could go there; expected device"
+            f"memory.activations = {activations.text} with memory.remat = {remat}: inverted layers save no residuals "
+            "that could be offloaded; expected memory.activations = device"
         )
     if any(inverts) and not all(inverts) and SCHEDULES[update].is_many_programs:
         raise ValueError(
             f"memory.remat = {remat} with memory.update = layer_programs: it inverts all layers or none; expected "
-            "invert alone, or another memory.update"
+            "memory.remat = invert for all layers, or another memory.update"
         )

@@ -1,13 +1,13 @@
-"""Prefetch of a whole layer's state during the backward pass, for updates in the backward pass.
+"""Prefetches the optimizer state of a whole layer, for updates during the backward pass (memory.prefetch = unit).
 
-On TPU, with memory.prefetch = unit, state in host memory is moved. On CPU the weights and all their state are moved,
-out of the stacks and back into them: XLA for CPU copies a stack whenever one operation of a loop reads it and another
-one writes it, as an in-place update does (with 256 layers the step took nine times as long).
+On TPU only the offloaded state is moved. On CPU the weights and all their state are moved out of the stacks and back
+into them: XLA for CPU copies a stack whenever one operation of a loop reads it and another one writes it, as an
+in-place update does (with 256 layers the step took nine times as long).
 
 Each iteration of the backward loop starts with two transfers: the previous layer's new state goes to the host, and
 this layer's old state comes from the host. The layer's whole backward pass hides both transfers. The layer is then
 updated with arrays that are already on the device, and its new state waits for the next iteration. This keeps the
-state of two layers on the device, whereas `pieces` keeps two chunks.
+state of two layers on the device, whereas `memory.prefetch = piece` keeps two chunks.
 """
 
 from __future__ import annotations
@@ -56,9 +56,11 @@ class PrefetchedState(NamedTuple):
 
 @dataclass(frozen=True)
 class OptimizerPrefetch:
-    """Moves the state of a stack's layers between the stacks, on the host or not, and the device.
+    """Moves the state of single layers between the stacks, which may be in host memory, and the device.
 
     Attributes:
+        learner: the learner whose optimizer state is moved.
+        layout: the layout of the training state, which places each stack.
         moves_all: whether weights, and state that is already on the device, are moved too, and no stack is read
             before it is written.
     """
@@ -68,7 +70,13 @@ class OptimizerPrefetch:
     moves_all: bool = False
 
     def fetch(self, backward_state: Nested, stack: str, index: jax.Array) -> PrefetchedState:
-        """Start fetching the state of the layer at `index` to the device."""
+        """Start fetching the state of the layer at `index` to the device.
+
+        Args:
+            backward_state: the state of the backward pass, which holds the stacks.
+            stack: name of the stack.
+            index: index of the layer, int32.
+        """
         groups = {}
         for group, specs in self._groups(stack):
             stacks = self._stacks(backward_state, group)
@@ -80,7 +88,13 @@ class OptimizerPrefetch:
         return PrefetchedState(groups, index)
 
     def store(self, backward_state: Nested, stack: str, layer_state: PrefetchedState) -> Nested:
-        """Start writing a layer's new state to the stacks; return the new backward state."""
+        """Start writing a layer's new state to the stacks; return the new backward state.
+
+        Args:
+            backward_state: the state of the backward pass, which holds the stacks.
+            stack: name of the stack.
+            layer_state: the layer's new state, on the device.
+        """
         new_stacks = {}
         for group, specs in self._groups(stack):
             stacks = self._stacks(backward_state, group)
@@ -95,7 +109,13 @@ class OptimizerPrefetch:
     def exchange(
         self, backward_state: Nested, stack: str, layer_state: PrefetchedState, index: jax.Array
     ) -> tuple[Nested, PrefetchedState]:
-        """Start writing a layer's new state to the stacks, and fetching the state of the layer at `index` from them.
+        """Start writing one layer's new state to the stacks, and fetching another layer's state from them.
+
+        Args:
+            backward_state: the state of the backward pass, which holds the stacks.
+            stack: name of the stack.
+            layer_state: new state of the layer that was updated last.
+            index: index of the layer whose state is fetched, int32.
 
         Returns:
             (new backward state, state of the layer at `index`).
@@ -185,7 +205,7 @@ class OptimizerPrefetch:
     def _groups(self, stack: str) -> list[tuple[ParamGroup, MovedLeaves]]:
         """Return the groups of a stack's parameters, with the specs of their moved leaves."""
 
-        def moving(specs: Nested) -> Flat:
+        def select_moving(specs: Nested) -> Flat:
             flat_specs = flatten(specs)
             if self.moves_all:
                 return flat_specs
@@ -196,8 +216,8 @@ class OptimizerPrefetch:
             if group.stage != stack:
                 continue
             weight_specs, entry_specs, average_specs = self._specs(group)
-            moving_weights = moving(weight_specs) if self.moves_all else {}
-            moving_state = MovedLeaves(moving_weights, moving(entry_specs), moving(average_specs))
+            moving_weights = select_moving(weight_specs) if self.moves_all else {}
+            moving_state = MovedLeaves(moving_weights, select_moving(entry_specs), select_moving(average_specs))
             groups.append((group, moving_state))
         return groups
 
@@ -215,7 +235,13 @@ class OptimizerPrefetch:
 
 
 def _with_stacks(backward_state: Nested, stack: str, stacks: dict[str, MovedLeaves]) -> Nested:
-    """Replace stacks in the backward state with these, given by the label of the parameter group."""
+    """Return the backward state with other values for one stack.
+
+    Args:
+        backward_state: the state of the backward pass.
+        stack: name of the stack.
+        stacks: the new stacked leaves, by the label of their parameter group.
+    """
     # A completely frozen stack has neither trainable weights nor optimizer state.
     if not stacks:
         return backward_state

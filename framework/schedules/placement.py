@@ -61,14 +61,14 @@ class Placement:
         return self.text == HOST
 
     def num_offloaded(self, field: str, stack: Stack) -> int:
-        """Return how many of a stack's units, from the first, are in host memory.
+        """Return how many iterations of a stack's loop, from the first, are in host memory.
 
         Args:
             field: name of the config field, for the error message.
-            stack: the stack; each unit is one period of its layer pattern.
+            stack: the stack; each iteration of its loop is one period of the layer pattern.
 
         Raises:
-            ValueError: the stack has fewer layers than the number, or the number splits a unit.
+            ValueError: the stack has fewer layers than the number, or the number splits a period of the pattern.
         """
         if not self.is_partial:
             return stack.num_repeats if self.offloads_everything else 0
@@ -82,20 +82,20 @@ class Placement:
 
 
 def count_repeats(setting: str, layers: int, stack: Stack) -> int:
-    """Convert a number of layers to a number of units (periods of the layer pattern).
+    """Convert a number of layers to a number of repetitions of the layer pattern.
 
     Args:
         setting: the setting that contains the number, for the error message.
         layers: the number of layers.
-        stack: the stack that has the units.
+        stack: the stack with these layers.
 
     Raises:
-        ValueError: the stack has fewer layers, or the number splits a unit.
+        ValueError: the stack has fewer layers, or the number splits a repetition of the pattern.
     """
     pattern_length = len(stack.pattern.layers)
     num_layers = stack.num_repeats * pattern_length
     if layers > num_layers:
-        raise ValueError(f"{setting}: the stack has {num_layers} layers; expected at most so many")
+        raise ValueError(f"{setting}: the stack has {num_layers} layers; expected at most {num_layers}")
     if layers % pattern_length:
         below = layers // pattern_length * pattern_length
         nearest = [number for number in (below, below + pattern_length) if number]

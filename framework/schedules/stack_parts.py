@@ -67,9 +67,9 @@ class StackParts:
 
     Attributes:
         parts: the parts of all stacks that are stored in parts, in order.
-        num_offloaded: by (group of the state, stack), how many layers, from the first, are in host memory; like all
-            layer counts here in periods of the stack's pattern. A missing group stays where the specs of the whole
-            stacks place it.
+        num_offloaded: by (group of the state, stack), how many layers, from the first, are in host memory; a layer
+            is one period of the stack's pattern, as everywhere in this file. A missing group stays where the specs of
+            the whole stacks place it.
     """
 
     parts: tuple[StackPart, ...]
@@ -236,15 +236,15 @@ class StackParts:
     ) -> Iterator[tuple[StackPart, Nested]]:
         """Yield the parts of a stack, each with its tree."""
         parts = self.list_parts(stack)
-        specs_of_parts = {part: flatten(part.select(specs)) for part in parts}
-        leaves_of_parts: dict[StackPart, dict[str, jax.Array]] = {part: {} for part in parts}
+        specs_by_part = {part: flatten(part.select(specs)) for part in parts}
+        leaves_by_part: dict[StackPart, dict[str, jax.Array]] = {part: {} for part in parts}
         for path, leaf in flatten(tree).items():
             for part in parts:
-                leaves_of_parts[part][path] = _slice_leaf(leaf, part, specs_of_parts[part][path], layout)
+                leaves_by_part[part][path] = _slice_leaf(leaf, part, specs_by_part[part][path], layout)
             # Freed leaf by leaf, so that host memory need not hold all whole stacks and all parts at the same time.
             leaf.delete()
         for part in parts:
-            leaves = [leaves_of_parts[part][path] for path in specs_of_parts[part]]
+            leaves = [leaves_by_part[part][path] for path in specs_by_part[part]]
             yield part, jax.tree.unflatten(jax.tree.structure(part.select(specs)), leaves)
 
 

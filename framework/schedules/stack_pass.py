@@ -117,15 +117,19 @@ class StackPass:
 
     @staticmethod
     def build(stages: StagePass, name: str, carry: Carry) -> StackPass:
-        """Create the pass of a stack, and fetch shared parameters when `carry`, the previous stage's output, is
-        ready."""
+        """Create the pass of a stack.
+
+        Args:
+            stages: the pass through the model.
+            name: the stack's stage name.
+            carry: output of the previous stage; shared parameters are fetched when it is ready.
+        """
         stack = stages.model.stacks[name]
         ctx = stack.context(name, stages.ctx)
         # Shared parameters are fetched once, before the loop: every layer needs all of them.
         shared = stages.inputs("shared", carry) if stack.shared else StageWeights({}, {})
         stacks = select_stacks(stages.weights, name)
         function = stack.layer_function(merge(stacks["parameter"], stacks["frozen"]), ctx)
-        # Without groups, all layers form one group.
         group_size = remat.group_size(ctx.remat, stack.num_repeats) or stack.num_repeats
         layers = LayerPass(
             layer=LayerComputation(name, stack, function),

@@ -1,4 +1,4 @@
-"""Building blocks of every schedule's step: types, contexts, microbatches, and the final state and metrics."""
+"""Building blocks of every schedule's training step: contexts, microbatches, and the state and metrics after a step."""
 
 from __future__ import annotations
 
@@ -24,6 +24,12 @@ def training_context(batch: Nested, counter: Nested, model: Chain, layout: State
     """Return the context of one training step.
 
     The step's key is the run's key folded with the step number. Rows are numbered within the global batch.
+
+    Args:
+        batch: arrays of the global batch.
+        counter: the state's counters.
+        model, layout: the model, and the layout of the training state.
+        remat: the remat policy of stages that have none of their own.
     """
     run_key = jax.random.wrap_key_data(counter["rng"])
     step_key = jax.random.fold_in(run_key, counter["step"])
@@ -63,6 +69,11 @@ def microbatches(batch: Any, count: int, ctx: Context) -> Any:
     """Split arrays [B, ...] into [count, B / count, ...].
 
     The split is strided: each device keeps its own rows, and every microbatch holds an equal share of them.
+
+    Args:
+        batch: arrays [B, ...] in any tree.
+        count: number of microbatches.
+        ctx: a context with the mesh over which rows are sharded.
     """
 
     def split(x: jax.Array) -> jax.Array:

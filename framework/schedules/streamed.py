@@ -1,4 +1,6 @@
-"""The update runs one chunk at a time: of the offloaded state, only the current and the next chunk are on the device.
+"""The streamed schedule: the update runs one chunk at a time, after the whole backward pass.
+
+Of the offloaded state, only the current and the next chunk are on the device.
 
 If weights, gradients or activations are in host memory, gradients are computed layer by layer: each is written to its
 buffer during the backward pass, which also sums up their norm. Otherwise they are computed as in after_backward. In
@@ -40,9 +42,13 @@ from plimsoll.framework.schedules.step import Metrics, State, Step, finish, micr
 def update_in_chunks(
     learner: Learner, layout: StateLayout, state: State, grads: Nested, decision: Decision
 ) -> LayerUpdate:
-    """Update with the same results as `update_whole`, in chunks.
+    """Update in chunks, with the same results as `after_backward.update_whole`.
 
-    Gradients are in the memory that the layout gives them, or on the device if the layout has none.
+    Args:
+        learner, layout: the learner, and the layout of the training state.
+        state: the training state before the step.
+        grads: gradients, in the memory that the layout gives them, or on the device if the layout has none.
+        decision: see `Learner.decide`.
     """
     grad_specs = _gradient_specs(learner, layout)
 
@@ -55,7 +61,13 @@ def update_in_chunks(
 
 
 def train_state_specs(layout: StateLayout, learner: Learner, group: ParamGroup, gradients: Nested) -> LayerTrainState:
-    """Return the specs of a group's weights, gradients (as given), optimizer state and averages."""
+    """Return the specs of a group's weights, gradients, optimizer state and averages.
+
+    Args:
+        layout, learner: the layout of the training state, and the learner.
+        group: the parameter group.
+        gradients: specs of the group's gradients, which are returned unchanged.
+    """
     specs = layout.specs
     weights = learner.select(specs["parameter"], group)
     # Optimizer state is already keyed by stage and group; the others are selected from trees of all parameters.
@@ -66,6 +78,11 @@ def train_state_specs(layout: StateLayout, learner: Learner, group: ParamGroup, 
 
 def check(layout: StateLayout, memory: Memory, platform: str) -> None:
     """Check that loops do not slice host memory on GPUs, which XLA's GPU compiler cannot compile.
+
+    Args:
+        layout: the layout of the training state.
+        memory: the memory settings.
+        platform: platform of the devices: tpu, gpu or cpu.
 
     Raises:
         ValueError: state or activations are in host memory, and the platform is a GPU.
@@ -173,26 +190,26 @@ class _GradientAccumulation:
                 buffers[stage] = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)
         backward_state = {"parameter": state["parameter"], "frozen": state["frozen"], "gradient": buffers}
 
-        def part(
+        def accumulate(
             carry: tuple[BackwardState, Nested], micro: _Microbatch
         ) -> tuple[tuple[BackwardState, Nested], _MicrobatchResult]:
-            return self._part(ctx, carry, micro)
+            return self._accumulate_microbatch(ctx, carry, micro)
 
         carry = backward_state, state["buffer"]
         if count == 1:
             micro = _Microbatch(ctx.batch, ctx.rows, jnp.int32(0))
-            (backward_state, layer_state), (loss, metrics, squares) = part(carry, micro)
+            (backward_state, layer_state), (loss, metrics, squares) = accumulate(carry, micro)
         else:
             batch_parts, rows_parts = microbatches((ctx.batch, ctx.rows), count, ctx)
             parts = _Microbatch(batch_parts, rows_parts, jnp.arange(count))
-            (backward_state, layer_state), results = jax.lax.scan(part, carry, parts)
+            (backward_state, layer_state), results = jax.lax.scan(accumulate, carry, parts)
             loss, metrics = jax.tree.map(jnp.sum, (results.loss, results.metrics))
             # Each microbatch measures the sum so far, so the last one has the total.
             squares = results.squares[-1]
         out = Out(metrics=metrics, layer_state=layer_state)
         return _Gradients(loss, out, jnp.sqrt(squares), backward_state)
 
-    def _part(
+    def _accumulate_microbatch(
         self, ctx: Context, carry: tuple[BackwardState, Nested], micro: _Microbatch
     ) -> tuple[tuple[BackwardState, Nested], _MicrobatchResult]:
         """Add one microbatch's gradients to those of earlier ones, and measure the sum."""

@@ -26,7 +26,12 @@ _ROWS = 32
 
 
 class UpdateChunk(NamedTuple):
-    """A chunk: parameters of a group, and whether to update all layers vmapped, layer by layer, or in row blocks."""
+    """A chunk of a parameter group.
+
+    Attributes:
+        paths: paths of its parameters within the stage.
+        by: "all" updates all layers vmapped, "unit" one layer after the other, "rows" one row block after the other.
+    """
 
     paths: tuple[str, ...]
     by: Literal["all", "unit", "rows"]
@@ -36,7 +41,8 @@ def split_into_chunks(learner: Learner, group: ParamGroup, specs: LayerTrainStat
     """Split a group into chunks.
 
     Args:
-        learner, group: the learner, and the parameter group to split.
+        learner: the learner, which knows the update locality of the group's optimizer.
+        group: the parameter group to split.
         specs: TensorSpecs of the weights, gradients, optimizer state and averages to update.
     """
     update_locality = learner.update_locality(group)

@@ -19,12 +19,12 @@ class ExitCode(enum.IntEnum):
         member.meaning = meaning
         return member
 
-    DONE = 0, "the run came to its end"
+    DONE = 0, "finished"
     FAILED = 1, "failed"
-    USAGE = 2, "command, config or data are wrong"
+    USAGE = 2, "invalid command, config or data"
     NONFINITE = 3, "loss not finite"
     TOO_BIG = 4, "does not fit"
-    PEER = 5, "another process is gone, or was not found"
+    PEER = 5, "another process exited, or was not found"
     HANG = 6, "hung"
     REPLICAS = 7, "replicas disagree"
     # By the shell's convention, a signal's exit code is 128 plus its number.

@@ -6,7 +6,8 @@ Python runs signal handlers in the main thread, between two bytecode instruction
 that takes minutes. So a separate thread waits for the byte that CPython's C-level handler immediately writes to a pipe
 (`signal.set_wakeup_fd`). The thread ends the process with `os._exit`. This way the interpreter is not torn down while
 XLA's threads run, which would cause a segmentation fault, and no exception passes through code that may swallow it.
-Cleanup is registered with `register_cleanup`. A training loop, which has steps to lose, receives the signal instead (`listen_for_signals`).
+Cleanup is registered with `register_cleanup`. A training loop, which has unsaved steps, receives the signal instead
+(`listen_for_signals`).
 
 Signals that the parent process ignores (nohup) stay ignored.
 """
@@ -27,18 +28,19 @@ from typing import Any
 from plimsoll.framework.terminal import phases
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
-# Time limit in seconds for all `register_cleanup` callbacks, so that a disk that does not respond cannot block the exit.
+# Time limit in seconds for all `register_cleanup` callbacks, so that a disk that does not respond cannot block the
+# exit.
 _CLEANUP_SECONDS = 1.5
 
 # A listener receives the signal's number. It returns None if it handles the signal itself, or a line: then the process
 # shows that line and exits.
 Listener = Callable[[int], str | None]
-# An ending is called with the signal's number and the line that is shown.
+# A cleanup callback is called with the signal's number and the line that is shown.
 Cleanup = Callable[[int, str], object]
 
 
 def format_stop_message(number: int) -> str:
-    """Return the line to show when the process had nothing to lose."""
+    """Return the line to show when the process had nothing to save."""
     return f"stopped by {signal.Signals(number).name}"
 
 
@@ -50,7 +52,7 @@ class _SignalWatcher:
 
     def __init__(self) -> None:
         self.listeners: list[Listener] = []
-        self.endings: dict[object, Cleanup] = {}
+        self.cleanups: dict[object, Cleanup] = {}
         # Signal masks of threads that are forking, by thread id.
         self.masks: dict[int, Any] = {}
         # Acquired once and never released: only the first signal ends the process.
@@ -61,18 +63,18 @@ class _SignalWatcher:
             os.set_blocking(descriptor, False)
         self._descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._handlers = {number: signal.getsignal(number) for number in STOPS}
-        self.take(self._handlers)
+        self.install(self._handlers)
         self._thread = threading.Thread(target=self._wait, name="signals", daemon=True)
         self._thread.start()
 
-    def take(self, handlers: dict[signal.Signals, Any]) -> None:
-        """Replace these handlers with the watch's own, except for ignored signals."""
+    def install(self, handlers: dict[signal.Signals, Any]) -> None:
+        """Replace these handlers with the watcher's own, except for ignored signals."""
         for number, handler in handlers.items():
             if handler is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
-    def give_back(self, handlers: dict[signal.Signals, Any]) -> None:
-        """Restore these handlers: the inverse of `take`."""
+    def restore(self, handlers: dict[signal.Signals, Any]) -> None:
+        """Restore these handlers: the inverse of `install`."""
         # None means that a C library has set the handler, so Python cannot restore it.
         for number, handler in handlers.items():
             if handler is not None and handler is not signal.SIG_IGN:
@@ -80,7 +82,7 @@ class _SignalWatcher:
 
     def close(self) -> None:
         """Restore handlers and wakeup descriptor, and stop the thread."""
-        self.give_back(self._handlers)
+        self.restore(self._handlers)
         signal.set_wakeup_fd(self._descriptor)
         # Signal number 0 ends the thread.
         os.write(self._writer, b"\0")
@@ -98,7 +100,7 @@ class _SignalWatcher:
             poll.poll()
 
     def _drain(self) -> int | None:
-        """Handle all signals in the pipe. Return their number, or None if the watch is closed."""
+        """Handle all signals in the pipe. Return their number, or None if the watcher is closed."""
         try:
             numbers = os.read(self._reader, 512)
         except BlockingIOError:
@@ -112,7 +114,7 @@ class _SignalWatcher:
     def _handle(self, number: int, frame: object) -> None:
         """Handle a signal in the main thread, as soon as that executes Python code again.
 
-        Usually the watch's own thread has already handled the signal.
+        Usually the watcher's own thread has already handled the signal.
         """
         descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         if descriptor == self._writer:
@@ -126,7 +128,7 @@ class _SignalWatcher:
         """Pass a signal to the innermost listener. Exit if there is none, or if it returns a line."""
         line = self.listeners[-1](number) if self.listeners else format_stop_message(number)
         if line is not None and self.ending.acquire(blocking=False):
-            # Exit in a separate thread and let the main thread continue: an `register_cleanup` callback may need a lock that the
+            # Exit in a separate thread and let the main thread continue: a cleanup callback may need a lock that the
             # main thread holds.
             threading.Thread(target=self._end, args=(number, line), daemon=True).start()
 
@@ -145,13 +147,13 @@ class _SignalWatcher:
         with contextlib.suppress(OSError):
             # On a terminal, start with a line break, because the cursor is behind ^C and possibly behind half a line.
             os.write(2, f"{chr(10) * os.isatty(2)}{line}\n".encode())
-        for ending in reversed([*self.endings.values()]):
-            # An error cannot be reported any more, and the remaining endings must be called, too.
+        for cleanup in reversed([*self.cleanups.values()]):
+            # An error cannot be reported any more, and the remaining callbacks must be called, too.
             with contextlib.suppress(Exception):
-                ending(number, line)
+                cleanup(number, line)
 
 
-_watch: _SignalWatcher | None = None
+_watcher: _SignalWatcher | None = None
 _forks_forget = False
 
 
@@ -161,12 +163,12 @@ def begin() -> None:
     Call it from the main thread of Plimsoll's own processes. A program that only calls Plimsoll as a library keeps its
     handlers. Calling it again does nothing.
     """
-    global _watch, _forks_forget
-    if _watch is None:
-        _watch = _SignalWatcher()
+    global _watcher, _forks_forget
+    if _watcher is None:
+        _watcher = _SignalWatcher()
         if not _forks_forget:
-            # Block signals around a fork: until the child has dropped the watch, a signal to the child would be written
-            # to the pipe of this process.
+            # Block signals around a fork: until the child has dropped the watcher, a signal to the child would be
+            # written to the pipe of this process.
             os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_forget)
             _forks_forget = True
 
@@ -177,43 +179,43 @@ def watch_signals() -> Iterator[None]:
 
     It does nothing if signals are already watched, or in a thread other than the main one.
     """
-    global _watch
-    if _watch is not None or threading.current_thread() is not threading.main_thread():
+    global _watcher
+    if _watcher is not None or threading.current_thread() is not threading.main_thread():
         yield
         return
     begin()
-    assert _watch is not None
+    assert _watcher is not None
     try:
         yield
     finally:
         wait_if_exiting()
-        _watch.close()
-        _watch = None
+        _watcher.close()
+        _watcher = None
 
 
 def _block() -> None:
-    if _watch is not None:
-        _watch.masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    if _watcher is not None:
+        _watcher.masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
 
 
 def _unblock() -> None:
-    if _watch is not None and (mask := _watch.masks.pop(threading.get_ident(), None)) is not None:
+    if _watcher is not None and (mask := _watcher.masks.pop(threading.get_ident(), None)) is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _forget() -> None:
-    """Drop the watch in a forked child.
+    """Drop the watcher in a forked child.
 
     The thread does not exist there, the pipe belongs to the parent, and the child must not remove the parent's files.
     """
-    global _watch
-    if _watch is not None:
+    global _watcher
+    if _watcher is not None:
         signal.set_wakeup_fd(-1)
         for number in STOPS:
-            if signal.getsignal(number) == _watch._handle:
+            if signal.getsignal(number) == _watcher._handle:
                 signal.signal(number, signal.SIG_DFL)
         _unblock()
-        _watch = None
+        _watcher = None
 
 
 @contextlib.contextmanager
@@ -221,37 +223,48 @@ def listen_for_signals(listener: Listener) -> Iterator[None]:
     """Pass signals to `listener`, in any thread, until the context exits.
 
     The process ends only if the listener returns a line.
+
+    Args:
+        listener: called with the signal's number.
     """
     with watch_signals():
-        # No watch means that this is not the main thread.
-        if _watch is None:
+        # No watcher means that this is not the main thread.
+        if _watcher is None:
             yield
             return
-        watch, handlers = _watch, {number: signal.getsignal(number) for number in STOPS}
-        watch.listeners.append(listener)
-        # Take them again, because a package may have set its own handlers in the meantime.
-        watch.take(handlers)
+        watcher = _watcher
+        handlers = {number: signal.getsignal(number) for number in STOPS}
+        watcher.listeners.append(listener)
+        # Install them again, because a package may have set its own handlers in the meantime.
+        watcher.install(handlers)
         try:
             yield
         finally:
-            watch.give_back(handlers)
-            watch.listeners.remove(listener)
+            watcher.restore(handlers)
+            watcher.listeners.remove(listener)
 
 
-def register_cleanup(ending: Cleanup) -> Callable[[], None]:
-    """Register a callback for the time when a signal ends the process. Callbacks run last in, first out.
+def register_cleanup(cleanup: Cleanup) -> Callable[[], None]:
+    """Register a callback that runs when a signal ends the process. Callbacks run last in, first out.
 
-    Return a function that cancels the registration. If no signals are watched, nothing is registered.
+    If no signals are watched, nothing is registered.
+
+    Args:
+        cleanup: called with the signal's number and the line that is shown.
+
+    Returns:
+        A function that cancels the registration.
     """
     # If the process is already ending, a file that the caller is about to create would not be removed.
     wait_if_exiting()
-    if _watch is None:
+    if _watcher is None:
         return lambda: None
-    endings, key = _watch.endings, object()
-    endings[key] = ending
+    cleanups = _watcher.cleanups
+    key = object()
+    cleanups[key] = cleanup
 
     def unregister() -> None:
-        endings.pop(key, None)
+        cleanups.pop(key, None)
 
     return unregister
 
@@ -276,7 +289,7 @@ def remove_on_signal(path: str | os.PathLike[str]) -> Iterator[None]:
 def wait_if_exiting() -> None:
     """Block the main thread if the process is ending, so that it prints and creates nothing more."""
     is_main = threading.current_thread() is threading.main_thread()
-    if is_main and _watch is not None and _watch.ending.locked():
+    if is_main and _watcher is not None and _watcher.ending.locked():
         time.sleep(60)
 
 
@@ -300,13 +313,13 @@ def raise_on_signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _raise_signals(to_lose: Callable[[], bool]) -> Iterator[list[int]]:
+def _raise_signals(has_unsaved: Callable[[], bool]) -> Iterator[list[int]]:
     """Implement `stop_signals` with exceptions in the main thread. In other threads, no signals are received."""
     received: list[int] = []
 
     def handle(number: int, frame: object) -> None:
         received.append(number)
-        if len(received) == 1 and to_lose():
+        if len(received) == 1 and has_unsaved():
             return
         if number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -329,29 +342,28 @@ def _raise_signals(to_lose: Callable[[], bool]) -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def stop_signals(to_lose: Callable[[], bool] = lambda: True) -> Iterator[list[int]]:
+def stop_signals(has_unsaved: Callable[[], bool] = lambda: True) -> Iterator[list[int]]:
     """Append SIGTERM and SIGINT to a list, which the caller reads between steps.
 
     The second signal ends the process.
 
     Args:
-        to_lose: returns whether there is anything to save. While there is not, even the first signal ends the process.
+        has_unsaved: returns whether there is anything to save. While there is not, even the first signal ends the
+            process.
     """
-    if _raises and _watch is None:
-        with _raise_signals(to_lose) as received:
+    if _raises and _watcher is None:
+        with _raise_signals(has_unsaved) as received:
             yield received
         return
     received = []
 
     def dispatch(number: int) -> str | None:
-        if not to_lose():
+        if not has_unsaved():
             return format_stop_message(number)
         received.append(number)
         if len(received) == 1:
             return None
-        return (
-            f"{format_stop_message(number)}, the second signal: what was trained since the last checkpoint is not saved"
-        )
+        return f"{format_stop_message(number)}, the second signal: the steps since the last checkpoint are not saved"
 
     with listen_for_signals(dispatch):
         yield received

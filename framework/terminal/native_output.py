@@ -16,7 +16,7 @@ from plimsoll.framework.terminal import phases
 _GREETING = b"[Gloo] Rank "
 
 
-def leave_out_greetings() -> None:
+def drop_gloo_greetings() -> None:
     """Suppress Gloo's greetings from now on. Other C++ output still reaches standard output.
 
     Python's own output goes directly to the original standard output. It does not pass through a thread, so none of it
@@ -37,12 +37,14 @@ def leave_out_greetings() -> None:
     os.close(writer)
     python_stdout = os.fdopen(python_output, "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
     phases.replace_stdout(python_stdout)
-    thread = threading.Thread(target=_pass_on, args=(reader, python_output), name="native output", daemon=True)
+    thread = threading.Thread(
+        target=_copy_without_greetings, args=(reader, python_output), name="native output", daemon=True
+    )
     thread.start()
 
 
-def _pass_on(reader: int, output: int) -> None:
-    """Copy lines from one descriptor to the other, without greetings, until either side is closed."""
+def _copy_without_greetings(reader: int, output: int) -> None:
+    """Copy lines from one descriptor to the other until either side is closed."""
     with os.fdopen(reader, "rb") as lines:
         for line in lines:
             if line.startswith(_GREETING):

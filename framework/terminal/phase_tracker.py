@@ -18,7 +18,7 @@ class Phase:
         patience: seconds that it may run before it is shown.
 
     Attributes:
-        started: start time by the clock of the board, in seconds.
+        started: start time by the tracker's clock, in seconds.
         detail: progress, such as "40/844"; "" if unknown.
         outcome: text to append when it is done, such as ", from the cache".
         was_shown: whether it was ever shown.
@@ -33,7 +33,7 @@ class Phase:
         self.was_shown = False
 
     def progress(self, done: int, total: int) -> None:
-        """Report that `done` of `total` are done: 40/844."""
+        """Report that `done` of `total` items are done: 40/844."""
         self.detail = f"{done:,}/{total:,}"
 
     def percent(self, fraction: float) -> None:
@@ -42,7 +42,7 @@ class Phase:
 
 
 class View(Protocol):
-    """Shows phases. A board calls it, from one thread at a time."""
+    """Shows phases. A PhaseTracker calls it, from one thread at a time."""
 
     interval: float  # seconds between two calls of `show`
     takes_lines: bool  # whether it leaves unfinished lines, which other output has to end first
@@ -76,6 +76,7 @@ class PhaseTracker:
         self._quiet_since = -math.inf
         # Whether other output has an unfinished line, which must not be interrupted.
         self.mid_line = False
+        # Reentrant, because `phases.mute` holds it while it calls `close`.
         self.lock = threading.RLock()
 
     @property
@@ -111,7 +112,7 @@ class PhaseTracker:
                 self._stop_ticking()
 
     def tick(self) -> None:
-        """Update the innermost phase that is due. The board's thread calls this a few times per second."""
+        """Update the innermost phase that is due. The tracker's thread calls this a few times per second."""
         with self.lock:
             for phase in reversed(self._phases):
                 # Until an inner phase has used up its patience, keep showing the outer one.

@@ -6,9 +6,9 @@
         evaluating.progress(40, 844)
 
 Library code names its phases and prints nothing. The owner of the terminal (a verb, or a run that shows its reports)
-opens a board with `show_phases`, and a thread then keeps the line of the innermost phase up to date. Without a board nothing
-is shown. `framework.terminal.phase_tracker` decides which phase is shown when, and `framework.terminal.phase_views` how it
-looks, on a terminal and elsewhere.
+starts a tracker with `show_phases`, and a thread then keeps the line of the innermost phase up to date. Without a
+tracker nothing is shown. `framework.terminal.phase_tracker` decides which phase is shown when, and
+`framework.terminal.phase_views` how it looks, on a terminal and elsewhere.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class _SharedStream:
 
     def write(self, text: str) -> int:
         """End an unfinished line, then write."""
-        board = _board
+        tracker = _tracker
         # A view without unfinished lines may be drawing in this thread at the moment, so do not take the lock.
-        if board is None or not board.view.takes_lines:
+        if tracker is None or not tracker.view.takes_lines:
             return self.stream.write(text)
-        with board.lock:
+        with tracker.lock:
             if text:
-                board.break_line()
-                board.mid_line = not text.endswith("\n")
+                tracker.break_line()
+                tracker.mid_line = not text.endswith("\n")
             return self.stream.write(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -56,14 +56,14 @@ class _SharedStream:
         return getattr(self.stream, name)
 
 
-# The board of this process; None while phases are not shown.
-_board: PhaseTracker | None = None
+# The tracker of this process; None while phases are not shown.
+_tracker: PhaseTracker | None = None
 
 
 def _forget() -> None:
-    """Drop the board in a forked child, because its thread and lock belong to the parent."""
-    global _board
-    _board = None
+    """Drop the tracker in a forked child, because its thread and lock belong to the parent."""
+    global _tracker
+    _tracker = None
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -76,24 +76,27 @@ def phase(text: str, *, patience: float = 0.0) -> Iterator[Phase]:
     Args:
         text: description of the task, such as "saving step 500".
         patience: seconds that the task may run before it is shown; for tasks that are usually short.
+
+    Yields:
+        The phase, to which the caller reports progress.
     """
     new_phase = Phase(text, patience)
-    board = _board
-    if board is None or not board.is_owner_thread:
+    tracker = _tracker
+    if tracker is None or not tracker.is_owner_thread:
         yield new_phase
         return
-    board.begin(new_phase)
+    tracker.begin(new_phase)
     completed = False
     try:
         yield new_phase
         completed = True
     finally:
-        board.end(new_phase, completed=completed)
+        tracker.end(new_phase, completed=completed)
 
 
 def are_shown() -> bool:
     """Return whether phases of this thread are shown, so that callers can skip composing a text."""
-    return _board is not None and _board.is_owner_thread
+    return _tracker is not None and _tracker.is_owner_thread
 
 
 @contextlib.contextmanager
@@ -104,24 +107,24 @@ def show_phases(view: View, startup_message: str = "") -> Iterator[None]:
         view: shows the phases. It has to write to the original standard stream, not to its replacement.
         startup_message: startup message, shown after a moment until the first other output.
     """
-    global _board
-    if _board is not None:
+    global _tracker
+    if _tracker is not None:
         yield
         return
-    board = PhaseTracker(view)
+    tracker = PhaseTracker(view)
     shared_stdout = _SharedStream(sys.stdout)
     shared_stderr = _SharedStream(sys.stderr)
     # Other output, such as a library's warning, has to start on a new line.
     sys.stdout = cast(TextIO, shared_stdout)
     sys.stderr = cast(TextIO, shared_stderr)
-    _board = board
+    _tracker = tracker
     if startup_message:
-        board.begin(StartupMessage(startup_message, patience=_FIRST_PATIENCE))
+        tracker.begin(StartupMessage(startup_message, patience=_FIRST_PATIENCE))
     try:
         yield
     finally:
-        board.close()
-        _board = None
+        tracker.close()
+        _tracker = None
         # Other code may have replaced the streams in the meantime.
         if sys.stdout is shared_stdout:
             sys.stdout = shared_stdout.stream
@@ -132,24 +135,24 @@ def show_phases(view: View, startup_message: str = "") -> Iterator[None]:
 @contextlib.contextmanager
 def use_view(view: View | None) -> Iterator[None]:
     """Let another view, such as a bar, show the phases until the context exits; None keeps the current view."""
-    if _board is None or view is None:
+    if _tracker is None or view is None:
         yield
         return
-    with _board.use_view(view):
+    with _tracker.use_view(view):
         yield
 
 
 def mute() -> None:
     """Clear the display and show nothing more in this process: it is ending, or another process reports for it."""
-    global _board
-    board = _board
-    _board = None
+    global _tracker
+    tracker = _tracker
+    _tracker = None
     # A thread that is writing at the moment may never return, so wait only for a limited time.
-    if board is not None and board.lock.acquire(timeout=_LOCK_SECONDS):
+    if tracker is not None and tracker.lock.acquire(timeout=_LOCK_SECONDS):
         try:
-            board.close()
+            tracker.close()
         finally:
-            board.lock.release()
+            tracker.lock.release()
 
 
 def replace_stdout(stream: TextIO) -> None:

@@ -119,6 +119,7 @@ class Progress:
             if time.monotonic() - self._drawn_at > 0.1 or is_last:
                 self._bar.refresh()
                 self._drawn_at = time.monotonic()
+        # The bar shows every step, but a log of every step would be long.
         if step % self._log_every == 0 or is_last:
             line = "   ".join(fields)
             self._log_line(line)
@@ -160,7 +161,7 @@ class Progress:
             os.ftruncate(log.fileno(), size)
             self._unlogged += 1
             if self._unlogged == 1:
-                consequence = "Training goes on; its lines are lost until then"
+                consequence = "Training continues; lines are missing in log.txt until it can be written again"
                 self._show(f"log.txt cannot be written: {error.strerror}. {consequence}")
             return
         self._unlogged = 0

@@ -24,7 +24,11 @@ def check_tensors(
 ) -> dict[str, list[Source]]:
     """Return `family.places(model)` with the names in the directory, which may omit the model's own prefix.
 
-    With `draws_head`, the directory holds a language model without the model's score head.
+    Args:
+        directory: the directory to check.
+        family: the family that maps tensor names.
+        model: the model to load.
+        draws_head: the directory has a language model without the model's score head, which is initialized randomly.
 
     Raises:
         ValueError: tensors are missing, unexpected, of another shape, or not floats; the message holds a table. Or the
@@ -40,7 +44,9 @@ def check_tensors(
     # Only names within the base model have the prefix; the head's names do not count.
     names -= {_HEAD, *(source.name for source in SCORE.values())}
     if not names & directory.home.keys():
-        places = {path: [_without_prefix(source) for source in sources] for path, sources in places.items()}
+        # The directory has only the base model, whose tensor names lack the model's own prefix.
+        for path, sources in places.items():
+            places[path] = [replace(one, name=re.sub(r"^(model|transformer)\.", "", one.name)) for one in sources]
     if model.ties:
         _check_tied_head(directory, places["embed/token"][0].name)
     rows = []
@@ -62,13 +68,8 @@ def check_tensors(
     if len(rows) > _MAX_ROWS:
         rows[_MAX_ROWS:] = [f"... and {len(rows) - _MAX_ROWS} more"]
     if rows:
-        raise ValueError("\n  ".join([f"{directory.path}: its tensors are not those of its config.json:", *rows]))
+        raise ValueError("\n  ".join([f"{directory.path}: its tensors do not match its config.json:", *rows]))
     return places
-
-
-def _without_prefix(source: Source) -> Source:
-    """Return the source for a directory of only the base model, whose tensor names lack the model's prefix."""
-    return replace(source, name=re.sub(r"^(model|transformer)\.", "", source.name))
 
 
 def _error_row(directory: Directory, name: str, expected_shape: tuple[int, ...]) -> str | None:
@@ -108,6 +109,6 @@ def _check_tied_head(directory: Directory, table: str) -> None:
         is_equal = np.array_equal(table_tensor[band], head_tensor[band])
     if not is_equal:
         raise ValueError(
-            f"{directory.path}: config.json says tie_word_embeddings = true, but {_HEAD} is another than {table}; set "
-            "tie_word_embeddings to false for a head of its own, or remove the tensor"
+            f"{directory.path}: config.json has tie_word_embeddings = true, but {_HEAD} differs from {table}; set "
+            "tie_word_embeddings to false for a separate head, or remove the tensor"
         )

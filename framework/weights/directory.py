@@ -34,7 +34,7 @@ class Directory:
             content: list[str] | str = "no such directory"
             if self.path.is_dir():
                 content = sorted(file.name for file in self.path.glob("*"))
-            raise FileNotFoundError(f"{self.path}: neither {single.name} nor {index.name}, but: {content}")
+            raise FileNotFoundError(f"{self.path}: has neither {single.name} nor {index.name}, but: {content}")
         for shard in sorted(set(self.home.values())):
             listed = {name for name, file in self.home.items() if file == shard}
             stored = set(self._open(shard).keys())
@@ -53,11 +53,11 @@ class Directory:
         # Opened again for each tensor: pages that were read through a mapping count as this process's memory as long as
         # the file is open.
         if not shard or Path(shard).name != shard:
-            raise ValueError(f"{self.path}: the index names {shard!r}, which is no file of the directory itself")
+            raise ValueError(f"{self.path}: the index names {shard!r}, which is not a file in the directory itself")
         try:
             return safe_open(self.path / shard, "np")
         except SafetensorError as error:
-            raise ValueError(f"{self.path / shard}: damaged, perhaps not wholly downloaded: {error}") from None
+            raise ValueError(f"{self.path / shard}: damaged, or the download is incomplete: {error}") from None
 
     def tensor(self, name: str) -> Any:
         """Return a slice reader for a tensor, with `get_shape()`, `get_dtype()` and `[slices]`."""

@@ -165,7 +165,7 @@ def export_adapters(
         ValueError: the model has no adapters, or peft has no equivalent for their location.
     """
     if model.lora is None:
-        raise ValueError("the model has no adapters (model.lora is none): export all of it")
+        raise ValueError("the model has no adapters (model.lora is none); export the whole model")
     tensors = _adapter_tensors(model, flatten(params), family)
     # peft matches modules by the end of their names: a tensor's name is base_model.model.MODULE.lora_A.weight.
     target_modules = {name.split(".", 2)[2].rsplit(".", 2)[0] for name in tensors}
@@ -201,8 +201,8 @@ def _adapter_tensors(model: CausalLM, flat_params: dict[str, jax.Array], family:
     for path, sources in family.places(model).items():
         if f"{path}_lora_a" in flat_params:
             raise ValueError(
-                f"{path} has an adapter for each expert, which cannot be exported alone: peft's target_parameters have "
-                "one for gate and up together; export without --adapter, which merges"
+                f"{path} has an adapter for each expert, which peft cannot represent: its target_parameters have one "
+                "for gate and up together; export without --adapter, which merges the adapters into the weights"
             )
         parent = path.rsplit("/", 1)[0]
         if not path.endswith("/weight") or f"{parent}/lora_a" not in flat_params:
@@ -210,7 +210,8 @@ def _adapter_tensors(model: CausalLM, flat_params: dict[str, jax.Array], family:
         for layer_index, source in enumerate(sources):
             if source.is_fused:
                 raise ValueError(
-                    f"{source.name} holds several of our layers, which peft cannot adapt one by one; merge"
+                    f"{source.name} holds several of our layers, which peft cannot adapt separately; export without "
+                    "--adapter"
                 )
             module = source.name.removesuffix(".weight")
             for our_name, peft_name in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
@@ -221,6 +222,7 @@ def _adapter_tensors(model: CausalLM, flat_params: dict[str, jax.Array], family:
 
 def _join_tensor(model: CausalLM, flat_params: dict[str, jax.Array], parts: TensorParts) -> np.ndarray:
     """Return a tensor as it is stored in a file, joined from its parts."""
+    # The parts were collected in the order of our parameters, which need not be their order in the tensor.
     ordered_parts = sorted(parts, key=lambda part: part.source.span or part.source.fused_part)
     arrays = [_get_layer(model, flat_params, part.path, part.indices) for part in ordered_parts]
     # All parts of a tensor have the same orientation and interleaving.
@@ -291,7 +293,7 @@ def _create_atomically(to: str | Path, extra_files: Files) -> Iterator[Path]:
     """
     to = Path(to).expanduser()
     if to.exists():
-        raise FileExistsError(f"{to} is there already; choose another --to, or remove it")
+        raise FileExistsError(f"{to} already exists; choose another --to, or remove it")
     # In the same parent, so that the rename stays within one file system. An interrupted export may have left one.
     folder = to.with_name(f".{to.name}.partial")
     shutil.rmtree(folder, ignore_errors=True)

@@ -38,7 +38,7 @@ class ModelFamily:
         raise NotImplementedError
 
     def places(self, model: CausalLM) -> dict[str, list[Source]]:
-        """Return {path of a parameter: its tensors, one for each unit of the stack}.
+        """Return {path of a parameter: its tensors, one for each repeat of the stack's pattern}.
 
         Raises:
             ValueError: the family has no such parameter.
@@ -57,10 +57,10 @@ class ModelFamily:
             if block:
                 stack, num_before = stacks[block[1]]
                 name = block[3]
-                # A stack unit may have several layers (blocks): block b of unit u is layer b + period * u of the stack.
+                # A pattern may have several layers (blocks): block b of repeat r is layer b + period * r of the stack.
                 period = len(stack.pattern.layers)
                 first_layer = num_before + int(block[2])
-                layers = [first_layer + period * unit for unit in range(stack.num_repeats)]
+                layers = [first_layer + period * repeat for repeat in range(stack.num_repeats)]
             else:
                 name = path
                 layers = [0]

@@ -31,6 +31,7 @@ _VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
 @functools.cache
 def _pairs() -> np.ndarray:
     """Return uint32[65536]: the two bfloat16 numbers for each byte of codes, at the index 256 * scale + byte."""
+    # Both the byte of two codes and the scale have 256 values.
     codes = np.arange(256)
     values = np.stack([_VALUES[codes & 15], _VALUES[codes >> 4]], axis=-1)
     # e8m0: 2^(code - 127); 255 is NaN.
@@ -95,7 +96,7 @@ class PackedTensor:
         """Return bfloat16[E, I, O] for a slice without steps; decodes only the blocks that the slice touches."""
         experts, inputs, outputs = index
         start, stop, step = inputs.indices(self._shape[1])
-        assert step == 1, "weights are read in one piece"
+        assert step == 1, "weights are read without steps"
         first_block = start // BLOCK
         touched = slice(first_block, -(-stop // BLOCK))
         rows = (experts, outputs, touched)
@@ -115,20 +116,20 @@ def find_packed_names(folder: Path, stored: list[str]) -> set[str]:
         ValueError: config.json does not agree with the files, or blocks lack their scales.
     """
     names = sorted(name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS))
-    is_declared = _method(folder / "config.json") == METHOD
+    is_declared = _read_quant_method(folder / "config.json") == METHOD
     if is_declared != bool(names):
         declared = (
             f"quantization_config.quant_method = {METHOD}" if is_declared else f"no quantization_config of {METHOD}"
         )
-        found = f"tensors as {names[0]}{BLOCKS}" if names else f"no tensor NAME{BLOCKS}"
+        found = f"tensors such as {names[0]}{BLOCKS}" if names else f"no tensor NAME{BLOCKS}"
         raise ValueError(f"{folder}: config.json has {declared}, but the files have {found}")
     for name in names:
         if f"{name}{SCALES}" not in stored:
-            raise ValueError(f"{folder}: {name}{BLOCKS} is there without {name}{SCALES}")
+            raise ValueError(f"{folder}: {name}{BLOCKS} has no matching {name}{SCALES}")
     return set(names)
 
 
-def _method(file: Path) -> str | None:
+def _read_quant_method(file: Path) -> str | None:
     """Return the quantization method in a config.json; None if there is none or the file is not a valid config."""
     if not file.is_file():
         return None

@@ -1,6 +1,6 @@
 """Loads weights from a Hugging Face directory into the layout's shardings and memory kinds, one layer at a time.
 
-A `Family` maps configs and tensor names in both directions; the supported families are in framework/families/.
+A `ModelFamily` maps configs and tensor names in both directions; the supported families are in framework/families/.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Pretrained:
         if not isinstance(most, int) or seq_len <= most:
             return []
         return [
-            f"data.seq_len = {seq_len:,} is longer than what {self.path} was trained on: its config.json has "
+            f"data.seq_len = {seq_len:,} exceeds the context length of {self.path}: its config.json has "
             f"max_position_embeddings = {most:,}"
         ]
 
@@ -121,7 +121,7 @@ class Pretrained:
         return program.backend.initializer.to_state_tree(state)
 
 
-def _precise_leaves(program: Program, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _convert_to_leaves(program: Program, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Convert parameter values to the model's leaves, in float32 or wider, or quantized."""
     model = program.experiment.language_model
     paths = flatten(model.parameter_specs()).keys()
@@ -161,11 +161,10 @@ def _create_writer(program: Program, like: dict[str, jax.Array], by_layer: bool)
         like: values of the same parameters, for their shapes and dtypes.
         by_layer: whether the values are those of one layer.
     """
-
     backend = program.backend
 
     def compute_leaves(values: dict[str, jax.Array]) -> dict[str, dict[str, jax.Array]]:
-        leaves = _precise_leaves(program, values)
+        leaves = _convert_to_leaves(program, values)
         computed_values = backend.initializer.build_arrays(leaves, single_layer=by_layer)
         # Gradients stay zero.
         return {group: leaves for group, leaves in computed_values.items() if group != "gradient"}

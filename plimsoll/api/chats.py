@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator as Pieces
+from collections.abc import Generator as TextChunks
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -69,19 +69,20 @@ class Conversation:
             pass
         return self.samples[0]
 
-    def stream(self, text: str) -> Pieces[str]:
-        """Stream the answer to a message as pieces of text. Errors are raised by this call, not during iteration.
+    def stream(self, text: str) -> TextChunks[str]:
+        """Stream the answer to a message in chunks of text. Errors are raised by this call, not during iteration.
 
         The message and the answer are added to the history when the iteration ends. If the caller stops early, the
         history gets the text generated so far.
         """
         if not text.strip():
             raise ValueError("the message is empty")
+        # Checked here rather than in the generator below, so that this call raises the errors.
         prompt = self._chat.prompt(self.system, self.turns, text)
         return self._stream_chunks(text, self._chat.answer(prompt))
 
-    def _stream_chunks(self, question: str, answer: StreamedAnswer) -> Pieces[str]:
-        """Yields the text of the first sample, and updates the history."""
+    def _stream_chunks(self, question: str, answer: StreamedAnswer) -> TextChunks[str]:
+        """Yield the text of the first sample, and update the history."""
         has_ended = False
         try:
             for chunks in answer:
@@ -137,6 +138,7 @@ def create_chat(
     context = loaded.experiment.data.seq_len
     max_tokens = sampling.max_new_tokens
     if clamp_max_tokens:
+        # Leave half of the context for the messages.
         sampling = replace(sampling, max_new_tokens=max(1, min(max_tokens, context // 2)))
     elif max_tokens >= context:
         raise ValueError(
@@ -157,7 +159,7 @@ def _template_variables(config: Config) -> dict[str, Any]:
 
 
 def history_from_messages(messages: Sequence[Message]) -> History:
-    """Converts messages to a history.
+    """Convert messages to a history.
 
     Raises:
         ValueError: the messages do not alternate between user and assistant, after at most one system message. The
@@ -177,7 +179,7 @@ def history_from_messages(messages: Sequence[Message]) -> History:
             question = None
         else:
             raise ValueError(
-                f"messages[{index}]: {role!r} cannot stand here; expected user and assistant in turn, behind at most "
+                f"messages[{index}]: unexpected role {role!r}; expected user and assistant in turn, after at most "
                 "one system message"
             )
     return History(system, turns, question)

@@ -12,6 +12,7 @@ from plimsoll import configs
 from plimsoll.configs.data_flag import with_data
 from plimsoll.framework.config import Config, diff, get_target
 from plimsoll.framework.config.accelerator_rules import apply_accelerator_rules
+from plimsoll.framework.config.migrations import find_current_path
 from plimsoll.framework.program import stored_config
 from plimsoll.framework.terminal.escaping import escape_control_chars
 
@@ -31,7 +32,7 @@ class LoadedConfig(Config):
     _origin: _Origin
 
     def copy(self) -> LoadedConfig:
-        """Returns a deep copy."""
+        """Return a deep copy."""
         return _with_origin(super().copy(), self._origin)
 
     __copy__ = copy
@@ -64,7 +65,7 @@ def load_config(
         named = stored_config.read_to_train(Path(spec).expanduser(), notes.append)
     else:
         named = configs.load(spec, notes.append, shape_only=shape_only)
-    changes = dict(overrides or {})
+    changes = {find_current_path(path): value for path, value in (overrides or {}).items()}
     if data is not None:
         named, data_notes = with_data(named, str(data), list(changes))
         notes += data_notes
@@ -74,7 +75,7 @@ def load_config(
 
 
 def override(config: Config, overrides: Mapping[str, Any]) -> None:
-    """Applies overrides in order, in place; strings are parsed like command-line values."""
+    """Apply overrides in order, in place; strings are parsed like command-line values."""
     for path, value in overrides.items():
         if isinstance(value, str):
             config.override(path, value)
@@ -151,5 +152,5 @@ def create_request(config: Config | str | Path, *, shape_only: bool = False) -> 
 
 
 def log(line: str) -> None:
-    """Prints a line that is not part of the result to stderr."""
+    """Print a line that is not part of the result to stderr."""
     print(escape_control_chars(line), file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ class ExportResult(NamedTuple):
 
 
 def export(loaded: LoadedModel, to: str, *, adapter: bool, log: Callable[[str], None]) -> ExportResult:
-    """Writes a model. All checks run before any file is written.
+    """Write a model. All checks run before any file is written.
 
     Args:
         loaded: loaded model.
@@ -68,9 +68,9 @@ def export(loaded: LoadedModel, to: str, *, adapter: bool, log: Callable[[str], 
 
 
 def refuse_existing(folder: Path) -> None:
-    """Raises FileExistsError if the folder exists."""
+    """Raise FileExistsError if the folder exists."""
     if folder.exists():
-        raise FileExistsError(f"--to={folder} is there already; choose another, or remove it")
+        raise FileExistsError(f"--to={folder} already exists; choose another, or remove it")
 
 
 def _tokenizer(loaded: LoadedModel) -> dict[str, bytes]:

@@ -35,7 +35,7 @@ class LoadedModel:
         """The tokenizer. Raises ValueError if there is none, because token ids cannot be converted to text."""
         tokenizer = self.experiment.data.tokenizer
         if not tokenizer.has_text:
-            raise ValueError("data.tokenizer is NoTokenizer; set --config.data.tokenizer to the one the tokens are of")
+            raise ValueError("data.tokenizer is NoTokenizer; set --config.data.tokenizer to the tokenizer of the data")
         return tokenizer
 
 
@@ -55,7 +55,7 @@ def load_run(
     text: bool = True,
     log: Log,
 ) -> LoadedModel:
-    """Loads the model of a run, without the optimizer state.
+    """Load the model of a run, without the optimizer state.
 
     Args:
         folder: workdir of the run, or its URL.
@@ -78,12 +78,14 @@ def load_run(
     checkpointer = Checkpointer(directory=checkpoints, read_only=True)
     config = _load_run_config(workdir, checkpointer, step, log)
     change(config)
-    experiment = _experiment(config, workdir, averaged=averaged, text=text)
+    experiment = _build_experiment(config, workdir, averaged=averaged, text=text)
     # Imported late, so that errors up to here are reported before JAX looks for devices.
     from plimsoll.framework.devices.executables import use_compilation_cache
     from plimsoll.framework.program.inference import inference_program
 
-    _refuse_empty(checkpointer)
+    if not checkpointer.steps():
+        problems = [f"{checkpointer.directory} holds no checkpoint", *checkpointer.problems()]
+        raise FileNotFoundError("; ".join(problems))
     start_devices()
     use_compilation_cache(config.trainer.compilation_cache)
     program = inference_program(experiment, host_weights=host_weights, is_mesh_requested=is_mesh_requested, log=log)
@@ -114,28 +116,23 @@ def _load_run_config(workdir: Path, checkpointer: Any, step: int | None, log: Lo
             extra["config"], f"the checkpoint of step {saved_step}", lambda line: None
         )
         for change in config_changes(saved.to_dict()["model"], config.to_dict()["model"], path="config.model"):
-            log(f"{workdir / 'config.json'} is not what step {saved_step} was saved with, which counts: {change}")
+            log(
+                f"{workdir / 'config.json'} differs from the config saved at step {saved_step}, which is used: {change}"
+            )
         return saved
     return config
 
 
-def _experiment(config: Config, workdir: Path, *, averaged: bool, text: bool) -> Any:
+def _build_experiment(config: Config, workdir: Path, *, averaged: bool, text: bool) -> Any:
     """Build the experiment of a run's config; arguments as for `load_run`. Raises ValueError without averages."""
     if text:
         _name_tokenizer_file(config, workdir)
     experiment: Any = config.instantiate()
     if averaged and not experiment.learner.ema_specs():
-        raise ValueError("--ema: the run keeps no averages (learner.ema is not set)")
+        raise ValueError("--ema: the run has no moving averages (learner.ema is not set)")
     if text:
         _prepare_tokenizer(experiment, workdir)
     return experiment
-
-
-def _refuse_empty(checkpointer: Any) -> None:
-    """Raises FileNotFoundError if there is no checkpoint."""
-    if not checkpointer.steps():
-        problems = [f"{checkpointer.directory} holds no checkpoint", *checkpointer.problems()]
-        raise FileNotFoundError("; ".join(problems))
 
 
 def _restore_model(checkpointer: Any, program: Any, step: int | None, averaged: bool) -> Any:
@@ -150,7 +147,7 @@ def _restore_model(checkpointer: Any, program: Any, step: int | None, averaged: 
 
 
 def _name_tokenizer_file(config: Config, workdir: Path) -> None:
-    """Points the config, in place, to the workdir's copy of the tokenizer instead of its original path."""
+    """Point the config, in place, to the workdir's copy of the tokenizer instead of its original path."""
     if not config.data.takes("tokenizer"):
         return
     tokenizer = config.data.tokenizer
@@ -160,20 +157,20 @@ def _name_tokenizer_file(config: Config, workdir: Path) -> None:
 
 
 def _prepare_tokenizer(experiment: Any, workdir: Path) -> None:
-    """Prepares the run's tokenizer. Raises ValueError if the model is not a language model."""
+    """Prepare the run's tokenizer. Raises ValueError if the model is not a language model."""
     # The property raises ValueError if the model is not a language model.
     _ = experiment.language_model
     tokenizer = experiment.data.tokenizer
     file = workdir / "tokenizer.json"
     if isinstance(tokenizer, BPETokenizer) and not file.exists():
-        raise FileNotFoundError(f"{file} does not exist: the tokenizer of the run")
+        raise FileNotFoundError(f"the tokenizer of the run, {file}, does not exist")
     tokenizer.prepare(workdir, None, write=False)
 
 
 def load_published(
     path: str, change: Change, *, host_weights: bool, is_mesh_requested: bool = False, log: Log
 ) -> LoadedModel:
-    """Loads a published model from a Hugging Face directory or by its Hub id. Other arguments as for `load_run`."""
+    """Load a published model from a Hugging Face directory or by its Hub id. Other arguments as for `load_run`."""
     prepare_jax()
     import optax
 

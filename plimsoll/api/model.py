@@ -78,6 +78,7 @@ class Model:
         stops = [stop] if isinstance(stop, str) else stop
         max_tokens = DEFAULT_TOKENS if max_new_tokens is None else max_new_tokens
         sampling = Sampling(max_tokens, temperature, top_k, top_p, seed=seed)
+        # Only the default may be reduced: an explicit number that does not fit is an error.
         chunks = self.stream([prompt], sampling, stops, clamp_max_tokens=max_new_tokens is None)
         return "".join(chunk for (chunk,) in chunks)
 
@@ -90,12 +91,13 @@ class Model:
             texts: prompts, continued as one batch.
             sampling: sampling settings; the tokenizer's stop ids end a text in addition to `sampling.stop_ids`.
             stops: strings that end a continuation; they are not part of it.
-            clamp_max_tokens: reduce the number of new tokens to the model's maximum positions instead of raising an error.
+            clamp_max_tokens: reduce the number of new tokens to fit the model's maximum positions, instead of raising
+                an error.
         """
         tokenizer = self.loaded.tokenizer
         prompts = [tokenizer.encode_prompt(text) for text in texts]
         if not all(prompts):
-            raise ValueError("a prompt is empty, and this tokenizer has nothing that opens a text")
+            raise ValueError("a prompt is empty, and this tokenizer has no token that starts a text")
         max_tokens = sampling.max_new_tokens
         max_positions = self.loaded.experiment.language_model.max_positions
         if clamp_max_tokens and max_positions is not None:
@@ -103,6 +105,7 @@ class Model:
             max_tokens = max(1, min(max_tokens, max_positions - longest_prompt))
         stop_ids = {*tokenizer.stop_ids, *sampling.stop_ids}
         full_sampling = replace(sampling, max_new_tokens=max_tokens, stop_ids=tuple(sorted(stop_ids)))
+        # `stream_text` is a generator function, so its own check would only run at the first step.
         self.generator.check(prompts, full_sampling)
         return stream_text(self.generator, tokenizer, prompts, full_sampling, stops)
 
@@ -118,7 +121,7 @@ class Model:
         top_p: float = 1.0,
         seed: int = 0,
     ) -> Conversation:
-        """Start a conversation: `say(text)` returns the answer, `stream(text)` yields it in pieces.
+        """Start a conversation: `say(text)` returns the answer, `stream(text)` yields it in chunks.
 
         The model's own chat template is used. A model without one continues a plain transcript, which is reported.
 
@@ -136,7 +139,7 @@ class Model:
         """
         history = history_from_messages(messages)
         if history.question is not None:
-            raise ValueError("messages: the last one waits for an answer: pass it to say(), or all of them to answer()")
+            raise ValueError("messages: the last message is a question; pass it to say(), or pass them all to answer()")
         if system is not None and history.system is not None:
             raise ValueError("the system prompt is given twice: in messages, and as system")
         max_tokens = chats.DEFAULT_TOKENS if max_new_tokens is None else max_new_tokens
@@ -184,11 +187,12 @@ class Model:
             FileNotFoundError: a file does not exist.
         """
         paths = [files] if isinstance(files, (str, os.PathLike)) else files
+        # Read all files first, so that a bad one is reported before any is scored.
         texts = {os.fspath(path): read_text(os.fspath(path)) for path in paths}
         return {path: self.score(text) for path, text in texts.items()}
 
     def export(self, folder: str | os.PathLike[str], *, adapter: bool = False) -> Path:
-        """Writes the model as a directory that transformers' from_pretrained loads; returns its path.
+        """Write the model as a directory that transformers' from_pretrained loads; returns its path.
 
         Args:
             folder: output directory; it must not exist yet.
@@ -210,7 +214,7 @@ def load(
     averaged: bool = False,
     host_weights: bool = False,
 ) -> Model:
-    """Loads the model of a run, or a published model, without the optimizer state.
+    """Load the model of a run, or a published model, without the optimizer state.
 
     Args:
         source: workdir of a run or its URL, or hf:DIR with a Hugging Face directory.
@@ -227,7 +231,7 @@ def load(
     kind, _, directory = path.partition(":")
     is_published = kind == "hf" and bool(directory)
     if is_published and (step is not None or averaged):
-        raise ValueError(f"{path}: step and averaged are of a run's workdir")
+        raise ValueError(f"{path}: step and averaged require the workdir of a run")
     change = functools.partial(override, overrides=dict(overrides or {}))
     is_mesh_requested = any(loaded.is_mesh_setting(setting) for setting in overrides or {})
     if is_published:

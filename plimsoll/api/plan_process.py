@@ -54,12 +54,6 @@ def plan_in_subprocess(spec: str, config: Config, name: str, limit: int | None, 
     return answer["report"]
 
 
-def _main(answer_file: str) -> None:
-    """Reads the job from stdin and writes the answer to a file."""
-    job = json.load(sys.stdin)
-    Path(answer_file).write_text(json.dumps(_answer(job)))
-
-
 def _answer(job: dict[str, Any]) -> dict[str, Any]:
     """Run the job; returns {"report": Report}, or {"error": a line}."""
     from plimsoll import configs
@@ -74,8 +68,8 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
             configs.load(job["spec"])
         config = Config.from_json(job["config"])
     except ConfigError as error:
-        reason = f"a plan for {name} needs another process, as JAX has started with fewer CPU devices in this one"
-        return {"error": f"{reason}, and there {error}; or start Python with JAX_NUM_CPU_DEVICES set"}
+        reason = f"a plan for {name} needs another process, because JAX has started with fewer CPU devices in this one"
+        return {"error": f"{reason}; that process failed: {error}; or start Python with JAX_NUM_CPU_DEVICES set"}
     targets.set_environment(name)
     prepare_jax()
     try:
@@ -95,4 +89,5 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    # The job comes from stdin; the answer goes to the file that the parent names.
+    Path(sys.argv[1]).write_text(json.dumps(_answer(json.load(sys.stdin))))

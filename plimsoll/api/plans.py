@@ -106,7 +106,7 @@ def plan(
 
 @contextmanager
 def use_target_environment(target: str, *, starts: bool) -> Iterator[None]:
-    """Sets the environment of the target's compiler in a context; afterwards the program can train here as before.
+    """Set the environment of the target's compiler in a context; afterwards the program can train here as before.
 
     Args:
         target: name of the target, as given by the caller.
@@ -130,7 +130,7 @@ def use_target_environment(target: str, *, starts: bool) -> Iterator[None]:
 
 @contextmanager
 def disable_compilation_cache() -> Iterator[None]:
-    """Disables JAX's compilation cache: cached programs come without their buffers, which the report lists."""
+    """Disable JAX's compilation cache: cached programs come without their buffers, which the report lists."""
     was_enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_enable_compilation_cache", False)
     try:

@@ -80,7 +80,7 @@ def train(
     force: bool = False,
     device_memory_gib: float | None = None,
 ) -> TrainedRun:
-    """Trains in this process, like `plimsoll train`: with the same table, checks, refusals, lock and resume.
+    """Train in this process, like `plimsoll train`: with the same table, checks, refusals, lock and resume.
 
     A second call with the same workdir resumes from the last checkpoint. Ctrl-C saves a checkpoint first.
 
@@ -97,7 +97,7 @@ def train(
         RunError: the run failed: its `code` is the exit code of `plimsoll train`, its cause the error.
         KeyboardInterrupt: Ctrl-C was pressed; the training progress is saved.
     """
-    began = time.monotonic()
+    started_at = time.monotonic()
     _check(resume, device_memory_gib)
     request = create_request(config)
     job = Job(
@@ -106,7 +106,7 @@ def train(
         request.config.instantiate(),
         folder=os.fspath(workdir),
         limit=None if device_memory_gib is None else int(device_memory_gib * 2**30),
-        goodput=Goodput(since=began),
+        goodput=Goodput(since=started_at),
         handle_errors=lambda training: _train_catching_errors(job, training),
         resume=resume,
         force=force,
@@ -121,7 +121,7 @@ def train(
 
 
 def _check(resume: str, device_memory_gib: float | None) -> None:
-    """Raises ConfigError if an argument of `train` is invalid, or if there are several processes."""
+    """Raise ConfigError if an argument of `train` is invalid, or if there are several processes."""
     if resume not in _RESUME:
         raise ConfigError(f"resume={resume!r}: expected one of {', '.join(_RESUME)}")
     if device_memory_gib is not None and not device_memory_gib > 0:
@@ -131,7 +131,7 @@ def _check(resume: str, device_memory_gib: float | None) -> None:
 
 
 def _train_catching_errors(job: Job, training: Callable[[], int]) -> int:
-    """Trains. A user error is stored as the job's failure, to be raised once the workdir has been restored."""
+    """Train. A user error is stored as the job's failure, to be raised once the workdir has been restored."""
     try:
         return training()
     except Exception as error:
@@ -143,14 +143,14 @@ def _train_catching_errors(job: Job, training: Callable[[], int]) -> int:
 
 
 def _raise_failure(job: Job, code: int) -> None:
-    """Raises the exception for an exit code other than 0."""
+    """Raise the exception for an exit code other than 0."""
     if code == ExitCode.DONE:
         return
     failure = job.failure
     if failure is not None and user_errors.exit_code(failure) is not None:
         raise failure
     if code == ExitCode.INTERRUPTED:
-        raise KeyboardInterrupt(f"what was trained is saved in {job.folder}; the same call goes on from there")
+        raise KeyboardInterrupt(f"the progress is saved in {job.folder}; call train again to resume")
     if code == ExitCode.TERMINATED:
         # SIGTERM is meant for the whole process, so exit it.
         raise SystemExit(code)

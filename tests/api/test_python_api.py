@@ -137,7 +137,7 @@ def test_invalid_settings_raise_and_leave_no_files(folder: Path) -> None:
         pl.train(config, folder / "new", resume="maybe")  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="expected a config or the name of one, given int"):
         pl.train(5, folder / "new")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(pl.RunError, match=r"the training step needs .* on each device, and there are") as caught:
+    with pytest.raises(pl.RunError, match=r"the training step needs .* per device, but .* are available") as caught:
         pl.train(config, folder / "new", device_memory_gib=1e-4)
     assert caught.value.code == 4
     assert not (folder / "new").exists()
@@ -231,7 +231,7 @@ def test_edits_to_config_json_are_ignored(
     finally:
         file.write_text(text)
     printed = capsys.readouterr()
-    assert "which counts: config.model.head.norm.eps: " in printed.out + printed.err
+    assert "which is used: config.model.head.norm.eps: " in printed.out + printed.err
 
 
 @pytest.mark.pairs

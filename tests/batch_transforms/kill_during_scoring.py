@@ -1,4 +1,4 @@
-"""`plimsoll train` that gets SIGKILL while the reference is computed: `python tests/batch_transforms/kill_during_scoring.py N FLAGS`.
+"""`plimsoll train` that gets SIGKILL while the reference is computed: `kill_during_scoring.py N FLAGS`.
 
 N batches of the data are computed before the kill. Every batch counts as done as soon as it is written.
 """

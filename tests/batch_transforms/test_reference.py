@@ -129,7 +129,7 @@ def test_auto_selects_the_reference(fields, kind, reason):
 
 
 WRONG = [
-    ({}, "adapter_off", None, "companion.kind = adapter_off, and model.lora is not set; expected stored or hosted"),
+    ({}, "adapter_off", None, "companion.kind = adapter_off, but model.lora is not set; expected stored or hosted"),
     (
         {"memory": {"update": "layer_programs"}, "clip": None},
         "adapter_off",

@@ -269,12 +269,12 @@ REFUSED = {
         "companion__reward": "plimsoll.framework.batch_transforms.nowhere.exact"
     },
     "there is no function 'exakt'": {"companion__reward": "plimsoll.framework.batch_transforms.rewards.exakt"},
-    "has no stack that could answer": {"memory__update": "layer_programs"},
+    "memory.update = layer_programs cannot sample answers": {"memory__update": "layer_programs"},
     "mesh.seq = 2": {"mesh__seq": 2},
     "beta = 0.1: expected a companion.reference": {"model__head__objective__beta": 0.1},
     "expected less than 1": {"model__head__objective__epsilon": 1.0},
     "expected a number with dr_grpo": {"model__head__objective__normalization": "dr_grpo"},
-    "holds 3 prompts, too few for the 4": {"data__source__count": 3},
+    "has 3 prompts, too few for the 4": {"data__source__count": 3},
     'expected some of "+-*"': {"data__source__operators": "/"},
 }
 

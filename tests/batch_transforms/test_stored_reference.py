@@ -21,7 +21,8 @@ def program_with_reference(tmp_path: Path, monkeypatch) -> Program:
     program = fresh(tmp_path)
     said: list[str] = []
     program.experiment.companion.open(program, tmp_path / "run", is_new_run=True, log=said.append)
-    assert said[0] == "reference: stored (all weights are trained, and the values of the first ones are computed once)"
+    reason = "all weights are trained; log-probabilities under the initial ones are computed once"
+    assert said[0] == f"reference: stored ({reason})"
     return program
 
 
@@ -77,7 +78,7 @@ def test_stored_values_from_other_weights_or_data_are_refused(
 ):
     program = fresh(tmp_path, **fields)
     with pytest.raises(
-        ValueError, match=f"run/reference holds a reference of other {what} than those of this run"
+        ValueError, match=f"run/reference holds a reference for different {what} than those that this run started with"
     ) as e:
         program.experiment.companion.open(program, tmp_path / "run", is_new_run=False, log=lambda line: None)
     assert "\n" not in str(e.value)
@@ -85,7 +86,7 @@ def test_stored_values_from_other_weights_or_data_are_refused(
     before = values.read_bytes()
     said: list[str] = []
     program.experiment.companion.open(program, tmp_path / "run", is_new_run=True, log=said.append)
-    assert f"holds a reference of other {what}: it is computed again" in said[1]
+    assert f"holds a reference for different {what}; computing it again" in said[1]
     # Another data seed only changes the order of the same rows of text.
     assert (values.read_bytes() == before) == (what == "data")
 
@@ -95,7 +96,7 @@ def test_values_are_recomputed_if_the_program_differs(program_with_reference: Pr
     program = fresh(tmp_path, model__stack__pattern__0__attention__num_heads=4)
     said: list[str] = []
     program.experiment.companion.open(program, tmp_path / "run", is_new_run=True, log=said.append)
-    assert "holds a reference by another program: it is computed again" in said[1]
+    assert "holds a reference computed by a different program; computing it again" in said[1]
     done = json.loads((tmp_path / "run" / "reference" / "reference.json").read_text())["done"]
     assert done == {name: rows.num_rows for name, rows in program.experiment.data.row_sets().items()}
 
@@ -109,7 +110,7 @@ def test_warning_if_few_stored_rows_are_used(max_steps: int, says: bool, tmp_pat
     said: list[str] = []
     program.experiment.companion.open(program, tmp_path / "run", is_new_run=True, log=said.append)
     read = max_steps * program.experiment.data.global_batch_size
-    lines = [line for line in said if f"the run reads {read:,} of them; companion.kind=hosted" in line]
+    lines = [line for line in said if f"but the run reads only {read:,} of them; companion.kind=hosted" in line]
     assert len(lines) == says
 
 
@@ -129,20 +130,18 @@ def test_damaged_values_are_recomputed(program_with_reference: Program, damage: 
     inference = Program(program.experiment, jax.devices()[:1], training=False)
     said: list[str] = []
     program.experiment.companion.open(inference, tmp_path / "run", is_new_run=False, log=said.append)
-    assert "the workdir has no stored reference of these weights and data: its model is loaded" in said[1]
+    assert "the workdir has no stored reference for these weights and data; loading the reference model" in said[1]
     assert file.exists() == (damage != "removed")
 
     program = fresh(tmp_path)
     said.clear()
     program.experiment.companion.check_files(program, tmp_path / "run", is_new_run=False)
     program.experiment.companion.open(program, tmp_path / "run", is_new_run=False, log=said.append)
-    assert said[1].endswith("reference is damaged: the reference is computed again")
+    assert said[1].endswith("reference is damaged; computing the reference again")
     assert file.read_bytes() == values
 
 
 def test_resuming_with_another_reference_is_refused_early(program_with_reference: Program, tmp_path: Path):
     program = fresh(tmp_path, trainer__seed=5)
-    with pytest.raises(
-        ValueError, match=r"other weights than those of this run, which has begun with it; expected the"
-    ):
+    with pytest.raises(ValueError, match=r"different weights than those that this run started with; expected the"):
         program.experiment.companion.check_files(program, tmp_path / "run", is_new_run=False)

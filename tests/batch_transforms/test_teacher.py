@@ -205,7 +205,7 @@ def test_incompatible_teacher_files_are_refused(teacher_scores, tmp_path):
     assert "companion.top_k = 300: expected at most" in line(lambda c: c.companion.set_path("top_k", 300))
     others = write_texts(tmp_path / "others", words=1999)
     assert re.search(r"stored for other data than data.source \(\w{12}; stored: train", line(keep, folder=others))
-    assert "nothing reads what it adds" in line(lambda c: c.model.head.set_path("objective", None))
+    assert "nothing reads its arrays" in line(lambda c: c.model.head.set_path("objective", None))
     # Adding or removing the document mask makes it different data.
     assert "stored for other data" in line(lambda c: c.data.set_path("document_mask", not masked))
 
@@ -216,7 +216,7 @@ def test_a_row_that_is_not_stored_is_named(teacher_scores, tmp_path):
     batch = program.experiment.data.train_batch(0, program.rows)
     batch["tokens"] = batch["tokens"] + 1
     with pytest.raises(
-        ValueError, match=r"a row that the run reads now is not among its .*; run `plimsoll score` again"
+        ValueError, match=r"a row that the run reads is not among its .* rows; run `plimsoll score` again"
     ):
         program.complete_batch({}, program.put(batch))
 
@@ -234,7 +234,8 @@ def test_missing_rows_fail_before_compilation(teacher_scores, tmp_path):
         writer.append(rows.take(list(range(num_stored - 3))))
         writer.commit()
     program = open_program(student(texts, few, masked=masked), tmp_path)
-    with pytest.raises(ValueError, match=rf"3 are not among its {num_stored - 3:,}; run `plimsoll score`") as raised:
+    message = rf"3 are not among its {num_stored - 3:,} rows; run `plimsoll score`"
+    with pytest.raises(ValueError, match=message) as raised:
         program.experiment.companion.check_files(program, tmp_path, is_new_run=True)
     assert "\n" not in str(raised.value)
 
@@ -253,7 +254,7 @@ def test_resumed_run_requires_the_same_teacher(teacher_scores, tmp_path):
     program = small.program(student(texts, other, masked=masked))
     program.experiment.data.setup(workdir)
     companion = program.experiment.companion
-    with pytest.raises(ValueError, match=r"another teacher \(weights xxxxxxxxxxxx; the run began with"):
+    with pytest.raises(ValueError, match=r"another teacher \(weights xxxxxxxxxxxx; the run started with"):
         companion.check_files(program, workdir, is_new_run=False)
     # An evaluation opens the given teacher, and writes nothing.
     companion.open(program, workdir, is_new_run=False, log=lambda line: None)
@@ -317,7 +318,7 @@ def test_modified_row_is_refused(tmp_path, name):
     path.write_bytes(content)
     rows = TeacherRows(tmp_path)
     rows.take([0, 4, 2])
-    with pytest.raises(ValueError, match="is damaged: row 3 is not what `plimsoll score` stored"):
+    with pytest.raises(ValueError, match="is damaged: row 3 does not match its checksum"):
         rows.take([0, 3])
 
 
@@ -328,7 +329,9 @@ def test_unrelated_files_are_not_touched(tmp_path):
         with pytest.raises(ValueError, match="another process is writing there"):
             TeacherWriter(tmp_path, FACTS).open().__enter__()
     other = TeacherFacts(**{**vars(FACTS), "weights": "x" * 64})
-    with pytest.raises(ValueError, match="a teacher's answers with other weights: wwwwwwwwwwww, not xxxxxxxxxxxx;"):
+    with pytest.raises(
+        ValueError, match="the outputs of a teacher with different weights: wwwwwwwwwwww, not xxxxxxxxxxxx;"
+    ):
         TeacherWriter(tmp_path, other)
     (tmp_path / "ids.bin").write_bytes(b"12345")
     with pytest.raises(ValueError, match=r"ids.bin has 5 bytes; its 5 rows take 80"):
@@ -338,7 +341,7 @@ def test_unrelated_files_are_not_touched(tmp_path):
     with pytest.raises(ValueError, match="has format 1; this version reads format 2: run `plimsoll score`"):
         TeacherRows(tmp_path)
     (tmp_path / "teacher.json").write_text("[]")
-    with pytest.raises(ValueError, match="is not what `plimsoll score` writes"):
+    with pytest.raises(ValueError, match="is not a valid file of `plimsoll score`"):
         TeacherRows(tmp_path)
 
 

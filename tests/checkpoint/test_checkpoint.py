@@ -218,7 +218,7 @@ def test_same_step_again(checkpoint_folder, caplog):
     state = make_state(seed=99)
     with Checkpointer(directory=checkpoint_folder) as checkpointer:
         assert checkpointer.save(20, state, {"n": 1})
-        assert "step 20 exists from before and is being replaced" in caplog.text
+        assert "step 20 already exists and is being replaced" in caplog.text
         assert not checkpointer.save(20, state, {"n": 2})
         checkpointer.wait()
         restored = checkpointer.restore(20, like(state))
@@ -322,7 +322,7 @@ def test_manifest_is_human_readable_and_needs_no_jax(checkpoint_folder):
     text = describe_checkpoints(checkpoint_folder)
     assert "committed steps [10, 20]" in text
     assert "parameter/dense/weight" in text
-    code = f"import sys\nfrom plimsoll.framework.checkpoint.directory import describe\nprint(describe_checkpoints({str(checkpoint_folder)!r}, 10))"
+    code = f"import sys\nimport plimsoll as pl\nprint(pl.describe_checkpoints({str(checkpoint_folder)!r}, 10))"
     code += "\nassert not {'jax', 'orbax', 'numpy'} & set(sys.modules)"
     out = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=Path.cwd()

@@ -109,13 +109,13 @@ def test_corrupt_array_is_named_and_the_previous_step_is_used(three, caplog):
     rng = random.Random(1)
     flip(data_file(three / "00000003"), rng)
     checkpointer = Checkpointer(directory=three)
-    named = r"step 3 of .* is corrupt: 1 of 3 arrays are not what was saved: parameter/weight$"
+    named = r"step 3 of .* is corrupt: 1 of 3 arrays differ from what was saved: parameter/weight$"
     with pytest.raises(CheckpointCorruptError, match=named):
         checkpointer.restore(3, ABSTRACT)  # requested by number: no other step is tried
     restored = checkpointer.restore_latest(ABSTRACT)
     assert is_step(restored, 2)
     (problem,) = restored.problems
-    assert "not what was saved: parameter/weight" in problem
+    assert "differ from what was saved: parameter/weight" in problem
     assert problem in caplog.text
     assert caplog.records[-1].levelname == "WARNING"
 
@@ -203,7 +203,7 @@ def test_unrelated_files_are_ignored(three, tmp_path):
         "00000007: incomplete: it is empty",
         "it is not a directory",
         "it is a symbolic link",
-        "9: not a name",
+        "9: unexpected name",
     ):
         assert reason in text
     restored = checkpointer.restore_latest(ABSTRACT)
@@ -250,7 +250,7 @@ def state(step):
     return {"parameter": {k: jax.device_put(jnp.full((512, 1024), step, jnp.float32), sharding) for k in "wx"}}
 abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0))
 checkpointer = Checkpointer(directory=sys.argv[1], keep=2)
-def restored():
+def restore():
     found = checkpointer.restore_latest(abstract)
     assert all((np.asarray(x) == found.step).all() for x in jax.tree.leaves(found.state)), "wrong values"
     return found.step, found.problems
@@ -261,7 +261,7 @@ def say(*words):
 SAVER = (
     CHILD
     + """
-step = restored()[0] if checkpointer.steps() else 0
+step = restore()[0] if checkpointer.steps() else 0
 say("restored", step, sorted(os.listdir(sys.argv[1])))
 while True:
     step += 1
@@ -285,11 +285,11 @@ try:
     checkpointer.save(3, state(3), {})
 except CheckpointSaveError as error:
     say("REPORTED", error)
-say("LISTED", sorted(os.listdir(sys.argv[1])), restored())
+say("LISTED", sorted(os.listdir(sys.argv[1])), restore())
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 checkpointer.save(4, state(4), {})
 checkpointer.close()
-say("LISTED", sorted(os.listdir(sys.argv[1])), restored())
+say("LISTED", sorted(os.listdir(sys.argv[1])), restore())
 """
 )
 

@@ -63,7 +63,7 @@ def test_frozen_arrays_are_written_once_and_come_back(checkpoint_folder: Path) -
     for step in (2, 3, 4):
         assert_same_bits(checkpointer.restore(step, ABSTRACT).state, state(step, base=2.0 if step == 4 else 1.0))
     other = {**ABSTRACT, "frozen": {"w": jax.ShapeDtypeStruct((64, 512), "int8")}}
-    with pytest.raises(CheckpointMismatchError, match=r"(?s)frozen is of another model.*w +other dtype"):
+    with pytest.raises(CheckpointMismatchError, match=r"(?s)frozen belongs to another model.*w +other dtype"):
         checkpointer.restore(3, other)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from plimsoll.framework.config import migrations
 from plimsoll.launch import evaluate, train
 from tests.support.runs import losses, write_text
 
@@ -64,3 +65,61 @@ def test_resumes_without_reporting_renamed_classes(older_run: Path, capsys: pyte
     # New fields are reported; classes that moved are not.
     assert not any("$class" in change or "framework." in change for change in changes)
     assert sorted(losses(older_run)) == [4, 6]
+
+
+RENAMED_ARCHIVE = Path(__file__).parent / "older" / "before_renames.tar.gz"
+DPO_FLAGS = [
+    "--config=dpo-tiny",
+    "--workdir=run",
+    "--config.trainer.save_every=4",
+    "--config.trainer.keep=1",
+    "--config.trainer.sample_tokens=0",
+    "--config.model.dim=16",
+    "--config.model.stack.num_layers=2",
+    "--config.model.stack.pattern.0.attention.num_heads=2",
+    "--config.model.vocab_size=257",
+    "--config.data.seq_len=128",
+    "--config.data.global_batch_size=8",
+    "--config.data.source.every=400",
+    "--config.data.tokenizer=ByteTokenizer",
+    "--config.data.validation={}",
+    "--config.memory.update=in_backward",
+    "--config.memory.optimizer_state=pinned_host",
+    "--config.learner.clip_mode=previous_norm",
+]
+CURRENT_NAMES = [
+    "--config.memory.prefetch=layer",
+    "--config.learner.scope=layer",
+    "--config.batch_transform.kind=offloaded",
+    "--config.health.offload_self_test=False",
+    "--config.compiler.use_accelerator_options=False",
+]
+OLD_NAMES = [
+    "--config.memory.prefetch=unit",
+    "--config.learner.scope=unit",
+    "--config.companion.kind=hosted",
+    "--config.health.canary=False",
+    "--config.compiler.of_accelerator=False",
+]
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("names", [CURRENT_NAMES, OLD_NAMES], ids=["current", "old"])
+def test_run_with_old_field_names_resumes(
+    names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog
+):
+    with tarfile.open(RENAMED_ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    monkeypatch.chdir(tmp_path)
+    migrations._warn_once.cache_clear()
+    assert '"companion"' in (tmp_path / "run" / "config.json").read_text()
+    assert train.main([*DPO_FLAGS, *names, "--config.trainer.max_steps=5"]) == 0
+    printed = capsys.readouterr().out
+    assert "resumed from step 4" in printed
+    changes = [line for line in printed.splitlines() if "config changed since the checkpoint: " in line]
+    # Only the flag of this start differs.
+    assert [change.partition("checkpoint: ")[2] for change in changes] == ["config.trainer.max_steps: 4 -> 5"]
+    warnings = [record.getMessage() for record in caplog.records if "was renamed" in record.getMessage()]
+    expected = [] if names is CURRENT_NAMES else ["companion", "prefetch = unit", "scope = unit", "canary"]
+    assert all(sum(name in warning for warning in warnings) == 1 for name in expected), warnings
+    assert bool(warnings) == (names is OLD_NAMES)

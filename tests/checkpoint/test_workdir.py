@@ -100,7 +100,7 @@ def test_zombie_is_dead(tmp_path):
 
 def test_lock_held_on_another_host_is_respected(tmp_path):
     leave_lock(tmp_path, host="elsewhere")
-    with pytest.raises(ValueError, match=r"cannot be told from host .* rm .*lock\.json"):
+    with pytest.raises(ValueError, match=r"Host .* cannot check whether that job is still running.* rm .*lock\.json"):
         Workdir(tmp_path).claim()
     assert (tmp_path / "lock.json").exists()
 
@@ -119,7 +119,7 @@ def test_unidentified_lock_holder_is_respected(tmp_path):
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', "null"])
 def test_unreadable_lock_is_respected(tmp_path, text):
     (tmp_path / "lock.json").write_text(text)
-    with pytest.raises(ValueError, match=r"makes no sense.* rm .*lock\.json"):
+    with pytest.raises(ValueError, match=r"is not a valid lock file.* rm .*lock\.json"):
         Workdir(tmp_path).claim()
     assert (tmp_path / "lock.json").read_text() == text
 
@@ -202,7 +202,7 @@ def test_symlink_that_leaves_the_root_is_rejected(tmp_path):
     (root / "ok").symlink_to(root / "inside")
     (root / "out").symlink_to(tmp_path)
     assert safe_child(root, "ok") == root / "ok"
-    with pytest.raises(ValueError, match=r"--run_name: .*out is a symbolic link that leads out of"):
+    with pytest.raises(ValueError, match=r"--run_name: .*out is a symbolic link that points outside"):
         safe_child(root, "out", "--run_name")
 
 
@@ -245,3 +245,6 @@ def test_config_changes():
     ]
     assert config_changes(old, old) == []
     assert config_changes({"a": [1]}, {"a": [1, 2]}) == ["config.a: [1] -> [1, 2]"]
+    # Older versions saved the module of a component too.
+    old_names = [{"$class": "framework.any.module.Linear"}, {"$class": "framework.data.preferences.ThumbSource"}]
+    assert config_changes(old_names, [{"$class": "plimsoll.Linear"}, {"$class": "plimsoll.UnpairedSource"}]) == []

@@ -309,7 +309,7 @@ def test_initializers_build_and_functions_are_passed():
 
 def test_config_for_does_not_open_a_target_to_files():
     config_for(configs.load, spec="nanogpt-cpu")  # as any code of ours, or a user's, may do
-    with pytest.raises(ConfigError, match=r"'configs\.load' is refused: it is no component"):
+    with pytest.raises(ConfigError, match=r"'configs\.load' is refused: it is not a component"):
         Config.from_dict({"$class": "configs.load", "spec": "nanogpt-cpu"})
 
 

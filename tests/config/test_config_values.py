@@ -185,7 +185,11 @@ BAD_TEXTS = [
     ("pair", "1", "pair: expected a tuple of 2"),
     ("table", "a=1", "table: expected a dict with text keys (each value: a number > 0), given 'a=1'"),
     ("layers.0.heads", "0", "layers.0.heads: expected an integer > 0, given 0"),
-    ("optimizer", "no_such", "expected a config or none, given 'no_such' (str); a component goes by its name, or by"),
+    (
+        "optimizer",
+        "no_such",
+        "expected a config or none, given 'no_such' (str); name a component by its own name, or by",
+    ),
     (
         "optimizer",
         "plimsoll.framework.config.names.sys.exit",

@@ -87,7 +87,7 @@ def test_diff_prints_only_differences(capsys, user_file):
     assert ["optimizer.nesterov", "false", "-"] in rows
     assert ["layers.1.heads", "2", "4"] in rows
     assert not any(row[0].startswith("layers.0") for row in rows)
-    assert run(capsys, "diff", mine, mine, "--config.steps=3") == [f"{mine} and {mine} do not differ"]
+    assert run(capsys, "diff", mine, mine, "--config.steps=3") == [f"{mine} and {mine} are identical"]
 
 
 def test_user_errors(capsys, user_file):
@@ -95,12 +95,12 @@ def test_user_errors(capsys, user_file):
     for argv, message in [
         ((), "required: action"),
         (("shwo", mine), "invalid choice: 'shwo'"),
-        (("diff", mine), "diff takes 2 names of configs, given 1"),
-        (("diff", mine, mine, "--json"), "--json goes with show"),
-        (("list", "--config.a=1"), "overrides and --accelerator go with show and diff"),
+        (("diff", mine), "diff takes 2 config names, given 1"),
+        (("diff", mine, mine, "--json"), "--json requires show"),
+        (("list", "--config.a=1"), "overrides and --accelerator require show or diff"),
         (("show", mine, "--config.a=1"), "--config.a=1: no such field"),
-        (("show", mine, "--only=optimiser"), "no field has that in its path; did you mean 'optimizer'?"),
-        (("diff", mine, mine, "--only=steps"), "--only and --all go with show"),
+        (("show", mine, "--only=optimiser"), "no field path contains it; did you mean 'optimizer'?"),
+        (("diff", mine, mine, "--only=steps"), "--only and --all require show"),
         (("show", mine, "--all", "--json"), "at most one of --only, --all, --json"),
         (("show", mine, "--all", "--only=steps"), "at most one of --only, --all, --json"),
     ]:
@@ -117,7 +117,7 @@ def test_every_verb_is_listed_with_its_first_line(capsys, user_file):
     assert set(verbs) >= {"train", "prepare", "configs"}
     assert not {"cli", "__main__"} & set(verbs)
     assert verbs["configs"] == (verb.__doc__ or "").splitlines()[0]
-    assert all(verbs.values()), "a verb's docstring says what it does"
+    assert all(verbs.values()), "a verb's docstring describes it"
     assert entry.main([]) == 0
     text = capsys.readouterr().out
     assert all(f"  {name} " in text for name in verbs)

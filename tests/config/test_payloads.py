@@ -271,7 +271,7 @@ def test_reference_syntax_reaches_no_more_than_class_syntax(name, folder, experi
 
 def test_duplicate_keys_are_refused(folder):
     text = f'{{"$class": "optax.adamw", "learning_rate": 0.1, "$class": "configs.load", "spec": "{folder}/evil.py:f"}}'
-    with pytest.raises(ConfigError, match=r"the key '\$class' stands twice"):
+    with pytest.raises(ConfigError, match=r"the key '\$class' occurs twice"):
         Config.from_json(text)
     _assert_unharmed(folder)
 
@@ -348,7 +348,7 @@ def test_verbs_refuse_an_untrusted_workdir(verb, flags, config_path, folder, exp
         )
         assert _verb(verb)([f"--workdir={stranger}", *flags]) == 2
         error = capsys.readouterr().err
-        assert "is refused: it is no component" in error
+        assert "is refused: it is not a component" in error
         assert error.count("\n") == 1
         assert [file.name for file in stranger.iterdir()] == ["config.json"]
         (stranger / "config.json").unlink()
@@ -389,7 +389,7 @@ def test_payload_is_refused_in_a_subprocess(verb, payload, flags, folder):
     words = [sys.executable, "-m", f"launch.{verb}", f"--workdir={folder}", *flags]
     result = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
     assert result.returncode == 2
-    assert "is refused: it is no component" in result.stderr
+    assert "is refused: it is not a component" in result.stderr
     (folder / "config.json").unlink()
     _assert_unharmed(folder)
 
@@ -519,6 +519,8 @@ def test_run_with_an_unloadable_config_does_not_start(folder, capsys):
     (folder / "own_layer.py").write_text(source)
     assert _verb("train")([f"--config={folder}/own_layer.py:mine", f"--workdir={folder}/run", "--dry_run"]) == 2
     error = capsys.readouterr().err
-    assert "model.stack.pattern.0.norm: 'plimsoll.framework.layers.base.Layer' is refused: it is no component" in error
+    assert (
+        "model.stack.pattern.0.norm: 'plimsoll.framework.layers.base.Layer' is refused: it is not a component" in error
+    )
     assert "could not be read again" in error
     assert not (folder / "run").exists()

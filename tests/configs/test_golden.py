@@ -63,7 +63,7 @@ def all_configs() -> dict[str, Config]:
 
 def test_every_config_resolves_to_its_golden_file():
     lines = golden.differences(golden.load_golden(), golden.golden())
-    assert not lines, "\n".join([*lines, "if this is meant: python -m tools.golden --write"])
+    assert not lines, "\n".join([*lines, "if the change is intended, run python -m tools.golden --write"])
 
 
 def test_golden_diff_shows_fields_components_and_defaults(all_configs):

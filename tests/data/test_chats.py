@@ -257,7 +257,7 @@ def test_conversations_are_packed_whole_and_every_one_comes_once_an_epoch(tmp_pa
     built = make_pipeline(tmp_path)
     (report,) = built.source_report()
     assert report.documents == 63
-    assert report.note.endswith("1 conversations cut at 65 tokens, 2 without an answer left out")
+    assert report.note.endswith("1 conversations truncated to 65 tokens, 2 without an answer skipped")
     assert float(report.note.split("%")[0]) < 12
     assert built.document_mask
     expected = {}
@@ -361,7 +361,7 @@ def test_conversations_are_not_prepared(tmp_path: Path):
         seq_len=64,
         global_batch_size=4,
     )
-    with pytest.raises(ValueError, match=r"data.source: conversations are not prepared: .* data.cache_dir"):
+    with pytest.raises(ValueError, match=r"data.source: conversations cannot be prepared; .* data.cache_dir"):
         prepare(config, tmp_path / "out", force=False)
 
 

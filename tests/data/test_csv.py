@@ -53,7 +53,7 @@ def test_compressed_files_and_blank_lines(tmp_path: Path) -> None:
         (b"", "expected a header"),
         (b"text,text\na,b\n", "expected a header with a distinct name"),
         (b"text,\na,b\n", "expected a header with a distinct name"),
-        (b"text,label\na\n", r"a\.csv, line 2: 1 fields, and the header has 2"),
+        (b"text,label\na\n", r"a\.csv, line 2: 1 fields, but the header has 2"),
         (b'text,label\n"a,b\nc,d\n', r"a\.csv, line \d: not CSV: unexpected end of data"),
         (b'text,label\n"a"b,c\n', r"a\.csv, line 2: not CSV"),
         (b"text,label\na,\xff\n", "not UTF-8 at byte 13"),

@@ -98,7 +98,7 @@ def test_untrainable_tokenizers_are_refused(tmp_path: Path):
         BPETokenizer(vocab_size=300).prepare(tmp_path, None, write=True)
     with pytest.raises(ValueError, match=r"the training source is empty"):
         BPETokenizer(vocab_size=300).prepare(tmp_path, lambda budget: iter([]), write=True)
-    with pytest.raises(FileNotFoundError, match=r"the first process was to write it"):
+    with pytest.raises(FileNotFoundError, match=r"process 0 should have written it"):
         BPETokenizer(vocab_size=300).prepare(tmp_path, corpus, write=False)
     assert list(tmp_path.glob("tokenizer.json")) == []
 
@@ -151,7 +151,7 @@ def test_no_tokenizer_has_no_text(tmp_path: Path):
     tokenizer.prepare(tmp_path, None, write=True)
     assert not tokenizer.has_text
     for use in (lambda: tokenizer.byte_lengths, lambda: tokenizer.decode([1])):
-        with pytest.raises(ValueError, match=r"stand for no text"):
+        with pytest.raises(ValueError, match=r"represent no text"):
             use()
     with pytest.raises(ValueError, match=r"NoTokenizer cannot tokenize"):
         tokenizer.prepare(tmp_path, corpus, write=True)

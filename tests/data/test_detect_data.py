@@ -214,7 +214,9 @@ def test_conversations(tmp_path: Path):
     data = detect_format(str(file))
     assert data.line == f"data: conversations from {file}: 1 file, 5% held out"
     assert (data.source.split, data.held_out.split) == ("train", "validation")
-    with pytest.raises(ValueError, match=r"conversations, which need the chat template of a model: --config=hf:DIR"):
+    with pytest.raises(
+        ValueError, match=r"conversations, which need the chat template of a model; pass --config=hf:DIR"
+    ):
         with_data(configs.load("stdlib-tiny"), str(file), [])
 
 
@@ -276,7 +278,7 @@ def test_a_small_text_makes_tokenizer_and_model_smaller(tmp_path: Path, overridd
     (tmp_path / "a.txt").write_text("abcd\n" * 1000)
     config, lines = with_data(configs.load("stdlib-tiny"), str(tmp_path), overridden)
     assert (config.data.tokenizer.vocab_size, config.model.vocab_size) == (ids, rows)
-    told = [line for line in lines if "of 260 ids, not 4,096, as this text has no more" in line]
+    told = [line for line in lines if "of 260 ids, not 4,096, because this text supports no more" in line]
     assert len(told) == (ids < 4096)
     if ids < 4096:
         # The tokenizer refuses a text that yields fewer ids than its config has.
@@ -287,7 +289,7 @@ def test_too_little_text_is_reported_and_more_text_trains(tmp_path: Path):
     file = tmp_path / "a.txt"
     # Each text has different letters, and so a different tokenizer.
     few_tokens = r"data.source: \d+ tokens are too few: .*seq_len=256 needs 257 and a batch 2,049 tokens"
-    few_sequences = r"holds 4 sequences of data.seq_len=256, too few for one batch, which needs 2,049 tokens"
+    few_sequences = r"has 4 sequences of data.seq_len=256, too few for one batch, which needs 2,049 tokens"
     for letters, num_lines, message in [("abc", 50, few_tokens), ("abcd", 600, few_sequences), ("abcde", 1500, "")]:
         file.write_text(f"{letters}\n" * num_lines)
         config, _ = with_data(configs.load("stdlib-tiny"), str(file), [])
@@ -305,14 +307,14 @@ def test_too_little_text_is_reported_and_more_text_trains(tmp_path: Path):
 @pytest.mark.parametrize(
     ("contents", "message"),
     [
-        ({}, "the folder .* holds no files"),
-        ({"a.png": b"\0\1"}, r"holds no data that is known \(.png\): expected UTF-8 text, .jsonl, .parquet, .csv or"),
+        ({}, "the folder .* has no files"),
+        ({"a.png": b"\0\1"}, r"has no data in a known format \(.png\): expected UTF-8 text, .jsonl, .parquet, .csv or"),
         ({"a.jsonl": b"not json\n"}, r"a.jsonl, line 1 \(byte 0\): not JSON"),
         ({"a.jsonl": b"[1]\n"}, r"a.jsonl, line 1 \(byte 0\): expected a JSON object, given list"),
-        ({"a.jsonl": b"\n"}, r"a.jsonl holds no rows"),
-        ({"a.jsonl": b'{"n": 1}\n'}, r"a.jsonl: no field of its first row holds text: n"),
+        ({"a.jsonl": b"\n"}, r"a.jsonl has no rows"),
+        ({"a.jsonl": b'{"n": 1}\n'}, r"a.jsonl: no field of its first row has text: n"),
         ({"a.parquet": b"PAR1"}, r"a.parquet: damaged, truncated or not Parquet"),
-        ({"a.bin": b"\0\0", "b.bin": b"\0\0"}, "2 token files: name them by one glob"),
+        ({"a.bin": b"\0\0", "b.bin": b"\0\0"}, "2 token files: select them with one glob"),
     ],
 )
 def test_user_errors_come_before_compilation(
@@ -344,6 +346,6 @@ def test_token_files_use_the_tokenizer_next_to_them(tmp_path: Path):
     tokenizer_file.write_text("{}")
     config, lines = with_data(named, f"{tmp_path}/train.bin", [])
     assert config.data.tokenizer.path == str(tokenizer_file)
-    assert lines[-1] == f"tokenizer: {tokenizer_file}, which lies beside the tokens"
+    assert lines[-1] == f"tokenizer: {tokenizer_file}, found next to the tokens"
     config, lines = with_data(named, f"{tmp_path}/train.bin", ["data.tokenizer.path"])
     assert config.data.tokenizer.path is None

@@ -46,14 +46,14 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
 @pytest.mark.parametrize(
     ("row", "source", "noun", "needs_template"),
     [
-        (PAIR, PairSource, "pairs of answers", False),
-        (CHATS, PairSource, "pairs of answers", True),
-        ({"prompt": [USER], "completion": [GOOD], "label": False}, UnpairedSource, "judged answers", True),
-        (UNPAIRED, UnpairedSource, "judged answers", False),
-        ({"messages": [USER, GOOD], "label": True}, UnpairedSource, "judged answers", True),
-        ({**UNPAIRED, "label": 1}, UnpairedSource, "judged answers", False),
-        ({**UNPAIRED, "label": 0}, UnpairedSource, "judged answers", False),
-        ({"messages": [USER, GOOD], "label": 0}, UnpairedSource, "judged answers", True),
+        (PAIR, PairSource, "preference pairs", False),
+        (CHATS, PairSource, "preference pairs", True),
+        ({"prompt": [USER], "completion": [GOOD], "label": False}, UnpairedSource, "labeled answers", True),
+        (UNPAIRED, UnpairedSource, "labeled answers", False),
+        ({"messages": [USER, GOOD], "label": True}, UnpairedSource, "labeled answers", True),
+        ({**UNPAIRED, "label": 1}, UnpairedSource, "labeled answers", False),
+        ({**UNPAIRED, "label": 0}, UnpairedSource, "labeled answers", False),
+        ({"messages": [USER, GOOD], "label": 0}, UnpairedSource, "labeled answers", True),
         ({"prompt": "a", "completion": "b"}, ChatSource, "conversations", True),
     ],
 )
@@ -116,7 +116,7 @@ def test_the_config_gets_an_objective_and_a_reference(rows: str, objective: type
     assert get_target(config.model.head.objective) is objective
     assert get_target(config.companion) is Reference
     name = objective.__name__
-    assert f"objective: model.head.objective={name}, companion=Reference, as the data compares answers" in lines
+    assert f"objective: model.head.objective={name}, companion=Reference, because the data compares answers" in lines
     # This config has its own samples at the end of a run.
     assert config.trainer.sample_tokens == 160
     # The tokenizer is trained on the text of prompts and answers.
@@ -129,7 +129,7 @@ def test_explicit_settings_are_not_overridden(tmp_path: Path):
     config, lines = with_data(named, file, ["model.head.objective"])
     assert config.model.head.objective is None
     assert get_target(config.companion) is Reference
-    assert "objective: companion=Reference, as the data compares answers" in lines
+    assert "objective: companion=Reference, because the data compares answers" in lines
     config, lines = with_data(named, file, ["model.head.objective", "companion"])
     assert config.companion is None
     assert not any(line.startswith("objective") for line in lines)
@@ -159,7 +159,7 @@ def test_run_ends_with_an_answer_table_by_default(tmp_path: Path):
     named.trainer.sample_tokens = 0
     config, lines = with_data(named, file, [])
     assert config.trainer.sample_tokens == 64
-    said = "model.head.objective=KTO, companion=Reference, trainer.sample_tokens=64, as the data compares answers"
+    said = "model.head.objective=KTO, companion=Reference, trainer.sample_tokens=64, because the data compares answers"
     assert f"objective: {said}" in lines
     config, lines = with_data(named, file, ["trainer.sample_tokens"])
     assert config.trainer.sample_tokens == 0
@@ -170,7 +170,9 @@ def test_run_ends_with_an_answer_table_by_default(tmp_path: Path):
 
 def test_messages_need_a_model_with_a_template(tmp_path: Path):
     file = write_rows(tmp_path / "a.jsonl", [CHATS])
-    with pytest.raises(ConfigError, match="conversations, which need the chat template of a model: --config=hf:DIR"):
+    with pytest.raises(
+        ConfigError, match="conversations, which need the chat template of a model; pass --config=hf:DIR"
+    ):
         with_data(configs.load("stdlib-tiny"), str(file), [])
 
 
@@ -296,7 +298,7 @@ def test_empty_split_is_refused(part: str, config: str, tmp_path: Path):
         named.data.global_batch_size = 1
         named.data.instantiate().setup(tmp_path)
 
-    with pytest.raises(ValueError, match=f"no row is in the part '{part}': all its 9 rows are in the other") as error:
+    with pytest.raises(ValueError, match=f"the split '{part}' is empty: all its 9 rows are in the other") as error:
         set_up()
     assert "\n" not in str(error.value)
     assert ("data.source.split=all" in str(error.value)) == (part == "train")

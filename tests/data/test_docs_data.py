@@ -52,8 +52,8 @@ def test_the_added_source_feeds_a_pipeline(page_files: Path):
 
 
 _BASES = {
-    "DataSource", "ExampleSource", "Tokenizer", "TextBudget", "LeafSource", "ImageSource", "ImagePipeline", "ImageReport",
-    "Levels",
+    "DataSource", "ExampleSource", "Tokenizer", "TextBudget", "LeafSource", "ImageSource", "ImagePipeline",
+    "ImageReport", "Levels",
 }  # fmt: skip
 
 

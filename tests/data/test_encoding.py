@@ -180,7 +180,7 @@ def test_all_worker_processes_end_with_the_run(tmp_path: Path, target: str):
     expected = {"worker": 1, "parent": 143, "group": 130, "parent by SIGKILL": -9}
     assert parent.returncode == expected[target]
     if target == "worker":
-        assert last_line.startswith("error: one of 2 processes that tokenize was killed by SIGKILL")
+        assert last_line.startswith("error: one of 2 tokenizer processes was killed by SIGKILL")
         assert "Traceback" not in error
     if target != "parent by SIGKILL":
         assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "bpe"]

@@ -125,7 +125,7 @@ def test_subsets_and_paths(data_set, card: str, path: str, train: list[str]):
         (
             "\n- {config_name: a, data_files: a}\n- {config_name: b, data_files: b}\n",
             "",
-            f"2 subsets: choose one by {URL}/a",
+            f"2 subsets; choose one, such as {URL}/a",
         ),
         (
             "\n- {config_name: a, data_files: [{split: train_x, path: a}, {split: train_y, path: b}]}\n",
@@ -137,18 +137,18 @@ def test_subsets_and_paths(data_set, card: str, path: str, train: list[str]):
             "",
             "has no splits for training",
         ),
-        ("\n- {config_name: a, data_files: nothing/*}\n", "", "no file matches nothing/*, as its card says"),
+        ("\n- {config_name: a, data_files: nothing/*}\n", "", "no file matches nothing/*, which its card lists"),
         (
             "\n- {config_name: a, data_files: [{split: train}]}\n",
             "",
-            "the head of the data set's card cannot be read: 'path'",
+            "the front matter of the dataset card cannot be read: 'path'",
         ),
-        ("\n- [}\n", "", "the head of the data set's card cannot be read: while parsing"),
-        ("", "/nowhere", f"{PINNED}/nowhere does not exist: the data set has "),
+        ("\n- [}\n", "", "the front matter of the dataset card cannot be read: while parsing"),
+        ("", "/nowhere", f"{PINNED}/nowhere does not exist: the dataset has "),
         (
             "",
             "/pictures",
-            "pictures holds no data that is known (.png): expected Parquet, JSON lines or .txt; the Hub may",
+            "pictures has no data in a known format (.png): expected Parquet, JSON lines or .txt; the Hub may",
         ),
         ("", "/array.json", "array.json is one JSON value; expected a JSON object on each line"),
     ],
@@ -163,7 +163,7 @@ def test_user_errors(data_set, tmp_path: Path, card: str, path: str, message: st
 
 def test_hub_model_url_suggests_the_dataset_url():
     with pytest.raises(
-        ValueError, match=r"--data=hf:acme/code: a data set of the Hub is --data=hf://datasets/acme/code"
+        ValueError, match=r"--data=hf:acme/code: for a data set of the Hub, pass --data=hf://datasets/acme/code"
     ):
         with_data(configs.load("stdlib-tiny"), "hf:acme/code", [])
 
@@ -172,7 +172,7 @@ def test_cache_without_a_file_list_uses_only_cached_files(data_set):
     data_set("a.jsonl", "b.jsonl", cached=["a.jsonl"], lists=False)
     data = detect_format(URL)
     assert list_source_files(data.source) == ["a.jsonl"]
-    assert "(by the cache alone: HF_HUB_OFFLINE is set)" in data.line
+    assert "(from the cache only: HF_HUB_OFFLINE is set)" in data.line
 
 
 def test_a_missing_file_is_an_error_before_anything_is_compiled(data_set):

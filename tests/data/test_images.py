@@ -167,16 +167,16 @@ def npz(**arrays: np.ndarray) -> bytes:
 
 GRAY = Image.new("L", (6, 4), 200)
 BAD = {
-    "text.png": (b"no picture", "no PNG that can be read"),
-    "cut.png": (png(Image.effect_noise((64, 64), 50))[:900], "no PNG that can be read"),
-    "jpeg.png": (b"\xff\xd8\xff\xe0" + bytes(100), "no PNG that can be read"),
+    "text.png": (b"no picture", "not a readable PNG"),
+    "cut.png": (png(Image.effect_noise((64, 64), 50))[:900], "not a readable PNG"),
+    "jpeg.png": (b"\xff\xd8\xff\xe0" + bytes(100), "not a readable PNG"),
     "wide.png": (png(Image.new("I;16", (6, 4))), "pixels of mode I;16, expected 8 bits each: L, RGB, RGBA"),
     "palette.png": (png(GRAY.convert("P")), "pixels of mode P"),
     "large.png": (png(GRAY.resize((7, 4))), r"images of 4 x 7 x 1, expected 4 x 6 x 1 \(height x width x channels\)"),
     "color.png": (png(GRAY.convert("RGB")), "images of 4 x 6 x 3, expected 4 x 6 x 1"),
-    "text.npz": (b"no archive", "no NPZ that can be read"),
-    "cut.npz": (npz(a=np.zeros((9, 4, 6, 1), np.uint8))[:200], "no NPZ that can be read"),
-    "objects.npz": (npz(a=np.array([{}])), "no NPZ that can be read"),
+    "text.npz": (b"no archive", "not a readable NPZ"),
+    "cut.npz": (npz(a=np.zeros((9, 4, 6, 1), np.uint8))[:200], "not a readable NPZ"),
+    "objects.npz": (npz(a=np.array([{}])), "not a readable NPZ"),
     "float.npz": (npz(a=np.zeros((2, 4, 6, 1))), r"a is float64 \[2, 4, 6, 1\], expected uint8 \[N, H, W, C\]"),
     "flat.npz": (npz(b=np.zeros((2, 4, 6), np.uint8)), r"b is uint8 \[2, 4, 6\], expected uint8 \[N, H, W, C\]"),
     "none.npz": (npz(a=np.zeros((0, 4, 6, 1), np.uint8)), r"a is uint8 \[0, 4, 6, 1\], expected"),
@@ -199,7 +199,7 @@ def test_invalid_folder_or_config_is_refused(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=rf"^data\.source: no file matches {tmp_path}/empty/\*"):
         build(tmp_path, source=folder(tmp_path / "empty"))
     (tmp_path / "empty/notes.txt").write_text("x")
-    with pytest.raises(FileNotFoundError, match=rf"data\.source: {tmp_path}/empty holds no \.png and no \.npz file"):
+    with pytest.raises(FileNotFoundError, match=rf"data\.source: {tmp_path}/empty has no \.png and no \.npz files"):
         build(tmp_path, source=folder(tmp_path / "empty"))
     pictures(tmp_path / "good")
     good = folder(tmp_path / "good")
@@ -207,7 +207,7 @@ def test_invalid_folder_or_config_is_refused(tmp_path: Path):
         build(tmp_path, source=folder(tmp_path / "good", levels=17))
     with pytest.raises(ValueError, match=r"000\.png: images of 4 x 6 x 3, expected 8 x 8 x 3"):
         build(tmp_path, source=folder(tmp_path / "good", size=[8, 8, 3]))
-    with pytest.raises(ValueError, match=r"holds 5 images, too few for one batch of data\.global_batch_size=8"):
+    with pytest.raises(ValueError, match=r"has 5 images, too few for one batch of data\.global_batch_size=8"):
         build(tmp_path, source=good)
     other = {"digits": config_for(DigitsSource, split="validation")}
     with pytest.raises(ValueError, match=r"^data\.validation\.digits: \[H, W, C, levels\] are \[8, 8, 1, 17\], but \["):

@@ -165,10 +165,10 @@ def test_compressors_on_known_text(documents, pipeline, tmp_path: Path, monkeypa
     # The explanation is printed only if some compressor beats the model.
     assert len(compression_lines(built, {"eval/held/bits_per_byte": 0.01})) == 1
     _, why = compression_lines(built, {"eval/held/bits_per_byte": 100.0})
-    assert why.startswith("fewer bits by gzip -9 and xz -9: ")
+    assert why.startswith("fewer bits with gzip -9 and xz -9: ")
     monkeypatch.setattr("plimsoll.framework.run.report._MAX_COMPRESSED_BYTES", 1000)
     (line,) = compression_lines(built, evaluation)
-    assert re.fullmatch(r"held: 2.500 bits per byte; .* of text are too many to compress for comparison", line)
+    assert re.fullmatch(r"held: 2.500 bits per byte; .* of text is too much to compress for comparison", line)
 
 
 # ---- mixtures, memmaps, caches
@@ -200,7 +200,7 @@ def test_a_memmap_without_a_tokenizer(tmp_path: Path, pipeline):
     assert sum(int(b["weights"].sum()) for b in built.eval_batches("same", range(B))) == 4999
     with pytest.raises(ValueError, match=r"NoTokenizer"):
         built.document_text("same")
-    with pytest.raises(ValueError, match=r"document_mask needs to know the separator"):
+    with pytest.raises(ValueError, match=r"document_mask needs a known separator"):
         pipeline("b", source=source, tokenizer=config_for(NoTokenizer, vocab_size=500), document_mask=True)
     masked = pipeline(
         "c", source=source, tokenizer=config_for(NoTokenizer, vocab_size=500, eos_id=7), document_mask=True

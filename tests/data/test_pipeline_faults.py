@@ -45,9 +45,9 @@ def test_missing_values_are_named_with_their_config_path(tmp_path: Path, pipelin
 
 def test_too_little_text_names_both_numbers(tmp_path: Path, pipeline):
     for content, message in [
-        ("", "the source holds no text"),
+        ("", "the source has no text"),
         ("a" * 20, "21 tokens are too few: data.seq_len=32 needs 33"),
-        ("a" * (7 * S + 5), "holds 7 sequences of data.seq_len=32, .*data.global_batch_size=8"),
+        ("a" * (7 * S + 5), "has 7 sequences of data.seq_len=32, .*data.global_batch_size=8"),
     ]:
         (tmp_path / "x.txt").write_text(content)
         with pytest.raises(ValueError, match=f"^data.source: {message}"):
@@ -98,7 +98,7 @@ def test_truncation_while_training_is_an_error_and_not_a_short_epoch(documents, 
     with built.train_iterator(0, range(B)) as batches:
         next(batches)
         cached.write_bytes(cached.read_bytes()[:200])
-        with pytest.raises(ValueError, match=rf"{cached}: ends at byte \d+, but it held"):
+        with pytest.raises(ValueError, match=rf"{cached}: ends at byte \d+, but it had"):
             list(itertools.islice(batches, 100))
 
 
@@ -203,7 +203,7 @@ def test_tokens_appear_by_one_rename_which_another_job_may_have_done(documents, 
 def test_only_process_0_writes(documents, pipeline, tmp_path: Path):
     documents()
     for what, fields in (("data.tokenizer: .*tokenizer.json", {"tokenizer": BPE}), ("data.source: .*/tokens-", {})):
-        with pytest.raises(FileNotFoundError, match=rf"^{what}.* does not exist: the first process was to write it"):
+        with pytest.raises(FileNotFoundError, match=rf"^{what}.* does not exist, but process 0 should have written it"):
             pipeline(setup=False, **fields).setup(tmp_path / "workdir", is_primary=False)
     assert not (tmp_path / "workdir").exists()
 

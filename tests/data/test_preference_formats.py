@@ -27,7 +27,7 @@ PAIRS: dict[str, tuple[dict[str, Any], LabeledAnswers]] = {
     ),
     "messages": ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, MESSAGES),
     "messages with the prompt in them": ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, MESSAGES),
-    "the prompt in them and beside them": (
+    "the prompt in them and next to them": (
         {"prompt": "who?", "chosen": [USER, GOOD], "rejected": [USER, BAD], "score_chosen": 8.0},
         MESSAGES,
     ),
@@ -37,11 +37,11 @@ PAIRS: dict[str, tuple[dict[str, Any], LabeledAnswers]] = {
         {"conversations": [{"from": "human", "value": "who?"}], "chosen": GOOD, "rejected": BAD},
         MESSAGES,
     ),
-    "a system prompt beside texts": (
+    "a system prompt with texts": (
         {"system": "short", "prompt": "who?", "chosen": "a model", "rejected": "a fox"},
         WITH_SYSTEM,
     ),
-    "a system prompt beside messages": (
+    "a system prompt with messages": (
         {"system": "short", "prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
         WITH_SYSTEM,
     ),
@@ -119,7 +119,7 @@ def test_invalid_pairs_are_refused(row: Any, message: str):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "a", "completion": "b"}, "no field 'label': a judged answer has prompt, completion and label"),
+        ({"prompt": "a", "completion": "b"}, "no field 'label': a labeled answer has prompt, completion and label"),
         ({**LABEL, "label": "good"}, "field 'label' is 'good', expected true or false"),
         ({"prompt": "a", "label": True}, "no field 'completion'"),
         ({"completion": "a", "label": True}, "no field 'prompt'"),

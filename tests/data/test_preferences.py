@@ -217,7 +217,7 @@ def test_pairs_stay_together_and_each_is_there_once(packed: bool, tmp_path: Path
     assert sorted(together) == sorted(expected)
     note = pipeline.train_leaves[0].rows.note
     assert note.startswith("50 examples of two sequences, ")
-    assert note.endswith("0 with answers cut, 0 left out")
+    assert note.endswith("0 with truncated answers, 0 skipped")
     assert len(sequences) == 50 or packed
 
 
@@ -234,7 +234,7 @@ def test_answers_are_truncated_evenly_in_full_rows(tmp_path: Path):
     assert [answer for _, answer, _, _ in by_first_letter["C"]] == ["C" * 6, "R" * 6]
     assert [answer for _, answer, _, _ in by_first_letter["f"]] == ["fits<>", "too<>"]
     assert {prompt for row in by_first_letter.values() for prompt, *_ in row} == {"<>pppp"}
-    assert "2 with answers cut, 0 left out" in pipeline.train_leaves[0].rows.note
+    assert "2 with truncated answers, 0 skipped" in pipeline.train_leaves[0].rows.note
 
 
 def test_oversized_prompt_is_an_error_or_skipped(tmp_path: Path):
@@ -250,7 +250,7 @@ def test_oversized_prompt_is_an_error_or_skipped(tmp_path: Path):
     assert sorted(len(row[0][0]) for row in rows_left) == [6, 6, 33]
     longest = max(rows_left, key=lambda row: len(row[0][0]))
     assert [answer for _, answer, _, _ in longest] == ["4", "5"]
-    assert "1 with answers cut, 1 left out" in pipeline.train_leaves[0].rows.note
+    assert "1 with truncated answers, 1 skipped" in pipeline.train_leaves[0].rows.note
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_useless_answers_are_an_error_or_left_out(row: dict[str, Any], message: 
     if "conversation" not in message:
         pipeline = make_pipeline(tmp_path, [PAIR, row, PAIR], unusable="leave_out", packed=False)
         assert pipeline.num_rows == 2
-        assert pipeline.train_leaves[0].rows.note.endswith("0 with answers cut, 1 left out")
+        assert pipeline.train_leaves[0].rows.note.endswith("0 with truncated answers, 1 skipped")
 
 
 def test_too_few_rows_for_a_batch(tmp_path: Path):
@@ -322,10 +322,12 @@ def test_warnings_about_unpaired_answers(tmp_path: Path):
     for label, kind in ((1, "desirable"), (0, "undesirable")):
         alike = [{**row, "label": label} for row in rows]
         (warning,) = make_pipeline(tmp_path / kind, alike, UnpairedSource, global_batch_size=1).warnings()
-        assert warning.startswith(f"data.source: all 3 judged answers are {kind}: ")
+        assert warning.startswith(f"data.source: all 3 labeled answers are {kind}: ")
     long = [{"prompt": f"{number}", "chosen": "a" * 20, "rejected": "b" * 20} for number in range(4)]
     (warning,) = make_pipeline(tmp_path / "long", long, seq_len=16, global_batch_size=1).warnings()
-    assert warning.startswith("data.source: answers are cut in 4 of 4 examples, as a row of data.seq_len=16 holds two")
+    assert warning.startswith(
+        "data.source: answers are truncated in 4 of 4 examples, because a row of data.seq_len=16 holds two"
+    )
 
 
 def test_pairs_convert_to_unpaired_rows(tmp_path: Path):
@@ -339,7 +341,7 @@ def test_pairs_convert_to_unpaired_rows(tmp_path: Path):
 
 
 def test_single_unpaired_row_has_no_mismatch(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"data.source: one judged answer alone: .*; expected more rows"):
+    with pytest.raises(ValueError, match=r"data.source: only one labeled answer: .*; expected more rows"):
         make_pipeline(tmp_path, [LABEL], UnpairedSource)
 
 

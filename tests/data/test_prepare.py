@@ -53,15 +53,15 @@ def test_user_errors_exit_with_2_and_leave_no_files(tmp_path: Path, flags: list[
     for change, message in [
         ("--froce", "unknown flag '--froce'; did you mean '--force'"),
         ('--config.data.source.paths=["/nowhere/x"]', "data.source: the folder /nowhere of /nowhere/x does not exist"),
-        (f"--out={tmp_path}/corpus/0000.txt", "is a file; name a folder"),
-        (f"--out={tmp_path}/corpus", "holds 40 files already; --force replaces what this verb wrote"),
+        (f"--out={tmp_path}/corpus/0000.txt", "is a file; give a folder"),
+        (f"--out={tmp_path}/corpus", "already contains 40 files; --force replaces files that this verb wrote"),
     ]:
         assert prepare.main([*flags, change]) == 2
         assert message in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
     source, tokenizer = config_for(TokenMemmap, path="x.bin"), config_for(ByteTokenizer)
     data = config_for(DataPipeline, source=source, tokenizer=tokenizer, seq_len=1, global_batch_size=1)
-    with pytest.raises(ValueError, match=r"^data.source: x.bin holds tokens already"):
+    with pytest.raises(ValueError, match=r"^data.source: x.bin is already tokenized"):
         prepare.prepare(data, tmp_path / "out", force=False)
 
 
@@ -79,7 +79,7 @@ def test_overwrites_only_with_force_and_only_prepared_files(tmp_path: Path, flag
     assert (tmp_path / "out/train.bin").read_bytes() == changed
     (tmp_path / "out/thesis.tex").write_text("years of work")
     assert prepare.main([*flags, "--force"]) == 2
-    assert "holds thesis.tex, which this verb did not write" in capsys.readouterr().err
+    assert "contains thesis.tex, which `plimsoll prepare` did not write" in capsys.readouterr().err
     assert (tmp_path / "out/thesis.tex").read_text() == "years of work"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "out"]
 

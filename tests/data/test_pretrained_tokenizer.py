@@ -108,7 +108,9 @@ def test_refusals(tmp_path: Path):
             load(folder, tmp_path / "new", **fields)
 
     assert_refused("has ids up to .*, but data.tokenizer.vocab_size is 100", vocab_size=100)
-    assert_refused("eos_token is '</s>', no token of it; set data.tokenizer.eos_token", eos_token="</s>")
+    assert_refused(
+        "eos_token is '</s>', which is not one of its tokens; set data.tokenizer.eos_token", eos_token="</s>"
+    )
     assert_refused("none.jinja does not exist", FileNotFoundError, chat_template=str(tmp_path / "none.jinja"))
     (folder / "tokenizer_config.json").write_text("{}")
     assert_refused("its eos_token is 'none that is known'")

@@ -103,16 +103,16 @@ def test_file_with_a_wrong_length_is_named_with_its_end(tmp_path: Path, verify: 
     path = write(tmp_path / "x.bin", [[1, 2, 3], [4], [5, 6]])
     whole = path.read_bytes()
     for data, place in [
-        (whole[:16], "ends early at byte 16 .token 8.: it holds 16 bytes, expected 18"),
+        (whole[:16], "ends early at byte 16 .token 8.: it has 16 bytes, expected 18"),
         (whole[:15], "ends early at byte 15 .token 7."),
         (b"", "ends early at byte 0 .token 0."),
-        (whole + b"\1\0", "goes on at byte 18 .token 9."),
+        (whole + b"\1\0", "does not end at byte 18 .token 9."),
     ]:
         path.write_bytes(data)
         with pytest.raises(ValueError, match=rf"{path}: {place}"):
             open_stream(path, verify=verify)
     Path(sidecar_name(str(path))).unlink()
-    for data, place in [(whole[:5], "ends within a token at byte 4 .token 2.: it holds 5 bytes"), (b"", "empty")]:
+    for data, place in [(whole[:5], "ends within a token at byte 4 .token 2.: it has 5 bytes"), (b"", "empty")]:
         path.write_bytes(data)
         with pytest.raises(ValueError, match=rf"{path}: {place}"):
             open_stream(path, verify=verify)
@@ -124,11 +124,11 @@ def test_a_flipped_bit_is_located_to_its_block(tmp_path: Path, monkeypatch: pyte
     data = bytearray(path.read_bytes())
     data[75] ^= 0x80  # also puts an id out of range, but the damage is what is reported
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=rf"{path}: garbled between byte 64 and byte 102"):
+    with pytest.raises(ValueError, match=rf"{path}: corrupted between byte 64 and byte 102"):
         open_stream(path)
     data[5] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"garbled between byte 0 and byte 64"):
+    with pytest.raises(ValueError, match=r"corrupted between byte 0 and byte 64"):
         open_stream(path)
 
 
@@ -160,7 +160,7 @@ def test_verification_is_remembered_until_the_file_changes(tmp_path: Path, monke
     data = bytearray(path.read_bytes())
     data[2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"garbled"):
+    with pytest.raises(ValueError, match=r"corrupted"):
         open_stream(path, hashes=FileHashes(memo))
 
 
@@ -170,7 +170,7 @@ def test_a_sidecar_that_does_not_fit(tmp_path: Path):
     facts = json.loads(sidecar.read_text())
     for content, message in [
         ({}, f"{sidecar}: not the sidecar of a token file: KeyError"),
-        ({**facts, "sha256": []}, f"{path}: garbled between byte 0 and byte 8"),
+        ({**facts, "sha256": []}, f"{path}: corrupted between byte 0 and byte 8"),
         ({**facts, "dtype": "uint32"}, f"{path}: ends early"),
     ]:
         sidecar.write_text(json.dumps(content))

@@ -47,7 +47,8 @@ def test_open_mpi() -> None:
     found = detect({**OMPI, **URI})
     assert found == Cluster("Open MPI", "10.96.0.1:62624", 4, 3, (1,))
     assert detect({**OMPI, "JAX_COORDINATOR_ADDRESS": "me:9"}) == Cluster("Open MPI", "me:9", 4, 3)
-    with pytest.raises(ValueError, match="Open MPI does not say where process 0 is; set JAX_COORDINATOR_ADDRESS"):
+    message = "Open MPI does not provide the address of process 0; set JAX_COORDINATOR_ADDRESS"
+    with pytest.raises(ValueError, match=message):
         detect(OMPI)
 
 

@@ -44,7 +44,7 @@ def test_the_next_start_carries_on(tmp_path: Path, code: int | None, down: bool)
     assert read(path)["attempt"] == 3
     totals = goodput.totals()
     assert totals["step"] == 30.0
-    assert (totals.get("down", 0.0) > 49.0) == down, "between a stop that somebody wanted and a start nothing is down"
+    assert (totals.get("down", 0.0) > 49.0) == down, "the time after a requested stop does not count as down"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"time": 1}', '{"attempt": 1}', "\0\0"])
@@ -92,14 +92,13 @@ def test_stuck_loop_exits_with_stack_traces(tmp_path: Path) -> None:
     words = [sys.executable, "-c", HANG, str(tmp_path)]
     process = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert process.returncode == 6, process.stderr
-    assert process.stdout == "hanging\n", "only what does not move is ended"
-    assert (
-        "error: process 3 has not moved for 0.5 s (health.hang_seconds) in phase 'step', after step 7" in process.stderr
-    )
+    assert process.stdout == "hanging\n", "only a process without progress is ended"
+    message = "process 3 has made no progress for 0.5 s (health.hang_seconds) in phase 'step', after step 7"
+    assert f"error: {message}" in process.stderr
     stacks = (tmp_path / "process-00003.stacks.txt").read_text()
     assert 'File "<string>", line' in stacks
     assert "in _run" in stacks, "the stacks of all threads"
     said = read(tmp_path / "process-00003.json")
     assert (said["exit"], said["step"]) == (6, 7)
-    assert "has not moved" in said["reason"]
+    assert "has made no progress" in said["reason"]
     assert (tmp_path / "last").read_text() == "words"

@@ -8,9 +8,9 @@ GREETING = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of conne
 # `os.write(1, ...)` writes as C++ code does; `os._exit` flushes nothing.
 CODE = f"""
 import os, time
-from plimsoll.framework.terminal.native_output import leave_out_greetings
+from plimsoll.framework.terminal.native_output import drop_gloo_greetings
 print("before")
-leave_out_greetings()
+drop_gloo_greetings()
 os.write(1, b"{GREETING}\\n")
 os.write(1, b"a library's own line\\n")
 os.write(1, b"{GREETING}\\n")

@@ -25,7 +25,7 @@ def together(*who: tuple[int, int], seconds: float = 5.0, port: int | None = Non
         except ProcessesMissingError as error:
             told[number] = str(error)
 
-    threads = [threading.Thread(target=one, args=(number, *card)) for number, card in enumerate(who)]
+    threads = [threading.Thread(target=one, args=(number, *hello)) for number, hello in enumerate(who)]
     for thread in threads:
         thread.start()
         time.sleep(0.05)
@@ -44,7 +44,7 @@ def test_the_missing_are_named_to_all() -> None:
     began = time.monotonic()
     told = together((0, 4), (2, 4), seconds=1.0)
     assert 0.9 < time.monotonic() - began < 3.0
-    assert "2 of 4 processes are missing: 1, 3; there are 0 (process " in told[0]
+    assert "2 of 4 processes are missing: 1, 3; arrived: 0 (process " in told[0]
     assert told[0] == told[1]
 
 
@@ -56,7 +56,7 @@ def test_many_missing_are_a_short_line() -> None:
 
 def test_nobody_answers() -> None:
     (told,) = together((1, 2), seconds=0.5)
-    assert "process 1 has waited for 0.5 s: nobody answers at 127.0.0.1:" in told
+    assert "process 1 has waited for 0.5 s: no answer from 127.0.0.1:" in told
     assert "Connection refused" in told
 
 
@@ -64,23 +64,23 @@ def test_twice_the_same_and_another_count_with_a_key(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(rendezvous.KEY, "of this run")
     told = together((0, 3), (1, 3), (1, 3))
     assert len(set(told)) == 1
-    assert "two processes say that they are process 1" in told[0]
+    assert "two processes claim to be process 1" in told[0]
     told = together((0, 2), (1, 3))
     assert told[0] == told[1]
-    assert "counts 3 processes, and process 0 2" in told[0]
+    assert "expects 3 processes, but process 0 expects 2" in told[0]
 
 
 def test_twice_the_same_and_another_count_without_a_key() -> None:
     """Any client could claim this, so it ends only the process that claims it."""
     told = together((0, 3), (1, 3), (1, 3), (2, 3))
     assert sorted(told)[:3] == ["", "", ""]
-    assert "two processes say that they are process 1" in max(told)
+    assert "two processes claim to be process 1" in max(told)
     assert [one == "" for one in together((0, 2), (1, 3), (1, 2))] == [True, False, True]
 
 
 def test_rendezvous_timeout_names_the_contradiction() -> None:
     for told in together((0, 3), (1, 3), (1, 3), seconds=1.0):
-        assert "two processes say that they are process 1" in told
+        assert "two processes claim to be process 1" in told
 
 
 class Server:
@@ -121,18 +121,18 @@ def wait_for_port(port: int) -> None:
         time.sleep(0.01)
 
 
-def forge_card(card: dict[str, Any], greeting: bytes) -> bytes:
-    """Return the line with a card, and a proof made without knowing the run's key."""
+def forge_hello(hello: dict[str, Any], greeting: bytes) -> bytes:
+    """Return the line of a hello with a proof made without knowing the run's key."""
     nonce = json.loads(greeting)["nonce"]
-    text = f"{nonce} {card['id']} {card['of']} {card['who']}"
+    text = f"{nonce} {hello['id']} {hello['of']} {hello['who']}"
     proof = hmac.new(b"", text.encode(), "sha256").hexdigest()
-    return json.dumps({**card, "proof": proof}).encode() + b"\n"
+    return json.dumps({**hello, "proof": proof}).encode() + b"\n"
 
 
 def test_restarted_process_takes_its_previous_slot() -> None:
     server = Server(num_processes=3)
-    with server.connect() as first:  # it sends its card, and dies
-        first.sendall(forge_card({"id": 1, "of": 3, "who": "the first"}, first.recv(1000)))
+    with server.connect() as first:  # it sends its hello, and dies
+        first.sendall(forge_hello({"id": 1, "of": 3, "who": "the first"}, first.recv(1000)))
         time.sleep(0.2)
     assert server.meets_the_others()
 
@@ -157,7 +157,7 @@ STRANGERS: dict[str, bytes] = {
     "zeros": bytes(1000) + b"\n",
     "deep": DEEP + b"\n",
     "deep objects": b'{"a":' * 10_000 + b"\n",
-    "deep in a card": b'{"id": ' + DEEP[:2000] + b"\n",
+    "deep in a hello": b'{"id": ' + DEEP[:2000] + b"\n",
     "long without an end": b"x" * 100_000,
     "long": b"x" * 100_000 + b"\n",
     "NaN": b'{"id": NaN, "of": 2, "who": "x", "proof": "x"}\n',
@@ -168,10 +168,10 @@ STRANGERS: dict[str, bytes] = {
     "proof of another type": json.dumps({**WHO, "proof": 1}).encode() + b"\n",
     "proof of a letter that is no ASCII": json.dumps({**WHO, "proof": "\u00e9"}).encode() + b"\n",
     "lone surrogate": b'{"id": 1, "of": 2, "who": "\\ud800", "proof": "\\ud800"}\n',
-    "half a card": json.dumps(WHO).encode()[:10],
+    "half a hello": json.dumps(WHO).encode()[:10],
 }
-# Cards with a proof that would be valid for a run without a key.
-CARDS: dict[str, dict[str, Any]] = {
+# Hellos with a proof that would be valid for a run without a key.
+HELLOS: dict[str, dict[str, Any]] = {
     "id 99": {"id": 99},
     "id -1": {"id": -1},
     "id true": {"id": True},
@@ -206,22 +206,22 @@ def test_unauthenticated_clients_are_rejected(name: str) -> None:
 
 
 @pytest.mark.once("id 99", "id true")
-@pytest.mark.parametrize("name", CARDS)
+@pytest.mark.parametrize("name", HELLOS)
 def test_invalid_messages_are_not_counted(name: str) -> None:
     server = Server()
     with server.connect() as stranger:
-        stranger.sendall(forge_card({**WHO, **CARDS[name]}, stranger.recv(1000)))
+        stranger.sendall(forge_hello({**WHO, **HELLOS[name]}, stranger.recv(1000)))
         assert b'"problem": ""' not in stranger.recv(1000)
     assert server.meets_the_others()
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize("card", [WHO, {**WHO, "id": 0}, {**WHO, "of": 3}], ids=str)
-def test_forged_message_is_ignored_if_a_key_is_set(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hello", [WHO, {**WHO, "id": 0}, {**WHO, "of": 3}], ids=str)
+def test_forged_message_is_ignored_if_a_key_is_set(hello: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(rendezvous.KEY, "of this run")
     server = Server()
     with server.connect() as stranger:
-        stranger.sendall(forge_card(card, stranger.recv(1000)))
+        stranger.sendall(forge_hello(hello, stranger.recv(1000)))
         assert stranger.recv(100) == b""
     assert server.meets_the_others()
 
@@ -268,7 +268,7 @@ def test_control_characters_do_not_reach_a_message() -> None:
     thread.start()
     wait_for_port(port)
     with socket.create_connection(("127.0.0.1", port), timeout=10.0) as stranger:
-        stranger.sendall(forge_card({"id": 1, "of": 3, "who": "\x1b[2J\nx"}, stranger.recv(1000)))
+        stranger.sendall(forge_hello({"id": 1, "of": 3, "who": "\x1b[2J\nx"}, stranger.recv(1000)))
         thread.join(timeout=10)
     assert "1 of 3 processes are missing: 2" in told[0]
     assert told[0].isprintable()

@@ -54,11 +54,11 @@ def test_5_oversized_config_is_refused_with_fitting_settings(text: Path, tmp_pat
     # A separate process: the settings that it compiles to find what fits take a gigabyte.
     assert start(workdir, *limit, devices=8).wait(300) == 4
     out = output(workdir)
-    needs = re.search(r"the training step needs ([\d.]+) (\w+) on each device, and there are ([\d.]+) (\w+)", out)
+    needs = re.search(r"the training step needs ([\d.]+) (\w+) per device, but ([\d.]+) (\w+) are available", out)
     assert needs is not None, out
     assert float(needs[1]) > float(needs[3]) == 1.23
     assert needs[2] == needs[4] == "MiB"
-    assert re.search(r"the largest parts: [a-z ]+ [\d.]+ \w+, [a-z ]+ [\d.]+ \w+, [a-z ]+ [\d.]+ \w+\n", out), out
+    assert re.search(r"largest groups: [a-z ]+ [\d.]+ \w+, [a-z ]+ [\d.]+ \w+, [a-z ]+ [\d.]+ \w+\n", out), out
     fitting = re.findall(r"would fit: (.*) \(", out)
     assert len(fitting) == 3, out
     assert not workdir.exists()

@@ -84,9 +84,9 @@ def test_training_continues_and_no_row_is_lost(text: Path, tmp_path: Path, disk,
         fills(patch, 3, 9)
         assert train(tmp_path / "run", LAST_SAVE, ALONE) == 0
     out = capsys.readouterr().out
-    assert out.count("metrics.jsonl cannot be written: File too large. Training goes on") == 1
+    assert out.count("metrics.jsonl cannot be written: File too large. Training continues") == 1
     assert out.count("metrics.jsonl is written again, with the") == 1
-    assert "none is lost" in out
+    assert "none was lost" in out
     assert out.count("log.txt cannot be written") == 1
     assert list(losses(tmp_path / "run")) == list(range(1, 13))
     log = (tmp_path / "run" / "log.txt").read_text()
@@ -105,7 +105,7 @@ def test_full_disk_reports_the_lost_data(text: Path, tmp_path: Path, disk, capsy
     captured = capsys.readouterr()
     assert "Traceback" not in captured.out + captured.err
     assert "metrics.jsonl: " in captured.out
-    assert "rows are lost, of steps" in captured.out
+    assert "rows were lost, of steps" in captured.out
     assert "NOT SAVED at step 12" in captured.out
     written = list(losses(tmp_path / "run"))
     assert written == list(range(1, len(written) + 1)), "no half row, and none out of order"

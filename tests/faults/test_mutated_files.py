@@ -310,16 +310,16 @@ def test_tokens(name: str, tmp_path: Path):
 def test_a_stored_reference(name: str, tmp_path: Path):
     rows: Any = {"train": SimpleNamespace(digest="d", num_rows=6)}
 
-    def stored(folder: Path) -> StoredRows:
+    def open_rows(folder: Path) -> StoredRows:
         return StoredRows(folder, rows, 4, "weights")
 
-    writer = stored(tmp_path / "good")
-    writer.begin(anew=True)
+    writer = open_rows(tmp_path / "good")
+    writer.begin(restart=True)
     writer.write("train", 0, np.ones((4, 4), np.float32))
     writer.write("train", 4, np.ones((2, 4), np.float32))
 
     def read(folder: Path) -> bytes | None:
-        found = stored(folder)
+        found = open_rows(folder)
         # The run computes the reference again.
         if found.difference is not None or found.has_changed:
             return None

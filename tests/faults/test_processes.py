@@ -28,7 +28,7 @@ RUN = (
     f"--config.trainer.max_steps={STEPS}",
     f"--config.trainer.save_every={EVERY}",
 )
-INJECTED = str(Path(__file__).parent / "injected.py")
+INJECTED = str(Path(__file__).parent / "fault_injection.py")
 GONE = (5, -signal.SIGABRT)  # exit codes after another process has died: ours, and JAX's abort
 
 
@@ -158,7 +158,7 @@ def test_17_a_process_that_hangs_ends_all_with_their_stacks(text: Path, tmp_path
         pair[1].send_signal(signal.SIGCONT)
     assert pair[1].wait(timeout=120) in (*GONE, 6), output(workdir)
     stacks = (workdir / "health" / "process-00000.stacks.txt").read_text()
-    assert f"process 0 has not moved for {limit:g} s (health.hang_seconds) in phase 'step', after step" in stacks
+    assert f"process 0 has made no progress for {limit:g} s (health.hang_seconds) in phase 'step', after step" in stacks
     assert "framework/run/trainer.py" in stacks
     assert stacks.count("Thread 0x") + stacks.count("Current thread") >= 2
     assert json.loads((workdir / "health" / "process-00000.json").read_text())["exit"] == 6
@@ -269,16 +269,12 @@ def test_25_process_0_clock_decides_when_to_save(text: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("count", "ids", "message"),
     [
-        (2, [(0, 2)], r"after 2 s, 1 of 2 processes are missing: 1; there are 0 \(process \d+ on host \S+\)"),
-        (2, [(1, 2)], r"process 1 has waited for 2 s: nobody answers at 127\.0\.0\.1:\d+ .*is process 0 started\?"),
-        (
-            3,
-            [(0, 3), (1, 3), (1, 3)],
-            r"two processes say that they are process 1: process \d+ on host \S+ and process",
-        ),
-        (2, [(0, 2), (1, 3)], r"process 1 \(process \d+ on host \S+\) counts 3 processes, and process 0 2"),
+        (2, [(0, 2)], r"after 2 s, 1 of 2 processes are missing: 1; arrived: 0 \(process \d+ on host \S+\)"),
+        (2, [(1, 2)], r"process 1 has waited for 2 s: no answer from 127\.0\.0\.1:\d+ .*has process 0 started\?"),
+        (3, [(0, 3), (1, 3), (1, 3)], r"two processes claim to be process 1: process \d+ on host \S+ and process"),
+        (2, [(0, 2), (1, 3)], r"process 1 \(process \d+ on host \S+\) expects 3 processes, but process 0 expects 2"),
     ],
-    ids=["missing", "nobody", "twice", "another count"],
+    ids=["missing", "no answer", "twice", "another count"],
 )
 def test_processes_that_do_not_find_each_other(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, ids: list[tuple[int, int]], message: str

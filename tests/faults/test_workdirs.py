@@ -115,7 +115,7 @@ def test_error_names_the_next_step(run: Path, capsys) -> None:
     lose_manifests(run)
     assert train(run, *SHORT) == 2
     error = capsys.readouterr().err
-    assert "holds no checkpoint that is whole; its metrics go up to step 8" in error
+    assert "holds no complete checkpoint; its metrics go up to step 8" in error
     assert "00000004: incomplete" in error
     assert "00000008: incomplete" in error
     assert "Nothing was changed. Copy the checkpoints again" in error
@@ -135,7 +135,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(run: Path, ca
     (run / "config.json").write_text(json.dumps(config))
     assert train(run, *SHORT) == 0
     out = capsys.readouterr().out
-    assert "ended at step 3, before its first checkpoint: training starts again, and its 3 rows" in out
+    assert "ended at step 3, before its first checkpoint: training starts over, and its 3 rows" in out
     assert "config changed since the last start here: config.learner.max_nonfinite: 77 -> 10" in out
     assert losses(run) == wanted
 

@@ -50,10 +50,10 @@ def init_params(model: Flow, seed: int = 0) -> Any:
     specs = model.parameter_specs()
     rng = np.random.default_rng(seed)
 
-    def moved(spec: Any, p: jax.Array) -> jax.Array:
+    def perturb(spec: Any, p: jax.Array) -> jax.Array:
         return p + jnp.asarray(0.2 * rng.normal(size=p.shape), p.dtype) if spec.trainable else p
 
-    return jax.tree.map(moved, specs, jax.jit(lambda key: initialize(specs, key))(jax.random.key(seed)))
+    return jax.tree.map(perturb, specs, jax.jit(lambda key: initialize(specs, key))(jax.random.key(seed)))
 
 
 def context(model: Flow, remat: str = "none", training: bool = True, seed: int = 0) -> Context:
@@ -168,7 +168,7 @@ def test_residual_flows_under_sqrt():
         same, found = gradients(model, params, context(model, remat))
         np.testing.assert_allclose(same, loss, rtol=1e-6)
         small.assert_close(small.arrays(found), small.arrays(plain), 1e-5)
-    with pytest.raises(ValueError, match=r"pattern\.1, ResidualBlock, cannot be run backwards.*memory.remat = sqrt"):
+    with pytest.raises(ValueError, match=r"pattern\.1, ResidualBlock, is not reversible.*memory.remat = sqrt"):
         model.stages["level0"].check_remat("invert")
 
 
@@ -341,5 +341,5 @@ def test_layer_programs_refusal_names_stages_for_estimates_too():
 
 def test_nonfinite_gradient_reports_the_updated_layers():
     found = [_describe_updated(small.llama().instantiate(), count) for count in (0, 1, 3)]
-    assert found == ["nothing was", "the head had been", "the head and units 1 to 0 of the stack had been"]
-    assert _describe_updated(flow(), 3) == "the last 3 of the model's units and stages had been"
+    assert found == ["nothing was", "the head was", "the head and layers 1 to 0 of the stack were"]
+    assert _describe_updated(flow(), 3) == "the last 3 of the model's layers and stages were"

@@ -215,7 +215,7 @@ def test_steps(tmp_path: Path) -> None:
 def test_step_is_replaced_only_on_request(tmp_path: Path) -> None:
     like = {"x": jnp.float32(0)}
     pl.save(tmp_path, 1, {"x": jnp.float32(1)})
-    with pytest.raises(FileExistsError, match=r"step 1 is in .* already; overwrite=True replaces it"):
+    with pytest.raises(FileExistsError, match=r"step 1 already exists in .*; pass overwrite=True to replace it"):
         pl.save(tmp_path, 1, {"x": jnp.float32(2)})
     assert float(pl.restore(tmp_path, like)[0]["x"]) == 1.0
     pl.save(tmp_path, 1, {"x": jnp.float32(2)}, overwrite=True)
@@ -243,9 +243,9 @@ def test_unsupported_leaves_are_named(tmp_path: Path) -> None:
     class Unregistered:
         x: int
 
-    with pytest.raises(TypeError, match=r"^a/b: expected an array.*got Unregistered; a class of your own"):
+    with pytest.raises(TypeError, match=r"^a/b: expected an array.*got Unregistered; register your own classes"):
         pl.save(tmp_path, 1, {"a": {"b": Unregistered(1)}})
-    with pytest.raises(TypeError, match=r"^the tree itself: is being traced"):
+    with pytest.raises(TypeError, match=r"^the tree itself is being traced"):
         jax.jit(lambda x: pl.save(tmp_path, 1, x))(jnp.ones(2))
     with pytest.raises(ValueError, match="two leaves of the tree have the same path"):
         pl.save(tmp_path, 1, {"a": {"b": jnp.ones(2)}, "a/b": jnp.ones(2)})
@@ -304,7 +304,7 @@ def test_mismatched_tree_is_refused_with_the_nearest_names(tmp_path: Path, monke
         pl.restore(tmp_path, like)
     lines = str(error.value).splitlines()
     assert lines[0].endswith(
-        "holds other leaves than `like`: 1 missing, 1 extra, 1 reshaped, 3 other dtype of 5 leaves"
+        "has different leaves than `like`: 1 missing, 1 extra, 1 reshaped, 3 other dtype of 5 leaves"
     )
     assert [line.split() for line in lines[2:-1]] == [
         ["block/bias", "reshaped", "float32[3]", "float32[4]"],
@@ -340,7 +340,7 @@ def test_bit_flip_error_names_the_leaf(tmp_path: Path) -> None:
     for step in (1, 2):
         pl.save(tmp_path, step, tree)
     flip_a_bit(tmp_path / "00000002")
-    named = r"1 of 2 arrays are not what was saved: model/large; earlier steps: \[1\]"
+    named = r"1 of 2 arrays differ from what was saved: model/large; earlier steps: \[1\]"
     with pytest.raises(CheckpointCorruptError, match=named):
         pl.restore(tmp_path, tree)
     restored, _ = pl.restore(tmp_path, tree, step=1)

@@ -81,7 +81,7 @@ def test_parts_make_the_whole_again():
         ("wieght", ["matches none of 4 leaves", "nearest: 'layer/weight'"]),
         ("steps", ["no leaf of a floating-point dtype", "layer/steps (int32)"]),
         ("others/1", ["no leaf of a floating-point dtype"]),
-        ("(", ["is no regular expression"]),
+        ("(", ["is not a regular expression"]),
     ],
 )
 def test_a_regex_that_trains_nothing_is_an_error(pattern: str, words: list[str]):

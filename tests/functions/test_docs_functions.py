@@ -60,7 +60,7 @@ def test_the_page_on_checkpoints(tmp_path: Path) -> None:
     (first,) = run_program(tmp_path, source)
     assert first.startswith("[60, 80, 100] [")
     resumed, last = run_program(tmp_path, source.replace("101", "121"))
-    assert resumed == "went on from step 100 {'loader': [0, 800]}"
+    assert resumed == "resumed from step 100 {'loader': [0, 800]}"
     assert last.startswith("[80, 100, 120] [")
 
 

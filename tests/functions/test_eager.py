@@ -1,4 +1,4 @@
-"""Eager pieces match `jax.grad` and optax in float64: with checkpoints, shared weights and nested pieces."""
+"""Eager modules match `jax.grad` and optax in float64: with checkpoints, shared weights and nested modules."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -90,7 +90,7 @@ def test_inner_eager_layer_updates_inside_an_outer_one() -> None:
 
 @pytest.mark.pairs
 def test_auxiliary_outputs_keys_and_static_inputs() -> None:
-    """The piece has dropout from a key, an integer output without a gradient, and a string that selects the mode."""
+    """The module has dropout from a key, an integer output without a gradient, and a string that selects the mode."""
 
     def apply_module(weights: Any, x: jax.Array, key: jax.Array, tokens: jax.Array, mode: str) -> dict[str, jax.Array]:
         kept = jax.random.bernoulli(key, 0.5, x.shape)

@@ -156,8 +156,8 @@ def test_forward_copies_no_weights_and_no_shared_inputs() -> None:
 
 def test_stacks_must_agree_on_their_length() -> None:
     stack = pl.eager_scan(dropout_layer, optax.sgd(0.1), name="stack")
-    with pytest.raises(ValueError, match="stack: expected arrays with a first axis of layers"):
+    with pytest.raises(ValueError, match=r"stack: expected arrays \[L, \.\.\.\] with the same number of layers"):
         stack.init({"kernel": random(0, 3, DIM, DIM), "bias": random(0, 2, DIM)})
     carry, xs, scale = inputs()
-    with pytest.raises(ValueError, match="stack: expected arrays with a first axis of layers"):
+    with pytest.raises(ValueError, match=r"stack: expected arrays \[L, \.\.\.\] with the same number of layers"):
         stack(stack.init(make_stacked_weights()), carry, jax.tree.map(lambda x: x[:2], xs), scale)

@@ -1,4 +1,4 @@
-"""Pieces with a `stream` optimizer match pieces with the plain optimizer, and their state is in host memory."""
+"""Modules with a `stream` optimizer match modules with the plain optimizer, and their state is in host memory."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -128,5 +128,5 @@ def test_unsupported_uses_are_refused() -> None:
 
     integers = optax.GradientTransformation(zeros, count_updates)
     stack = pl.eager_scan(layer, pl.stream(integers), name="stack")
-    with pytest.raises(ValueError, match=r"stack: its state (up|down) is of int64, which a piece holds as floats"):
+    with pytest.raises(ValueError, match=r"stack: its state (up|down) is int64, which a module stores as floats"):
         stack.init(weights())

@@ -125,7 +125,7 @@ def test_sharded_leaves_count_by_shard_and_whole():
     ("frozen", "batch", "words"),
     [
         ("params/forzen", BATCH, ["matches none of 4 leaves", "nearest: 'params/frozen'"]),
-        ("bias", BATCH, ["of 1 leaves none has two axes", "params/bias [1536]"]),
+        ("bias", BATCH, ["none of the 1 leaves has two axes", "params/bias [1536]"]),
         ("params/frozen", SHAPE((1536, 1024), jnp.float32), ["batch [1536, 1024] is not frozen", "as many elements"]),
     ],
 )

@@ -336,5 +336,5 @@ def test_narrow_dtypes_sum_in_float32():
 
 
 def test_invalid_regex_is_named_immediately() -> None:
-    with pytest.raises(ValueError, match=r"materialize = '\(' is no regular expression"):
+    with pytest.raises(ValueError, match=r"materialize = '\(' is not a regular expression"):
         pl.with_lora(lambda params, x: x, materialize="(")

@@ -1,4 +1,4 @@
-"""Uses that would be silently wrong are refused, with the name of the piece in the error."""
+"""Uses that would be silently wrong are refused, with the name of the module in the error."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ SHARED = pl.eager_weights(optax.sgd(0.1), name="shared")
 STACK = pl.eager_scan(lambda weights, x, _: (dense(weights, x), None), optax.sgd(0.1), name="stack")
 
 
-KINDS = {"piece": LAYER, "shared weights": SHARED, "stack": STACK}
+KINDS = {"module": LAYER, "shared weights": SHARED, "stack": STACK}
 
 
 def make_weights(layer: Any) -> Any:
@@ -30,7 +30,7 @@ def make_weights(layer: Any) -> Any:
 
 
 def output(layer: Any, trained: pl.Trained, x: jax.Array) -> jax.Array:
-    """Return the output of a piece, a stack, or a dense layer with shared weights for x."""
+    """Return the output of a module, a stack, or a dense layer with shared weights for x."""
     if layer is SHARED:
         return dense(SHARED(trained), x)
     return jax.tree.leaves(layer(trained, x))[0]
@@ -55,7 +55,10 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "by_two": (jax.jit(lambda t: once(t) + OTHER(t, INPUT).sum()), "'dense' is used twice, by dense, other"),
     "loop": (in_a_loop, "'dense' is used twice"),
     "branch": (in_one_branch, "'dense' is used in some branches"),
-    "penalty": (lambda t: once(t) + jnp.square(t.weights["kernel"]).sum(), "'dense' is used beside its eager call"),
+    "penalty": (
+        lambda t: once(t) + jnp.square(t.weights["kernel"]).sum(),
+        "'dense' is also used outside its eager call",
+    ),
     "read": (lambda trained: jnp.square(trained.weights["kernel"]).sum(), "'dense' is not used by an eager call"),
     "unused": (lambda trained: jnp.sum(INPUT), "'dense' is not used: the loss does not depend on it"),
     "stopped": (lambda trained: jax.lax.stop_gradient(once(trained)), "'dense' is not used: the loss does not"),
@@ -175,7 +178,7 @@ def test_weights_that_cannot_be_trained() -> None:
         LAYER.init({"table": jnp.arange(3), "scale": 1.0})
     with pytest.raises(ValueError, match="dense: its weights have an array of complex64"):
         LAYER.init({"kernel": jnp.ones(3, jnp.complex64)})
-    with pytest.raises(ValueError, match="other: its weights hold 'dense', which is trained already"):
+    with pytest.raises(ValueError, match="other: its weights contain 'dense', which is already trained"):
         OTHER.init({"inner": LAYER.init(WEIGHTS)})
     with pytest.raises(TypeError, match="dense: expected the Trained of `init`, given dict"):
         LAYER(WEIGHTS, INPUT)  # pyright: ignore[reportArgumentType]

@@ -348,7 +348,7 @@ def test_second_derivatives_are_refused_by_name(jit: bool) -> None:
 def test_mismatched_shapes_are_named() -> None:
     layers = linear()
     short = {**layers.weights, "g": layers.weights["g"][1:]}
-    with pytest.raises(ValueError, match=r"expected one L for all.*weights\['f'\] is of 6 layers, weights\['g'\] of 5"):
+    with pytest.raises(ValueError, match=r"expected one L for all.*weights\['f'\] has 6 layers, weights\['g'\] has 5"):
         reversible(layers._replace(weights=short))
     with pytest.raises(ValueError, match=r"xs: expected an array \[L, \.\.\.\], got a scalar"):
         reversible(layers._replace(xs=jnp.float64(1.0)))

@@ -64,7 +64,7 @@ def test_as_few_whole_messages_as_possible_are_dropped() -> None:
         assert prompt.tokens == form.encode("s", turns[prompt.num_dropped_turns :], "question")
     with pytest.raises(ValueError, match=r"prompt of 128 tokens.* of 100 .* has room for 80"):
         chats.chat(chats.Script(), context=100, max_new_tokens=20).prompt(None, turns, "z" * 110)
-    with pytest.raises(ValueError, match="no Unicode text"):
+    with pytest.raises(ValueError, match="not valid Unicode text"):
         chat.prompt(None, [], "\ud800")
 
 

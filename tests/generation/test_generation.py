@@ -255,7 +255,7 @@ def test_lengths_fall_into_few_buckets() -> None:
     ("prompts", "fields", "message"),
     [
         ([[1], []], {}, "at least one token each"),
-        ([[1, 64]], {}, "has the token 64; model.vocab_size = 64"),
+        ([[1, 64]], {}, "has the token 64; expected less than vocab_size = 64"),
         ([[1] * 30], {"max_new_tokens": 3}, "30 tokens and max_new_tokens = 3 are over the model's 32 positions"),
         ([[1]], {"top_p": 0.0}, "top_p: expected over 0, and at most 1, given 0.0"),
         ([[1]], {"top_k": 0}, "top_k: expected at least 1, given 0"),

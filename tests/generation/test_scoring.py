@@ -84,7 +84,7 @@ def test_pairs() -> None:
     assert (tokens, start) == ([256, *b"ab  cd"], 3)
     assert encode_pair(ByteTokenizer(), "", "x") == ([256, ord("x")], 1)
     assert encode_pair(Words(), "a", "b") == ([97, 98], 1)
-    with pytest.raises(ValueError, match="nothing to predict 'b' from"):
+    with pytest.raises(ValueError, match="expected text before 'b' to predict it from"):
         encode_pair(Words(), "", "b")
-    with pytest.raises(ValueError, match="'' is no token"):
+    with pytest.raises(ValueError, match="'' has no tokens"):
         encode_pair(Words(), "a", "")

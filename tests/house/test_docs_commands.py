@@ -186,7 +186,7 @@ WHOLE = (
         ("plimsoll train", "plimsoll chat"),
         replaced={"--config.trainer.max_steps=100": FEW, "--hf=DIR": "--workdir=runs/ask", "--web ": ""},
         after=("python ask.py",),
-        files={"ask.py": "from plimsoll.framework.inference.generation"},
+        files={"ask.py": "pl.Sampling(max_new_tokens=5)"},
         prints=(
             "def main\\(\\):",
             r"README.md: \d+ tokens, loss [\d.]+, perplexity [\d.]+, [\d.]+ bits per byte\n",
@@ -232,11 +232,11 @@ WHOLE = (
     Recipe(
         "docs/plan.md",
         ("plimsoll train --config=stdlib-tiny",),
-        prints=("the training step needs .* MiB on each device", "would fit: --config.memory.remat=full"),
+        prints=("the training step needs .* MiB per device", "would fit: --config.memory.remat=full"),
         fails=True,
     ),
     Recipe(
-        "docs/plan.md",
+        "docs/benchmarks/plan_examples.md",
         ("plimsoll plan --config=llama3-70b --target=2xv5e-256",),
         prints=(r"mesh.model=8 mesh.seq=2 learner.accumulate=4",),
     ),
@@ -292,8 +292,8 @@ def not_accounted_for(page: str, text: str | None = None) -> list[str]:
 def test_each_block_is_tested_or_explained(page: str) -> None:
     lines = not_accounted_for(page)
     assert not lines, "\n".join(
-        [*lines, "run it in a recipe of this file, or say beside the block when, on what and with which jax it was run,"
-        " or `Not run: needs ...`"]
+        [*lines, "run it in a recipe of this file, or state next to the block when, on what and with which jax it was"
+        " run, or `Not run: needs ...`"]
     )  # fmt: skip
 
 

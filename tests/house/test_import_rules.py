@@ -33,8 +33,8 @@ ALLOWED_IMPORTS = {
     "functions": "checkpoint layers layout optimizers plan processes",
     "weights": "config files layers layout models program schedules terminal",
     "families": "config files layers models weights",
-    "batch_transforms": "config data devices families files inference layers layout learner models objectives processes "
-    "program schedules terminal weights",
+    "batch_transforms": "config data devices families files inference layers layout learner models objectives "
+    "processes program schedules terminal weights",
     "run": "checkpoint batch_transforms config data devices files inference layers layout learner metrics models plan "
     "processes program schedules terminal",
 }
@@ -143,5 +143,6 @@ def test_names_in_older_configs_resolve():
         component = names.resolve(f"framework.any.module.{old}")
         assert is_component(component)
         assert names.get_dotted_name(component) == f"plimsoll.{new}"
+        assert names.resolve(f"plimsoll.{old}") is component
     assert names.get_dotted_name(names.resolve("framework.compiler.Compiler")) == "plimsoll.Compiler"
     assert names.get_dotted_name(names.resolve("configs.families.llama.Llama")) == "plimsoll.Llama"

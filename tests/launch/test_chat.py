@@ -33,10 +33,10 @@ def test_one_message_per_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     ]
     assert out == "".join(answers)
     assert err.splitlines() == [
-        "the system prompt is set",
-        "the conversation goes on from answer 2",
-        "the conversation is forgotten",
-        "there is no system prompt now",
+        "system prompt set",
+        "the conversation continues from answer 2",
+        "conversation cleared",
+        "system prompt removed",
     ]
     assert script.prompts[0] == "old\n\nUser: é\nAssistant:"
     assert script.prompts[3].startswith("be kind\n\nUser: é\nAssistant: I heard é (0)\nUser: /etc")
@@ -94,7 +94,7 @@ def test_command_line_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     for flags, message in [
         ((), "one of the arguments --workdir --hf is required"),
         ((f"--workdir={tmp_path}",), "holds no config.json"),
-        ((f"--workdir={tmp_path}", "--port=1"), "--port goes with --web"),
+        ((f"--workdir={tmp_path}", "--port=1"), "--port requires --web"),
         ((f"--workdir={tmp_path}", "--num_samples=0"), "--num_samples=0: expected at least 1"),
         ((f"--workdir={tmp_path}", "--top_p=2"), "top_p: expected over 0"),
         ((f"--workdir={tmp_path}", "--web", "--port=65536"), "--port=65536: expected 0 to 65535"),
@@ -130,13 +130,13 @@ class Terminal:
 @pytest.mark.pairs
 def test_a_terminal() -> None:
     terminal = Terminal("-m", "tests.support.chats")
-    assert "/help shows the commands" in terminal.type("", "> ")
+    assert "/help lists the commands" in terminal.type("", "> ")
     assert "\x1b[KI heard a (0)\r\n" in terminal.type("a\x1b[D\n", "\n> "), "an arrow key moves the cursor"
     assert "many words" in terminal.type("long\n", "many words")
     assert "(stopped)" in terminal.type("\x03", "\n> ")
     # Readline misses a signal that arrives between its prompt and its first read of the keys.
     time.sleep(0.3)
-    assert "/quit or Ctrl-D leaves" in terminal.type("half a li\x03", "\n> ")
+    assert "use /quit or Ctrl-D to quit" in terminal.type("half a li\x03", "\n> ")
     assert "error: no command '/quti'; did you mean '/quit'?" in terminal.type("/quti\n", "\n> ")
     terminal.type("/quit\n", "/quit")
     assert terminal.process.wait(30) == 0

@@ -65,9 +65,9 @@ def test_a_pod_is_started_without_it(tpu, text, tmp_path, capsys, target, mesh, 
     rows = lines(out)
     assert rows["accelerator"] == target
     assert rows["mesh"].startswith(across)
-    assert rows["processes"] == f"{processes}, of 4 devices each"
+    assert rows["processes"] == f"{processes}, with 4 devices each"
     assert rows["train"].startswith("TextFiles: 8,2")  # the data exists here, so it was read
-    assert rows["batch"].startswith(f"{512 // processes} of 256 rows for each process")
+    assert rows["batch"].startswith(f"{512 // processes} of 256 rows per process")
     assert re.search(
         rf"dry run: the step compiles for {target} in \d+ s, and its peak is .* of [\d.]+ GiB per device", out
     )
@@ -99,8 +99,8 @@ def test_the_peak_is_the_plans(text, tmp_path, capsys):
         ("cpu:8", ["--config.mesh.fsdp=3"], r"mesh {'fsdp': 3}: product 3 is not the number of devices, 8; nearest"),
         ("cpu:8", ["--config.mesh.across.data=2"], r"mesh\.across = {'data': 2}: product 2 is not the number of"),
         ("cpu:8", ["--config.compiler.options.xla_nope=1"], r"config\.compiler\.options\.xla_nope: the compiler"),
-        ("cpu:8", ["--config.data.global_batch_size=2048"], r"data\.source: holds 257 sequences .* too few for one"),
-        ("v5e-24", [], r"target 'v5e-24': not a size; nearest: v5e-16, v5e-32"),
+        ("cpu:8", ["--config.data.global_batch_size=2048"], r"data\.source: has 257 sequences .* too few for one"),
+        ("v5e-24", [], r"target 'v5e-24': no such size; nearest: v5e-16, v5e-32"),
     ],
 )
 def test_user_errors_are_one_line_before_compilation(text, tmp_path, capsys, monkeypatch, target, flags, message):
@@ -113,7 +113,7 @@ def test_user_errors_are_one_line_before_compilation(text, tmp_path, capsys, mon
 
 def test_a_target_is_for_dry_runs(text, tmp_path, capsys):
     assert train(tmp_path / "run", "--target=v5e-16") == 2
-    assert "error: --target goes with --dry_run: nothing can be trained on devices that are not here" in (
+    assert "error: --target requires --dry_run: training is only possible on the devices of this machine" in (
         capsys.readouterr().err
     )
 
@@ -138,7 +138,7 @@ def test_damaged_data_is_an_error(text, tmp_path, capsys):
 def test_oversized_config_exits_with_4_and_suggests_settings(text, tmp_path, capsys):
     assert start(tmp_path, "cpu:2", "--device_memory_gib=0.001") == 4
     out = capsys.readouterr().out
-    assert re.search(r"the training step needs [\d.]+ MiB on each device, and there are 1.02 MiB", out)
+    assert re.search(r"the training step needs [\d.]+ MiB per device, but 1.02 MiB are available", out)
     assert "nothing was started" in out
 
 
@@ -216,19 +216,19 @@ import jax, numpy as np
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[3]))
 from plimsoll.framework.checkpoint.checkpointer import Checkpointer
-from plimsoll.framework.plan import startup
+from plimsoll.framework.plan import startup_dry_run
 from plimsoll.framework.program.program import Program
 from tests.support import small
 memory = {"optimizer_state": "pinned_host"}
 model = small.llama(dim=256, stack__pattern__0__mlp__hidden=520)
 found = Program(small.experiment(model, mesh={"data": 2, "fsdp": 2}, memory=memory).instantiate())
 def ones(spec):
-    value = np.ones(spec.shape, spec.dtype)  # of zeros nothing would be stored
+    value = np.ones(spec.shape, spec.dtype)  # zeros would not be stored
     return jax.make_array_from_callback(spec.shape, found.layout.sharding(spec), lambda index: value[index])
 state = jax.tree.map(ones, found.layout.specs)
 with Checkpointer(directory=sys.argv[1]) as checkpointer:
-    checkpointer.save(1, {group: state[group] for group in found.layout.kept}, {})
-print(json.dumps(startup.writing(found)[0]))
+    checkpointer.save(1, {group: state[group] for group in found.layout.checkpoint_specs}, {})
+print(json.dumps(startup_dry_run.count_written_bytes(found)[0]))
 """
 
 

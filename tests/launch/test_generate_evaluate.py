@@ -178,7 +178,10 @@ def test_choices(workdir: Path, tmp_path: Path) -> None:
     [
         (["--prompt=a"], "one of the arguments --workdir --hf is required"),
         (["--workdir={run}"], "--prompt=TEXT or --prompt_file=FILE is required"),
-        (["--workdir={run}/nope", "--prompt=a"], "holds no config.json, so no run of `plimsoll train`"),
+        (
+            ["--workdir={run}/nope", "--prompt=a"],
+            "holds no config.json; expected the workdir of a `plimsoll train` run",
+        ),
         (["--workdir={empty}", "--prompt=a"], "empty/checkpoints holds no checkpoint"),
         (["--workdir={broken}", "--prompt=a"], "broken/config.json: not valid JSON"),
         (["--workdir={run}", "--prompt=a", "--step=3"], "no checkpoint of step 3"),
@@ -186,7 +189,7 @@ def test_choices(workdir: Path, tmp_path: Path) -> None:
         (["--workdir={run}", "--prompt=a", "--topk=3"], "unknown flag '--topk'; did you mean '--top_k'?"),
         (["--workdir={run}", "--prompt=" + "a" * 40], "are over the model's 32 positions"),
         (["--workdir={run}", "--prompt=a", "--config.model.dmi=3"], "did you mean 'dim'?"),
-        (["--hf=nope", "--prompt=a", "--ema"], "--step and --ema are of a --workdir"),
+        (["--hf=nope", "--prompt=a", "--ema"], "--step and --ema require --workdir"),
         (["--hf=nope", "--prompt=a"], "no file nope/config.json"),
         (["--workdir={run}", "--prompt_file={run}/metrics.nope"], "No such file or directory"),
     ],
@@ -213,7 +216,7 @@ def test_user_errors_are_one_line(
         ("files", b"", "is empty"),
         ("files", b"\xff\xfe", "not UTF-8"),
         ("choices", b'{"context": "a", "choices": ["b"], "answer": 1}', "x:1: expected"),
-        ("choices", b'{"context": "a", "choices": ["b"]}', "there is no 'answer'"),
+        ("choices", b'{"context": "a", "choices": ["b"]}', "'answer' is missing"),
         ("choices", b'{"context": "a", "choices": [], "answer": 0}', "x:1: expected"),
         ("choices", b'{"context": "a", "choices": "bc", "answer": 0}', "choices is text"),
         ("choices", b'{"context": "a", "choices": {"b": 1}, "answer": 0}', "choices is an object"),
@@ -237,7 +240,7 @@ def test_nothing_to_evaluate(workdir: Path, capsys: pytest.CaptureFixture[str]) 
     assert evaluate.main([f"--workdir={workdir}"]) == 2
     assert "give --files, --validation, --choices or --tasks" in capsys.readouterr().err
     assert evaluate.main([f"--workdir={workdir}", f"--files={workdir}/config.json", "--json=no/where.json"]) == 2
-    assert "--json: no folder no" in capsys.readouterr().err
+    assert "--json: the folder no" in capsys.readouterr().err
     if importlib.util.find_spec("lm_eval") is None:
         assert evaluate.main([f"--workdir={workdir}", "--tasks=x"]) == 2
         assert "pip install 'plimsoll-train[harness]'" in capsys.readouterr().err

@@ -162,8 +162,8 @@ def test_other_choices(capsys) -> None:
 WRONG = [
     (["--target=v5e-17"], "nearest: v5e-16, v5e-32"),
     (["--target=v5x-16"], "unknown target 'v5x-16'"),
-    (["--target=cpu:8"], "GKE has nodes with v4, v5e"),
-    (["--target=v5e-16", "--name=My_Run"], "--name=My_Run: expected 1 to 40 of a-z"),
+    (["--target=cpu:8"], "GKE only has nodes with v4, v5e"),
+    (["--target=v5e-16", "--name=My_Run"], "--name=My_Run: expected 1 to 40 characters from a-z"),
     (["--target=v5e-16", "--pvc=claim"], "expected CLAIM:/PATH"),
     (["--target=v5e-16", "--node_selector=spot"], "expected KEY=VALUE"),
     (["--target=v5e-16", "--imge=x"], "did you mean '--image'?"),
@@ -184,7 +184,7 @@ def test_wrong_usage_applies_nothing(capsys, monkeypatch, tmp_path: Path, flags:
 def test_workdir_on_pod_local_disk_is_refused(capsys) -> None:
     flags = [TINY, "--image=i", "--target=v5e-16", "--dry_run"]
     assert main([*flags, "--workdir=runs/a"]) == 2
-    assert "would end with its pod: give gs://BUCKET" in capsys.readouterr().err
+    assert "would be deleted with its pod; use gs://BUCKET" in capsys.readouterr().err
     assert main([*flags, "--workdir=/runs/a", "--pvc=c:/run"]) == 2
     assert main([*flags, "--workdir=/run/a", "--pvc=c:/run"]) == 0
 
@@ -200,4 +200,4 @@ def test_it_is_applied_by_kubectl(capfd, monkeypatch, tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "applied").read_text()) == yaml.safe_load(capfd.readouterr().out)
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     assert main(flags) == 2
-    assert "there is no kubectl on this machine" in capfd.readouterr().err
+    assert "kubectl is not installed on this machine" in capfd.readouterr().err

@@ -22,7 +22,7 @@ PLIMSOLL_TRAIN = [sys.executable, "-m", "plimsoll", "train"]
 DRIVER = """
 import sys
 from plimsoll.launch import local
-local.Supervisor.verb, local.Supervisor.preload = "tests.launch.scripted", "json"
+local.Supervisor.verb, local.Supervisor.warm_imports = "tests.launch.scripted", "json"
 newest = lambda: int(open("newest").read())
 grace, backoff, max_restarts = float(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5])
 sys.exit(local.Supervisor([sys.argv[1]], [{}] * int(sys.argv[2]), newest).run(grace, backoff, max_restarts))
@@ -279,11 +279,11 @@ def test_no_gpus_to_be_found(capsys, monkeypatch, tmp_path: Path, text: Path) ->
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     code, lines, err = dry(capsys, "--gpus=all")
     assert (code, lines) == (2, [])
-    assert "--gpus=all: no GPU was found; nvidia-smi says 'it has failed'" in err
+    assert "--gpus=all: no GPU was found (nvidia-smi printed 'it has failed')" in err
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     code, lines, err = dry(capsys, "--gpus=all")
     assert (code, lines) == (2, [])
-    assert "--gpus=all: this machine has no GPUs (there is no nvidia-smi)" in err
+    assert "--gpus=all: this machine has no GPUs (nvidia-smi is not installed)" in err
 
 
 def test_the_newest_checkpoint_is_progress(tmp_path: Path, monkeypatch) -> None:
@@ -310,13 +310,13 @@ WRONG = [
     (["--resme=auto"], "unknown flag '--resme'; did you mean '--resume'?"),
     (["--config.trainer.max_stps=2"], "did you mean 'max_steps'?"),
     (["--config.data.seq_len=0"], "seq_len"),
-    (["--processes=0"], "expected 1 or more"),
+    (["--processes=0"], "expected at least 1"),
     (["--processes=x"], "invalid int value: 'x'"),
-    (["--gpus=0,1", "--devices_per_process=2"], "the latter is not for --gpus"),
+    (["--gpus=0,1", "--devices_per_process=2"], "the latter without --gpus"),
     (["--gpus=0,1,2", "--processes=2"], "'0, 1, 2' are not distinct GPUs, or not divisible by --processes"),
     (["--gpus=0,0"], "are not distinct GPUs"),
     (["--gpus=0,"], "are not distinct GPUs"),
-    (["--process_id=1"], "--process_id is for processes started by hand"),
+    (["--process_id=1"], "--process_id is for processes that you start yourself"),
 ]
 
 

@@ -31,6 +31,6 @@ def test_missing_package_fails_before_compilation(tmp_path, monkeypatch, capsys)
     monkeypatch.setenv("TINY_TEXT", str(tmp_path))
     assert train(tmp_path / "run", "--mlflow", "--wandb") == 2
     error = capsys.readouterr().err
-    assert error.endswith("the package `wandb` is not installed; `pip install wandb` installs it\n")
+    assert error.endswith("the package `wandb` is not installed; run `pip install wandb`\n")
     assert error.count("\n") == 1
     assert not (tmp_path / "run").exists()

@@ -110,16 +110,22 @@ def test_rows_lead_from_one_held_out_image_to_another(workdir: Path, tmp_path: P
     [
         (["--output=x.png"], "one of the arguments --workdir is required"),
         (["--workdir={run}"], "the following arguments are required: --output"),
-        (["--workdir={run}", "--output=x.jpg"], "--output=x.jpg: expected the name of a .png file in a folder that"),
-        (["--workdir={run}", "--output=nope/x.png"], "--output=nope/x.png: expected the name of a .png file in a"),
-        (["--workdir={run}", "--output=x.png", "--num=0"], "expected --num of at least 1"),
+        (["--workdir={run}", "--output=x.jpg"], "--output=x.jpg: expected a .png file in an existing folder"),
+        (["--workdir={run}", "--output=nope/x.png"], "--output=nope/x.png: expected a .png file in an existing folder"),
+        (["--workdir={run}", "--output=x.png", "--num=0"], "--num must be at least 1"),
         (["--workdir={run}", "--output=x.png", "--temperature=-1"], "--temperature of at least 0"),
         (["--workdir={run}", "--output=x.png", "--temperature=nan"], "--temperature of at least 0"),
-        (["--workdir={run}", "--output=x.png", "--interpolate=1"], "--interpolate=1: expected 2 to --num = 64"),
-        (["--workdir={run}", "--output=x.png", "--interpolate=65"], "--interpolate=65: expected 2 to --num = 64"),
+        (["--workdir={run}", "--output=x.png", "--interpolate=1"], "--interpolate=1: expected 2 to --num=64"),
+        (["--workdir={run}", "--output=x.png", "--interpolate=65"], "--interpolate=65: expected 2 to --num=64"),
         (["--workdir={run}", "--output=x.png", "--temprature=1"], "did you mean '--temperature'?"),
-        (["--workdir={run}", "--output=x.png", "--num=1000", "--interpolate=2"], "need 1000 held-out images, data."),
-        (["--workdir={run}/nope", "--output=x.png"], "holds no config.json, so no run of `plimsoll train`"),
+        (
+            ["--workdir={run}", "--output=x.png", "--num=1000", "--interpolate=2"],
+            "need 1000 held-out images, but data.",
+        ),
+        (
+            ["--workdir={run}/nope", "--output=x.png"],
+            "holds no config.json; expected the workdir of a `plimsoll train` run",
+        ),
     ],
 )
 def test_user_errors_are_one_line(
@@ -147,13 +153,13 @@ def test_text_verbs_refuse_a_flow(workdir: Path, capsys: pytest.CaptureFixture[s
 
 def test_prepare_refuses_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare.main([f"--config={FILE}:flow", f"--out={tmp_path}/out"]) == 2
-    assert "data is of ImagePipeline; only a DataPipeline has text" in capsys.readouterr().err
+    assert "data has type ImagePipeline; only a DataPipeline has text" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 def test_language_model_cannot_sample_images() -> None:
     program = Program(load_config(f"{runs.CONFIG}:tiny").instantiate(), training=False)
-    with pytest.raises(ValueError, match="model is a CausalLM, which draws no images; expected a flow"):
+    with pytest.raises(ValueError, match="model is a CausalLM, which generates no images; expected a flow"):
         ImageSampler(program, {"parameter": {}, "frozen": {}})
 
 
@@ -165,7 +171,7 @@ def test_a_grid_holds_its_images(tmp_path: Path, channels: int, mode: str) -> No
         pixels = np.asarray(picture).reshape(128, 46, channels)
     assert (pixels[2:42, 2:22] == images[0]).all()
     assert (pixels[44:84, 24:44] == images[3]).all()
-    with pytest.raises(ValueError, match="images of 2 channels make no PNG"):
+    with pytest.raises(ValueError, match="images with 2 channels cannot be written as PNG"):
         save_grid(images[..., :1].repeat(2, axis=3), tmp_path / "y.png", levels=256)
 
 

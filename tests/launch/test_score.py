@@ -74,7 +74,7 @@ def test_output_bytes_are_printed_first(folder: Path, tmp_path: Path, capsys: py
     assert score.main(flags(folder, tmp_path / "scores", "--top_k=10", "--rows=all")) == 0
     captured = capsys.readouterr()
     # Per token: 10 ids of 2 bytes, 10 float16, a float32. Per row of 32 tokens: a key of 16 bytes, a checksum of 4.
-    assert "rows of 32 tokens, the likeliest 10 of 257: 44.6 bytes per token, at most " in captured.err
+    assert "rows of 32 tokens, the 10 most likely of 257 tokens: 44.6 bytes per token, at most " in captured.err
     sizes = sum(path.stat().st_size for path in (tmp_path / "scores").glob("*.bin"))
     rows = TeacherRows(tmp_path / "scores")
     assert sizes == rows.num_rows * (44 * 32 + 20)
@@ -139,9 +139,9 @@ MISTAKES = {
     "too long": (["--config.data.seq_len=64", "--config.model.embed.max_positions=64"], "64"),
     "another tokenizer": (
         ["--config.data.tokenizer=plimsoll.BPETokenizer", "--config.data.tokenizer.vocab_size=257"],
-        "the teacher's tokenizer is another one than data.tokenizer",
+        "the teacher's tokenizer differs from data.tokenizer",
     ),
-    "nobody": (["--hf=x"], "not allowed with argument"),
+    "two teachers": (["--hf=x"], "not allowed with argument"),
 }
 
 
@@ -167,7 +167,7 @@ def test_another_teacher_does_not_write_into_the_folder(
     words = [word for word in flags(folder, tmp_path / "scores") if not word.startswith("--workdir")]
     capsys.readouterr()
     assert score.main([f"--workdir={folder}/other", *words]) == 2
-    assert "holds a teacher's answers with other weights: " in capsys.readouterr().err
+    assert "holds the outputs of a teacher with different weights: " in capsys.readouterr().err
     assert (tmp_path / "scores" / "ids.bin").read_bytes() == before
 
 

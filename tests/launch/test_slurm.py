@@ -117,11 +117,11 @@ def test_the_options(capsys, cluster: Path) -> None:
 
 WRONG = [
     (["--node=2"], "unknown flag '--node'; did you mean '--nodes'?"),
-    (["--nodes=0"], "--nodes and --tasks_per_node: expected 1 or more"),
-    (["--gpus_per_node=-1"], "--gpus_per_node 0 or more"),
+    (["--nodes=0"], "--nodes and --tasks_per_node must be at least 1"),
+    (["--gpus_per_node=-1"], "--gpus_per_node at least 0"),
     (["--partition=a\nrm -r x"], "expected printable characters on one line"),
     (["--config.trainer.max_stpes=3"], "did you mean 'max_steps'?"),
-    (["--num_processes=3"], "--num_processes is for processes started by hand"),
+    (["--num_processes=3"], "--num_processes is for processes that you start yourself"),
 ]
 
 
@@ -137,7 +137,7 @@ def test_wrong_usage_submits_nothing(capsys, cluster: Path, flags: list[str], me
 def test_no_sbatch_here(capsys, cluster: Path, monkeypatch) -> None:
     monkeypatch.setenv("PATH", str(cluster))
     assert main(TINY) == 2
-    assert "there is no sbatch on this machine; --dry_run prints" in capsys.readouterr().err
+    assert "sbatch is not installed on this machine; use --dry_run to print" in capsys.readouterr().err
 
 
 # (script of each task, exit code of the job, whether the job is requeued)

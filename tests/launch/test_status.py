@@ -38,7 +38,7 @@ def write(workdir: Path, process: int = 0, *, of: int = 1, **facts: Any) -> None
         ({"exit": 143}, "ended with exit code 143"),
         ({"time": NOW - 40.0, "moved": NOW - 41.0}, "silent for 40 s"),
         ({"time": NOW - 30.0, "moved": NOW - 31.0}, "running"),  # three intervals, plus a margin for delays
-        ({"moved": NOW - 61.0}, "standing still for 60 s"),
+        ({"moved": NOW - 61.0}, "stalled for 60 s"),
         ({"moved": NOW - 61.0, "phase": "compile", "limited": False}, "running"),
         ({"moved": NOW - 61.0, "hang_seconds": None}, "running"),
     ],
@@ -56,13 +56,13 @@ def test_killed_process_is_reported_immediately(tmp_path: Path) -> None:
     assert status(tmp_path, NOW)["health"] == "running"
     process.kill()
     process.wait()
-    assert status(tmp_path, NOW)["health"].startswith("gone without a word")
+    assert status(tmp_path, NOW)["health"].startswith("ended without an exit code")
     # Nothing is known about another machine, and its pids are unrelated to ours.
     write(tmp_path, **{**facts, "host": "elsewhere"})
     assert status(tmp_path, NOW)["health"] == "running"
     # The pid now belongs to another process.
     write(tmp_path, **{**facts, "pid": os.getpid()})
-    assert status(tmp_path, NOW)["health"].startswith("gone without a word")
+    assert status(tmp_path, NOW)["health"].startswith("ended without an exit code")
 
 
 def test_worst_process_in_the_current_start_counts(tmp_path: Path) -> None:

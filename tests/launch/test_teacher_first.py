@@ -77,7 +77,7 @@ def test_a_dry_run_trains_no_teacher(
     runs.write_text(tmp_path / "text")
     assert runs.train(tmp_path / "student", *student(tmp_path, "--dry_run")) == 2
     assert commands == []
-    assert "`plimsoll train` without --dry_run makes it" in capsys.readouterr().err
+    assert "`plimsoll train` without --dry_run creates it" in capsys.readouterr().err
 
 
 @pytest.mark.pairs

@@ -100,7 +100,7 @@ def test_copy_then_run_then_logs(cloud: Path, capfd) -> None:
     while not ran.exists() or override not in ran.read_text():
         assert time.monotonic() < end, list(cloud.iterdir())
         time.sleep(0.05)
-    assert ran.read_text().splitlines() == ["-P", "-m", "plimsoll", "local", *TINY, override]  # exactly as typed
+    assert ran.read_text().splitlines() == ["-m", "plimsoll", "local", *TINY, override]  # exactly as typed
     assert int((cloud / "a.pid").read_text())
     assert "out of the worker" in (cloud / "a.log").read_text()
     calls = [json.loads(line) for line in (cloud.parent / "calls").read_text().splitlines()]
@@ -123,11 +123,11 @@ WRONG = [
     (["create", "--name=a", "--zone=z"], "the following arguments are required: --target"),
     (["create", *PLACE[:2], "--target=v5e-17"], "nearest: v5e-16"),
     (["create", *PLACE[:2], "--target=h200x8"], "expected a TPU, such as v5e-16"),
-    (["create", *PLACE[:2], "--target=tpu7x-8"], "--runtime_version is needed for tpu7x"),
-    (["create", *PLACE[1:], "--name=A_b"], "--name=A_b: expected a-z"),
+    (["create", *PLACE[:2], "--target=tpu7x-8"], "--runtime_version is required for tpu7x"),
+    (["create", *PLACE[1:], "--name=A_b"], "--name=A_b: expected only a-z"),
     (["create", *PLACE, "--spt"], "did you mean '--spot'?"),
     (["run", *PLACE, *TINY, "--config.trainer.max_stps=1"], "did you mean 'max_steps'?"),
-    (["run", *PLACE, TINY[0], "--workdir=runs/a"], "--workdir: several workers need one place"),
+    (["run", *PLACE, TINY[0], "--workdir=runs/a"], "--workdir: several workers need a shared workdir"),
     (["run", *PLACE, "--workdir=gs://a/b"], "--config=NAME is required"),
 ]
 

@@ -207,8 +207,8 @@ def test_arrays_that_do_not_belong_together(query, key, options, message):
         ("splsh", {}, "did you mean 'splash'"),
         ("splash", {}, "runs on TPU, not on cpu; use xla"),
         ("cudnn", {}, "runs on NVIDIA GPUs, not on cpu; use xla"),
-        ("splash", {"platform": "tpu", "S": 200}, "not 200 / 1; a length of 256 would do"),
-        ("splash", {"platform": "tpu", "H": 20}, "multiple of 8 channels a head, not 20"),
+        ("splash", {"platform": "tpu", "S": 200}, "not 200 / 1; pad to 256"),
+        ("splash", {"platform": "tpu", "H": 20}, "multiple of 8 channels per head, not 20"),
         ("splash", {"platform": "tpu", "dtype": jnp.float16}, "bfloat16 or float32, not float16"),
     ],
 )

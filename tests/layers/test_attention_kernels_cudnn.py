@@ -33,15 +33,15 @@ def call(q, segments=None, window=None, softcap=None, platform="gpu"):
         ({}, {"platform": "tpu"}, "it runs on NVIDIA GPUs, not on tpu"),
         ({"dtype": jnp.float32}, {}, "bfloat16 or float16, not float32"),
         ({}, {"softcap": 50.0}, "no cap on logits; use xla or softcap=None"),
-        ({"H": 20}, {}, "multiple of 8 up to 128 channels a head, not 20"),
-        ({"H": 136}, {}, "multiple of 8 up to 128 channels a head, not 136"),
+        ({"H": 20}, {}, "multiple of 8 up to 128 channels per head, not 20"),
+        ({"H": 136}, {}, "multiple of 8 up to 128 channels per head, not 136"),
         ({"S": 255}, {"segments": jax.ShapeDtypeStruct((2, 255), jnp.int32)}, "even number of positions, not 255"),
     ],
 )
 def test_unsupported_shapes_are_refused(monkeypatch, arguments, options, message):
     monkeypatch.setattr(kernels_cudnn, "_PLUGINS", ("jax",))  # as if JAX were installed with CUDA
     asked = call(query(**arguments), **options)
-    with pytest.raises(ValueError, match=f"implementation='cudnn' cannot serve this call: .*{message}"):
+    with pytest.raises(ValueError, match=f"implementation='cudnn' does not support this call: .*{message}"):
         choose_implementation(asked, "cudnn")
     if asked.platform == "gpu":
         assert choose_implementation(asked) == "xla"

@@ -152,6 +152,4 @@ def test_a_mesh_that_does_not_divide_the_arrays_is_named(topology):
     assert reason((2, 2, 1, 1, 2)) is None
     assert "mesh data x fsdp = 8 does not divide the 4 sequences" in reason((4, 2, 1, 1, 1), B=4)
     assert "mesh model = 4 does not divide the 2 key/value heads" in reason((1, 2, 1, 1, 4), K=2)
-    assert "multiple of 128 positions on each device, not 768 / 4; a length of 1024 would do" in reason(
-        (1, 1, 1, 4, 2), S=768
-    )
+    assert "multiple of 128 positions on each device, not 768 / 4; pad to 1024" in reason((1, 1, 1, 4, 2), S=768)

@@ -146,7 +146,7 @@ def test_where_a_kernel_has_no_sinks_auto_takes_xla_and_its_name_is_refused(monk
         assert choose_implementation(call) == chosen
         assert choose_implementation(type(call)(**{**vars(call), "has_sinks": False})) == without
         if platform == "gpu":
-            with pytest.raises(ValueError, match=r"cudnn' cannot serve this call: .* it has no sinks; use xla"):
+            with pytest.raises(ValueError, match=r"cudnn' does not support this call: .* it has no sinks; use xla"):
                 choose_implementation(call, "cudnn")
 
 

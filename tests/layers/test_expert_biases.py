@@ -183,7 +183,5 @@ def test_at_the_limit_the_gradient_is_whole_and_beyond_it_zero():
 
 def test_a_gating_that_would_be_ignored_or_an_activation_is_refused():
     for options in ({"activation": "gelu"}, {"gated": False}):
-        with pytest.raises(
-            ValueError, match=r"experts\.gating has a gate and an activation of its own; expected gated"
-        ):
+        with pytest.raises(ValueError, match=r"experts\.gating has its own gate and activation; expected gated"):
             layer(**options)

@@ -227,27 +227,27 @@ def test_capacity_drops_the_last_tokens():
 
 @pytest.mark.once("segments-20-0")
 @pytest.mark.parametrize(
-    ("says", "before", "behind"),
+    ("array", "before", "after"),
     # Loss weights are zero in a prompt, too, so only segments can mark padding before it.
     [("segments", 0, 20), ("segments", 20, 0), ("segments", 7, 9), ("weights", 0, 20)],
 )
-def test_padding_does_not_change_a_sequence(says: str, before: int, behind: int):
+def test_padding_does_not_change_a_sequence(array: str, before: int, after: int):
     """All padded columns choose the same experts, and none of them takes a capacity slot."""
     moe = layer({"top_k": 2}, capacity=0.8)
     weights, x_BSD = arrays(moe, "plain")
     tokens_BSD = x_BSD[:, :12]
 
-    def apply_padded(before: int, behind: int) -> tuple[np.ndarray, float]:
-        padded_BSD = np.pad(tokens_BSD, ((0, 0), (before, behind), (0, 0)), constant_values=1.0)
-        marks_BS = np.pad(np.ones((BATCH, 12)), ((0, 0), (before, behind)))
+    def apply_padded(before: int, after: int) -> tuple[np.ndarray, float]:
+        padded_BSD = np.pad(tokens_BSD, ((0, 0), (before, after), (0, 0)), constant_values=1.0)
+        marks_BS = np.pad(np.ones((BATCH, 12)), ((0, 0), (before, after)))
         ctx = context(training=True, weights=marks_BS)
-        if says == "segments":
+        if array == "segments":
             ctx = replace(ctx, batch={**ctx.batch, "segments": jnp.asarray(marks_BS, jnp.int32)})
         y_BSD, out = moe.apply(weights, padded_BSD, ctx, {})
         return np.asarray(y_BSD)[:, before : before + 12], float(out.metrics["dropped"])
 
     alone, dropped_alone = apply_padded(0, 0)
-    padded, dropped = apply_padded(before, behind)
+    padded, dropped = apply_padded(before, after)
     assert dropped == dropped_alone > 0
     np.testing.assert_allclose(padded, alone, **TOLERANCE)
 

@@ -98,7 +98,7 @@ def test_kernel_refuses_unequal_key_and_value_widths():
         platform="tpu",
     )
     assert kernels_splash.why_not(for_values(32)) is None
-    assert "channels a head of values, not 33" in kernels_splash.why_not(for_values(33))
+    assert "channels per head of values, not 33" in kernels_splash.why_not(for_values(33))
     wide = dataclasses.replace(for_values(72), platform="gpu")
     assert choose_implementation(wide) == "xla"
     assert kernels_cudnn.why_not(wide) is not None

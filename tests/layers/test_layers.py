@@ -223,11 +223,11 @@ def test_block_roles_and_axes():
         (config_for(Stack, dim=8, num_layers=2, pattern=[]), "pattern needs at least one layer config"),
         (
             config_for(Stack, dim=8, num_layers=5, pattern=[config_for(MLP, hidden=4), config_for(MLP, hidden=4)]),
-            "num_layers = 5 is no multiple of the pattern's 2 layers; nearest: 4",
+            "num_layers = 5 is not a multiple of the pattern's 2 layers; nearest: 4",
         ),
         (
             config_for(Stack, dim=8, num_layers=2, pattern=[config_for(MLP, hidden=4)], unroll=3),
-            "unroll = 3 is not between 0 and the number of units, 2",
+            "unroll = 3 is not between 0 and 2, the number of repeats",
         ),
     ],
 )

@@ -171,8 +171,12 @@ def test_bad_configs():
         ("rank", "0", r"lora.rank: expected an integer > 0, given 0"),
         ("base", "nf5", r"lora.base: expected one of .*'nf4' or none, given 'nf5' .*; did you mean 'nf4'\?"),
         ("targets", "querry", r"lora.targets = 'querry' matches none of 7 layers: .*attention/query"),
-        ("targets", "(", r"lora: .*targets = '\(' is no regular expression"),
-        ("base_targets", ".", r"lora: .*base_targets = '.': expected base, how these weights are stored"),
+        ("targets", "(", r"lora: .*targets = '\(' is not a regular expression"),
+        (
+            "base_targets",
+            ".",
+            r"lora: .*base_targets = '.' without base; set base to the format in which to store these weights",
+        ),
     ):
         model = small.llama(lora=config_for(LoRA))
         with pytest.raises(ConfigError, match=message):  # noqa: PT012  (when it is set, or when it is built)

@@ -193,7 +193,7 @@ def test_token_by_token_logits_match_the_full_sequence():
 
 def test_irreversible_layers_are_refused():
     config = small.experiment(memory={"remat": "invert"})
-    with pytest.raises(ValueError, match=r"memory.remat = invert: pattern.0, Block, cannot be run backwards.*streams"):
+    with pytest.raises(ValueError, match=r"memory.remat = invert: pattern.0, Block, is not reversible; set streams"):
         small.program(config)
     with pytest.raises(ValueError, match=r"streams = fixed: pattern.0 is Twins; expected Block"):
         config_for(Stack, num_layers=1, pattern=[config_for(Twins)], streams="fixed").instantiate(dim=8)

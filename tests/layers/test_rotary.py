@@ -94,7 +94,7 @@ def test_the_short_factors_refuse_sequences_that_they_are_not_for():
     positions = jnp.arange(17)[None]
     x_BSNH = jnp.asarray(sample(1, 17, 2, 4))
     short = Rotary(head_dim=4, scaling=config_for(LongRopeScaling, **FACTORS))
-    with pytest.raises(ValueError, match=r"sequences of 17 tokens are over rotary\.scaling\.original_length = 16"):
+    with pytest.raises(ValueError, match=r"sequences of 17 tokens exceed rotary\.scaling\.original_length = 16"):
         short(positions, x_BSNH)
     short(positions[:, :16], x_BSNH[:, :16])
     long = Rotary(head_dim=4, scaling=config_for(LongRopeScaling, use="long", **FACTORS))
@@ -106,7 +106,7 @@ def test_latent_attention_in_any_stack_limits_max_positions():
     config.first.pattern[0].attention.rotary.scaling = config_for(LongRopeScaling, **FACTORS)
     program = small.program(small.experiment(config))
     assert program.experiment.language_model.max_positions == 16
-    with pytest.raises(ValueError, match=r"sequences of 17 tokens are over rotary\.scaling\.original_length = 16"):
+    with pytest.raises(ValueError, match=r"sequences of 17 tokens exceed rotary\.scaling\.original_length = 16"):
         small.program(small.experiment(config, seq_len=17))
 
 

@@ -162,7 +162,7 @@ def test_the_last_axes_stay_within_a_host(processes, sizes, across):
 
 
 def test_hosts_with_unequal_sizes_are_refused():
-    with pytest.raises(ValueError, match=r"expected as many devices in each slice .*, given \[4, 2\]"):
+    with pytest.raises(ValueError, match=r"expected the same number of devices in each slice .*, given \[4, 2\]"):
         MeshShape().build([*gpus([[0, 1], [2]])])
 
 

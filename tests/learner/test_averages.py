@@ -12,7 +12,7 @@ from tests.support import small
 
 DECAY = 0.999
 BFLOAT16 = {"param_dtype": "bfloat16", "compute_dtype": "bfloat16"}
-HOSTED = {"update": "streamed", "gradients": "pinned_host", "optimizer_state": "pinned_host"}
+OFFLOADED = {"update": "streamed", "gradients": "pinned_host", "optimizer_state": "pinned_host"}
 
 
 def experiment(memory=None):
@@ -23,7 +23,7 @@ def experiment(memory=None):
 @pytest.mark.pairs
 @pytest.mark.parametrize(
     "memory",
-    [{}, HOSTED, {"update": "in_backward"}, {"update": "layer_programs"}],
+    [{}, OFFLOADED, {"update": "in_backward"}, {"update": "layer_programs"}],
     ids=lambda m: m.get("update", "whole"),
 )
 def test_ema_updates_bfloat16_weights(memory):
@@ -46,7 +46,7 @@ def test_ema_updates_bfloat16_weights(memory):
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("memory", [{}, HOSTED], ids=["device", "host"])
+@pytest.mark.parametrize("memory", [{}, OFFLOADED], ids=["device", "host"])
 def test_bfloat16_averages_in_a_checkpoint_load_as_float32(tmp_path, memory):
     program = small.program(experiment(memory))
     state = program.init()

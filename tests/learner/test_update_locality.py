@@ -68,19 +68,16 @@ CASES |= {
     "own rows": (each(lambda g: g / jnp.sum(g, axis=tuple(range(1, g.ndim)) or 0, keepdims=True)), "row"),
     "own mean": (each(lambda g: jnp.sign(g - g.mean())), "tensor"),
     "own blocks": (user_optimizer(lambda g, s: (g, s), lambda p: jax.tree.map(lambda x: x.ravel()[:8], p)), "tensor"),
-    "own, a norm kept and not used": (user_optimizer(lambda g, s: (g, optax.tree.norm(g))), "unit"),
+    "own, an unused norm": (user_optimizer(lambda g, s: (g, optax.tree.norm(g))), "unit"),
     "own, a raw key": (
         user_optimizer(lambda g, key: (g, jax.random.split(key)[0]), lambda p: jax.random.PRNGKey(0)),
         "unit",
     ),
-    "own, the norm of the step before": (
+    "own, the previous step's norm": (
         user_optimizer(lambda g, s: (optax.tree.scale(s, g), optax.tree.norm(g))),
         "global",
     ),
-    "own, of cubes, of which there is one": (
-        user_optimizer(divide_by_cube_norm),
-        "global",
-    ),  # `probe` has to duplicate it
+    "own, one cube": (user_optimizer(divide_by_cube_norm), "global"),  # `probe` has to duplicate it
     "own vectors": (WHOLE_VECTORS, "element"),
 }
 
@@ -93,7 +90,7 @@ def test_update_locality(name: str) -> None:
 
 
 # The state that their parameters share is more than a counter.
-UNREADABLE = {"noisy_sgd", "own, a raw key", "own, a norm kept and not used"}
+UNREADABLE = {"noisy_sgd", "own, a raw key", "own, an unused norm"}
 
 
 @pytest.mark.pairs
@@ -104,9 +101,7 @@ def test_text_analysis_never_misses_a_dependence(name: str, specs: Any) -> None:
     optimizer, expected = CASES[name]
     if expected == "global":
         # A norm of three-dimensional arrays, but this layer has none.
-        assert not proves_independence(optimizer, specs) or (
-            name == "own, of cubes, of which there is one" and specs is ONE
-        )
+        assert not proves_independence(optimizer, specs) or (name == "own, one cube" and specs is ONE)
     elif name not in UNREADABLE:
         assert proves_independence(optimizer, specs)
 

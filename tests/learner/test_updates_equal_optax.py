@@ -204,12 +204,15 @@ def test_frozen_parameters_have_no_state_and_the_others_move_as_if_they_were_con
         ([{"pattern": "(unclosed"}], r"rule pattern '\(unclosed' is no regular expression"),
         (
             [{"pattern": "embed|wide"}, {"pattern": "wide"}],
-            r"learner\.rules\.1\.pattern: 'wide' decides nothing: all .* has been taken by rules\.0 \('embed\|wide'\)",
+            r"learner\.rules\.1\.pattern: 'wide' has no effect: .* match all of its .*: rules\.0 \('embed\|wide'\)\.",
         ),
-        ([{"pattern": "em"}, {"pattern": "wide"}, {"pattern": "embed|wide"}], r"taken by rules\.0 \('em'\), rules\.1"),
+        (
+            [{"pattern": "em"}, {"pattern": "wide"}, {"pattern": "embed|wide"}],
+            r"all of .*: rules\.0 \('em'\), rules\.1",
+        ),
         (
             [{"pattern": "embed"}, {"pattern": "embed", "freeze": False, "set": {"weight_decay": 0.0}}],
-            r"learner\.rules\.1\.pattern: 'embed' decides nothing",
+            r"learner\.rules\.1\.pattern: 'embed' has no effect",
         ),
         (
             [{"pattern": "embed", "freeze": False, "set": {"b1": 1.5}}],

@@ -139,7 +139,7 @@ def test_objective_metrics_have_a_panel_per_type(tmp_path):
     assert count(picture, TRAIN_BLUE) > 500
     assert count(picture, VALIDATION_RED) > 100
     plain = write(tmp_path / "plain.jsonl", 5)
-    assert plot_objective(plain, tmp_path / "none.png", "run") == "nothing was reported of it"
+    assert plot_objective(plain, tmp_path / "none.png", "run") == "no metrics to plot"
 
 
 def test_each_expert_layer_is_a_row_with_its_loads(tmp_path):
@@ -162,4 +162,4 @@ def test_each_expert_layer_is_a_row_with_its_loads(tmp_path):
     assert count(picture, entropy_blue) > 500
     assert count(picture, dropped_red) > 200
     plain = write(tmp_path / "plain.jsonl", 5)
-    assert plot_experts(plain, tmp_path / "none.png", "run") == "nothing was reported of it"
+    assert plot_experts(plain, tmp_path / "none.png", "run") == "no metrics to plot"

@@ -141,8 +141,8 @@ SCHEDULES = [
     pytest.param("bfloat16", {}, {}, id="after_backward"),
     pytest.param("float32", {}, SHARDED, id="after_backward, float32, sharded"),
     pytest.param("bfloat16", {"update": "streamed"}, {}, id="streamed"),
-    pytest.param("float32", OFFLOADED, {}, id="hosted gradients, float32"),
-    pytest.param("bfloat16", OFFLOADED, SHARDED, id="hosted gradients, sharded"),
+    pytest.param("float32", OFFLOADED, {}, id="offloaded gradients, float32"),
+    pytest.param("bfloat16", OFFLOADED, SHARDED, id="offloaded gradients, sharded"),
     pytest.param("bfloat16", {"update": "in_backward"}, {}, id="in_backward"),
     pytest.param("bfloat16", {"update": "layer_programs"}, {}, id="layer_programs"),
 ]

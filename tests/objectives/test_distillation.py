@@ -226,7 +226,7 @@ def train(memory: dict | None = None, mesh: dict | None = None, steps: int = 3, 
 WAYS = {
     "accumulated": {"accumulate": 2},
     "streamed": {"memory": {"update": "streamed"}},
-    "hosted gradients": {"memory": {"update": "streamed", "gradients": "pinned_host"}},
+    "offloaded gradients": {"memory": {"update": "streamed", "gradients": "pinned_host"}},
     "in_backward": {"memory": {"update": "in_backward"}, "clip_mode": "two_pass"},
     "layer programs": {"memory": {"update": "layer_programs"}},
     "eight devices": {"mesh": {"data": 2, "fsdp": 2, "model": 2}},

@@ -186,7 +186,7 @@ def schedule_with_step_hint(*, hold: TrainingSteps, repeat_steps: int = 7) -> op
 def test_user_schedule_declares_what_counts_steps():
     config = config_for(optax.adamw, learning_rate=config_for(schedule_without_hints, peak=0.1, hold_steps=500))
     (line,) = scale(config, 100, 1000)
-    assert line.startswith("learning_rate (tests.optimizers.test_schedule_steps.schedule_without_hints) is as it was")
+    assert line.startswith("learning_rate (tests.optimizers.test_schedule_steps.schedule_without_hints) is unchanged")
     assert config.learning_rate.hold_steps == 500
     config = config_for(optax.adamw, learning_rate=config_for(schedule_with_step_hint, hold=500))
     assert scale(config, 100, 1000) == []
@@ -317,7 +317,7 @@ def test_setting_epochs_scales_the_other_steps():
 def test_explicit_steps_set_the_length():
     config = run(config_for(warmup_cosine, peak_value=0.1), max_steps=15, max_epochs=3)
     (line,) = set_length(config, 43)
-    assert line == "trainer.max_epochs = 3 would be 43 steps: trainer.max_steps = 15 ends the run before"
+    assert line == "trainer.max_epochs = 3 would be 43 steps: trainer.max_steps = 15 ends the run earlier"
     assert config.trainer.max_steps == 15
     assert rate_notes(config.learner, 15) == []
 
@@ -349,7 +349,7 @@ def test_learning_rate_course_is_read_from_the_schedule(rate: Any, course: str):
 def test_resuming_with_another_length_reports_the_rates():
     config = run(config_for(warmup_cosine, peak_value=0.1), max_steps=300)
     stored = {"trainer": {"max_steps": 150}}
-    wanted = "none, so the rates from here on are those of a run of 300 steps; 150 keeps those of before"
+    wanted = "none, so the rates now follow a run of 300 steps; set it to 150 to keep the previous rates"
     assert report_length_change(stored, config) == [f"learner.learning_rate.steps: {wanted}"]
     assert report_length_change({"trainer": {"max_steps": 300}}, config) == []
     config.learner.learning_rate.steps = 150
@@ -367,14 +367,14 @@ def test_a_run_has_an_end():
 def test_unreached_peak_is_reported():
     (line,) = rate_notes(config_for(Learning, optimizer=adamw(peak=0.1, warmup=50)), 15)
     assert line == (
-        "learner.optimizer.learning_rate: the rate gets to 0.028 in 15 steps, and never to its peak of 0.1; "
-        "set learner.optimizer.learning_rate.warmup below 15, or to a fraction of the run (0.05, say)"
+        "learner.optimizer.learning_rate: the rate reaches only 0.028 in 15 steps, not its peak of 0.1; "
+        "set learner.optimizer.learning_rate.warmup below 15, or to a fraction of the run (for example 0.05)"
     )
     (line,) = rate_notes(config_for(Learning, optimizer=adamw(peak=0.1, warmup=0.5, steps=1000)), 100)
-    assert line.endswith("(0.05, say), and learner.optimizer.learning_rate.steps=none")
+    assert line.endswith("(for example 0.05), and learner.optimizer.learning_rate.steps=none")
     optimizer = config_for(optax.adamw, learning_rate=OF_OPTAX["warmup cosine"][0])
     (line,) = rate_notes(config_for(Learning, optimizer=optimizer), 50)
-    assert "never to its peak of 0.1; set learner.optimizer.learning_rate.warmup_steps and " in line
+    assert "not its peak of 0.1; set learner.optimizer.learning_rate.warmup_steps and " in line
     assert rate_notes(config_for(Learning, optimizer=optimizer), 500) == []  # stops after its peak, to resume later
 
 

@@ -1,4 +1,4 @@
-"""A classifier and a reward model compared to what `python -m tools.record_score_heads` recorded of transformers and TRL."""
+"""A classifier and a reward model, compared with the results that tools.record_score_heads recorded from TRL."""
 
 import numpy as np
 import pytest

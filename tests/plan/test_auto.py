@@ -240,11 +240,11 @@ def test_error_distinguishes_host_from_device_memory():
     device_mib = int(0.5 * state.state) // MIB
     small_host = tuner(config, "v5e-1", device_mib, host_bytes=MIB)
     assert small_host.propose() is None
-    assert "of host memory, and a host has 1.00 MiB" in small_host.failure()
-    assert "\n" not in small_host.failure()
+    assert " per host, which has 1.00 MiB" in small_host.describe_failure()
+    assert "\n" not in small_host.describe_failure()
     tiny = tuner(config, "v5e-1", 1)
     assert tiny.propose() is None
-    assert "no settings fit that compute the same" in tiny.failure()
+    assert "no settings with the same result fit" in tiny.describe_failure()
 
 
 # --- the compiler ----------------------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ def test_a_choice_goes_through_json():
     asking = tuner(config, "v5e-1", 2 * needs(config, "v5e-1") // 3)
     candidate = asking.propose()
     assert candidate is not None
-    choice = asking.choice(candidate, ["a note"])
+    choice = asking.build_choice(candidate, ["a note"])
     assert TunedSettings.from_json(json.loads(json.dumps(choice.to_json()))) == choice
     assert choice.neighbors
     assert all(neighbor.reason for neighbor in choice.neighbors)
@@ -364,11 +364,14 @@ def test_a_flag_is_quoted_for_a_shell():
     ("argv", "message"),
     [
         (["--auto=foo"], "invalid choice: 'foo'"),
-        (["--auto", "--allow=momentum"], "--allow=momentum: 'momentum' is none of rounding, moments, optimizer8bit"),
-        (["--allow=moments"], "--allow goes with --auto"),
-        (["--host_memory_gib=4"], "--host_memory_gib goes with --auto"),
+        (["--auto", "--allow=momentum"], "--allow=momentum: 'momentum' is not one of rounding, moments, optimizer8bit"),
+        (["--allow=moments"], "--allow requires --auto"),
+        (["--host_memory_gib=4"], "--host_memory_gib requires --auto"),
         (["--auto", "--host_memory_gib=0"], "--host_memory_gib=0: expected more than 0"),
-        (["--auto", "--compare=memory.remat=none,full"], "--auto is for one target, without --compare"),
+        (
+            ["--auto", "--compare=memory.remat=none,full"],
+            "--auto takes one target, and cannot be combined with --compare",
+        ),
     ],
 )
 def test_a_bad_flag_is_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture):
@@ -403,7 +406,7 @@ def test_impossible_fit_is_one_line(capsys: pytest.CaptureFixture):
     argv = ["--config=gpt2-124m", "--target=cpu:1", "--auto", "--estimate", "--device_memory_gib=0.01"]
     assert plan.main(argv) == ExitCode.TOO_BIG
     out = capsys.readouterr().out
-    assert out.startswith("no settings fit that compute the same")
+    assert out.startswith("no settings with the same result fit")
     assert out.count("\n") == 1
 
 

@@ -47,7 +47,7 @@ def test_peak_equals_the_live_buffers_and_xlas_total(tmp_path: Path):
 
 
 def test_no_dump_is_an_error(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match="the compiler left no"):
+    with pytest.raises(FileNotFoundError, match="the compiler wrote no"):
         buffers.read_dump(tmp_path)
 
 

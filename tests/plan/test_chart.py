@@ -19,7 +19,7 @@ ASKED = PlanCommand("--config=llama2-7b", "--target=v5e-16", ["memory.remat=full
 # Simulates a reader: moves the sliders, returns to the requested point, and records the page after each move.
 WATCH = """<script>
 const seen = () => ({
-  heights: [...document.querySelectorAll('.stage .cargo')].map(e => Number(e.getAttribute('height'))),
+  heights: [...document.querySelectorAll('.stage .segment')].map(e => Number(e.getAttribute('height'))),
   verdict: document.querySelector('header .verdict').textContent,
   settings: document.querySelector('header .soft').textContent, basis: document.querySelector('.basis').textContent,
   train: document.querySelector('.command code').textContent, ship: document.querySelector('.ship').className.baseVal,
@@ -67,7 +67,7 @@ def test_heights_are_proportional_to_bytes(activations: float, limit: float | No
     np.testing.assert_allclose(heights, scale * sizes, atol=0.02)
     tops = [float(figures[f"{layer.key}.y"]) for layer in held]
     np.testing.assert_allclose(tops, chart_figures.FLOOR - heights.cumsum(), atol=0.05)
-    assert tops[-1] >= 0, "the cargo leaves the picture"
+    assert tops[-1] >= 0, "the segments leave the picture"
     assert figures["sea"] == f"translate(0 {tops[-1]:.2f})"
     if limit is None:
         assert figures["line.visible"] == "0"
@@ -107,8 +107,8 @@ def test_slider_updates_figures_chart_and_commands(tmp_path: Path):
     assert sunk["settings"] == "memory.remat=full data.global_batch_size=32 data.seq_len=4096"
     assert (sunk["ship"], sunk["valuetext"]) == ("ship sunk", "32")
     assert sunk["verdict"].startswith("✗ does not fit, 30.85 GiB over")
-    assert "by the closed form" in sunk["basis"]
-    assert "At the compiled point that says 3.1% more." in sunk["basis"]
+    assert "analytical estimate, not compiled." in sunk["basis"]
+    assert "At the compiled point, the estimate is 3.1% too high." in sunk["basis"]
     assert "--config.data.global_batch_size=32" in sunk["train"]
     assert "--config.data.seq_len=4096" in sunk["train"]
     assert "--config.data.seq_len=2048" in short["train"]
@@ -124,15 +124,15 @@ def test_without_javascript_the_requested_point_is_shown():
     assert "Batch 16, sequence 4,096: compiled" in before_scripts
     assert "activations: 2.00 GiB" in before_scripts
     assert '<form class="controls" hidden>' in before_scripts
-    assert "1 compiled and 2 by the closed form" in before_scripts
+    assert "1 compiled and 2 estimated" in before_scripts
 
 
 def test_compared_batches_are_slider_points():
     compiled = [at(batch, 4096, batch / 8, settings=[f"data.global_batch_size={batch}"]) for batch in (16, 32)]
     text = page([point.report for point in compiled], points=compiled, asked=ASKED)
-    assert "points alone: 2 compiled." in text
+    assert "only at planned points: 2 compiled." in text
     assert "<figure" not in text
-    assert "On one device at the peak" in text
+    assert "Memory of one device at the peak" in text
     assert text.count('data-follow="class:verdict.class text:verdict"') == 1
 
 

@@ -78,13 +78,13 @@ def test_all_targets_are_listed(capsys: pytest.CaptureFixture, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--targets", "--config=toy"], "error: --targets stands alone: it lists what --target takes"),
-        ([TINY], "error: --target=NAME is required; plimsoll plan --targets lists them all"),
+        (["--targets", "--config=toy"], "error: --targets takes no other flags: it lists the values of --target"),
+        ([TINY], "error: --target=NAME is required; run plimsoll plan --targets to list all targets"),
         (
             [TINY, "--target=4060ti"],
             "error: unknown target '4060ti'; nearest: rtx4060ti-8, rtx4060ti-16; all: plimsoll",
         ),
-        ([TINY, "--target=4090x12"], "error: target '4090x12': not a size; nearest: rtx4090x8, rtx4090x16"),
+        ([TINY, "--target=4090x12"], "error: target '4090x12': no such size; nearest: rtx4090x8, rtx4090x16"),
     ],
 )
 def test_invalid_target_is_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture):
@@ -218,9 +218,9 @@ def test_a_real_tpu_compiler_from_the_command_line(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()  # libtpu does not complain about the machine
     said = [line.partition(" ...")[0] for line in lines]
-    # On a slow machine, stderr also shows that it is starting, and that it is reading the compiler's output.
+    # On a slow machine, stderr also shows that it is starting, and that it is analyzing the program.
     assert {"tracing the training step", "compiling the training step for v5e-4"} <= set(said)
-    assert all(re.match("starting|tracing|compiling|reading what the compiler says", line) for line in said)
+    assert all(re.match("starting|tracing|compiling|analyzing the compiled program", line) for line in said)
     report = json.loads(path.read_text())
     assert report["devices"] == 4
     assert report["device_limit_bytes"] == int(15.75 * 2**30)
@@ -248,9 +248,9 @@ def test_train_refuses_oversized_configs_before_writing_files(
     assert run_train(tmp_path / "run", *flags) == ExitCode.TOO_BIG == 4
     text = capsys.readouterr().out
     assert "the training step needs " in text
-    assert "there are 52.4" in text
-    assert "the largest parts: " in text
-    assert "--force tries all the same" in text
+    assert "per device, but 52.4" in text
+    assert "largest groups: " in text
+    assert "--force starts the run anyway" in text
     assert not list((tmp_path / "run").glob("metrics.jsonl"))
 
 
@@ -260,7 +260,7 @@ def test_force_does_not_override_a_compiler_refusal(monkeypatch: pytest.MonkeyPa
     need = device_budget.MemoryNeed(peak=100, resident=50, groups={"parameter": 50}, message="RESOURCE_EXHAUSTED")
     text = device_budget.explain_refusal(config, small.program(config), need, limit=200)
     assert text is not None
-    assert "the compiler says: RESOURCE_EXHAUSTED" in text
+    assert "compiler error: RESOURCE_EXHAUSTED" in text
     assert text.endswith("nothing was started; `plimsoll plan` shows every buffer")
 
 

@@ -24,7 +24,7 @@ from plimsoll.launch.cli import apply_overrides
 B, D, F, L = 64, 32, 128, 6
 
 
-def peak_bytes_of_function(function, *shapes, rules=CompilerRules()):
+def find_function_peak(function, *shapes, rules=CompilerRules()):
     return find_peak_bytes(jax.make_jaxpr(function)(*(jnp.ones(shape) for shape in shapes)).jaxpr, rules)
 
 
@@ -33,16 +33,14 @@ def layers(h, ws):
 
 
 def test_products_are_stored_and_elementwise_ops_reuse_buffers():
-    two = peak_bytes_of_function(lambda x, a, b: jnp.tanh(x @ a) @ b, (B, D), (D, F), (F, D))
+    two = find_function_peak(lambda x, a, b: jnp.tanh(x @ a) @ b, (B, D), (D, F), (F, D))
     assert two.total() == 4 * (B * F + B * D)
     # A residual stream: x + f(x) needs x, which is an argument and not counted, and one result that is added in place.
-    assert peak_bytes_of_function(lambda x, a, b: x + (x @ a) @ b, (B, D), (D, F), (F, D)).total() == 4 * (
-        B * F + B * D
-    )
+    assert find_function_peak(lambda x, a, b: x + (x @ a) @ b, (B, D), (D, F), (F, D)).total() == 4 * (B * F + B * D)
 
 
 def test_loop_holds_its_carry_and_one_iterations_result():
-    assert peak_bytes_of_function(layers, (B, D), (L, D, D)).total() == 4 * (
+    assert find_function_peak(layers, (B, D), (L, D, D)).total() == 4 * (
         2 * B * D + D * D
     )  # a slice of the weights is a copy
 
@@ -52,8 +50,8 @@ def test_backward_holds_the_residuals_from_every_layer():
         return jax.grad(lambda ws: jnp.sum(layers(h, ws)))(ws)
 
     more = (
-        peak_bytes_of_function(gradient, (B, D), (2 * L, D, D)).total()
-        - peak_bytes_of_function(gradient, (B, D), (L, D, D)).total()
+        find_function_peak(gradient, (B, D), (2 * L, D, D)).total()
+        - find_function_peak(gradient, (B, D), (L, D, D)).total()
     )
     kept = more - L * D * D * 4  # the gradients, which have the weights' shape
     of_tanh = jax.tree.leaves(jax.vjp(jnp.tanh, jnp.ones((B, D)))[1])  # tanh; jax 0.10 also keeps 1 - tanh
@@ -68,7 +66,7 @@ def test_xla_counts_the_same_for_products_in_a_row():
     stats = jax.jit(chain).lower(*(jnp.ones(shape) for shape in shapes)).compile().memory_analysis()
     assert stats is not None
     assert (
-        peak_bytes_of_function(chain, *shapes).total() == stats.temp_size_in_bytes
+        find_function_peak(chain, *shapes).total() == stats.temp_size_in_bytes
     )  # at the second product, before the result exists
 
 

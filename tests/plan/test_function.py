@@ -69,7 +69,7 @@ def test_names_come_from_the_user():
     assert {"params['up']", "moments[0].mu['down']", "batch"} <= names
     assert any(name.startswith("hidden/") for name in names)
     text = str(planned)
-    assert "at the instant of train_step's peak" in text
+    assert "at the peak of train_step" in text
     assert "FLOPs per call" in text
     assert "moments[0].mu" in planned._repr_html_()
 
@@ -198,11 +198,11 @@ def test_a_limit_is_the_verdict():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"donate": ("weights",)}, "no argument 'weights', but: params, batch"),
+        ({"donate": ("weights",)}, "no argument 'weights'; its arguments: params, batch"),
         ({"donate": (2,)}, "called with 2 arguments, given 2"),
-        ({"mesh": {"data": 3}}, "mesh: data=3 is not the 1 devices of cpu-1"),
-        ({"shardings": (P(),)}, "1 of them for 2 arguments"),
-        ({"shardings": (P("rows"), P())}, "by rows, and the mesh has the axes devices"),
+        ({"mesh": {"data": 3}}, "mesh: data=3 does not match the 1 devices of cpu-1"),
+        ({"shardings": (P(),)}, r"shardings: expected one per argument \(2\), given 1"),
+        ({"shardings": (P("rows"), P())}, "a sharding uses rows, but the axes of the mesh are devices"),
         ({"shardings": ({"upp": P()}, P())}, "not a prefix of argument 0"),
         ({"device_memory_gib": 0.0}, "expected more than 0"),
         ({"target": "h101"}, "unknown target 'h101'; nearest: h100"),
@@ -269,11 +269,17 @@ def test_the_verb_plans_a_function_for_several_targets(step_file: Path, capsys: 
         (["--function=step.py:stepp"], "did you mean 'step'?"),
         (["--function=step.py"], "expected FILE.py:NAME"),
         (["--function=other.py:step"], "no config file"),
-        (["--function=step.py:double"], "double takes weights; expected the name of a function that takes nothing"),
+        (
+            ["--function=step.py:double"],
+            "double takes weights; expected the name of a function without required arguments",
+        ),
         (["--function=step.py:wrong"], "wrong() returned int; expected (function, arguments)"),
-        (["--function=step.py:step", "--config=gpt2-124m"], "--function goes without --config"),
-        (["--function=step.py:step", "--data=rows.jsonl"], "--function goes without --data"),
-        (["--function=step.py:step", "--estimate", "--smallest"], "without --smallest, --estimate"),
+        (["--function=step.py:step", "--config=gpt2-124m"], "--function cannot be combined with --config"),
+        (["--function=step.py:step", "--data=rows.jsonl"], "--function cannot be combined with --data"),
+        (
+            ["--function=step.py:step", "--estimate", "--smallest"],
+            "--function cannot be combined with --smallest, --estimate",
+        ),
         (["--function=step.py:step", "--json=no/plan.json"], "no directory"),
     ],
 )

@@ -52,7 +52,7 @@ def test_plan_that_exceeds_host_memory_is_refused(monkeypatch: pytest.MonkeyPatc
     offloaded = 8 * program.layout.bytes_per_device(memory_kind="pinned_host")
     assert offloaded == 8 * STATE
     monkeypatch.setenv(HOST_LIMIT, "0")
-    text = r"config.memory puts 1.19 MiB into host memory \(optimizer 1.19 MiB\), and "
+    text = r"config.memory offloads 1.19 MiB to host memory \(optimizer 1.19 MiB\), but "
     with pytest.raises(ValueError, match=text + f"{HOST_LIMIT}=0 lets XLA pin 0 B; set it to 1 or unset it"):
         host_budget.check_host(program, "gpu")
     host_budget.check_host(program, "tpu")  # only GPUs have that limit
@@ -66,7 +66,7 @@ def test_plan_that_exceeds_host_memory_is_refused(monkeypatch: pytest.MonkeyPatc
                 host_budget.check_host(program, platform)
                 continue
             with pytest.raises(
-                DoesNotFitError, match=text + "this machine has 1.19 MiB;.* a larger mesh.fsdp.* needs less"
+                DoesNotFitError, match=text + "this machine has 1.19 MiB; increase mesh.fsdp.* or offload fewer layers"
             ):
                 host_budget.check_host(program, platform)
 
@@ -81,8 +81,8 @@ def test_a_run_is_refused_before_it_compiles(
     monkeypatch.setattr(host_budget, "check_host", functools.partial(host_budget.check_host, platform="gpu"))
     monkeypatch.setattr(device_budget, "measure_need", lambda _: pytest.fail("compiled"))
     assert runs.train(tmp_path / "run", "--config.memory.optimizer_state=pinned_host") == 2
-    assert f"and {HOST_LIMIT}=0 lets XLA pin 0 B; set it to 1 or unset it" in "".join(capfd.readouterr())
+    assert f"but {HOST_LIMIT}=0 lets XLA pin 0 B; set it to 1 or unset it" in "".join(capfd.readouterr())
     monkeypatch.setattr(host_budget, "get_machine_memory_bytes", lambda: 1)
     assert runs.train(tmp_path / "run", "--config.memory.optimizer_state=pinned_host") == 4
-    assert "and this machine has 1 B; a larger mesh.fsdp" in capfd.readouterr().err
+    assert "but this machine has 1 B; increase mesh.fsdp" in capfd.readouterr().err
     assert not (tmp_path / "run").exists()

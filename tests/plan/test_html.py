@@ -130,17 +130,17 @@ def test_text_is_text_and_nothing_is_fetched():
 @pytest.mark.parametrize(
     ("one", "expected", "absent"),
     [
-        (plan(limit=None), "limit not known", 'class="verdict good"'),
+        (plan(limit=None), "limit unknown", 'class="verdict good"'),
         (plan(), "✓ fits, 7.15 GiB free", "≈"),
-        (plan(), "8.60 GiB of 15.75 GiB on each device", "How long a step takes"),
+        (plan(), "8.60 GiB of 15.75 GiB on each device", "Step time"),
         (plan(estimated=True), "≈ 8.60 GiB", "✗"),
         (plan(time=TIME), "71.9k", "<script"),
         (plan(time=TIME), "a third off", "nan"),
         (NONE, "✗ does not fit, 6.85 GiB over", 'class="verdict good"'),
-        (NONE, "RESOURCE_EXHAUSTED:\nUsed 22.60G", "On the host"),
+        (NONE, "RESOURCE_EXHAUSTED:\nUsed 22.60G", "Host memory of"),
         (plan(fits=False), ">✗ does not fit</p>", " over</p>"),  # another phase does not fit
-        (plan(host=4.0), "On the host, in one process", "✗"),
-        (plan(phases={}, largest=[]), "all-gather 38.00 GiB", "Peak of each phase"),
+        (plan(host=4.0), "Host memory of one process", "✗"),
+        (plan(phases={}, largest=[]), "all-gather 38.00 GiB", "Peak of one device in each phase"),
         (plan(), "libtpu", "<details"),
         (plan(in_effect=IN_EFFECT), "memory.optimizer_state=<wbr>pinned_host", "memory.remat=<wbr>dots"),
         (plan(in_effect=IN_EFFECT, platform="gpu"), "memory.update=<wbr>layer_programs", "streamed"),

@@ -40,7 +40,7 @@ class Answers:
 
 def frontier(answers: Answers, *, compiles: bool = False) -> Frontier:
     family = SizeFamily.derive(configs.load("llama3-8b"))
-    return FrontierSearch(family, answers, compiles, lambda line: None).run("as it is")
+    return FrontierSearch(family, answers, compiles, lambda line: None).run("base config")
 
 
 @pytest.mark.pairs
@@ -74,7 +74,7 @@ def test_key_heads_grow_in_multi_head_attention():
 
 
 def test_family_without_blocks_is_refused():
-    with pytest.raises(ConfigError, match="--largest is for language models whose layers are Blocks"):
+    with pytest.raises(ConfigError, match="--largest requires a language model whose layers are Blocks"):
         SizeFamily.derive(configs.load("digits-nice"))
 
 
@@ -101,7 +101,7 @@ def test_nothing_fits():
     found = frontier(Answers(1e6))
     assert (found.points, found.failure) == ([], "too much")
     rows = frontier_tables.frontier_sections([found])[-1].rows
-    assert rows[1] == ["as it is", "none", "too much"]
+    assert rows[1] == ["base config", "none", "too much"]
 
 
 @pytest.mark.pairs
@@ -113,8 +113,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     flags += ["--config.memory.optimizer_state=device", "--device_memory_gib=2", "--allow=moments"]
     assert plan.main([*flags, f"--picture={picture}", f"--json={file}"]) == 0
     said = capsys.readouterr()
-    assert "the largest that fits" in said.out
-    assert "as it is, may change moments" in said.out
+    assert "largest model that fits" in said.out
+    assert "base config, --allow=moments" in said.out
     assert picture.read_bytes()[:4] == b"\x89PNG"
     plain, allowed = json.loads(file.read_text())
     sizes: list[Any] = [series["points"][-1]["parameters"] for series in (plain, allowed)]
@@ -138,9 +138,9 @@ def test_several_targets_are_several_lines(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--largest", "--auto"], "--largest is without --auto"),
-        (["--picture=x.png"], "--picture goes with --largest"),
-        (["--largest", "--allow=roundng"], "'roundng' is none of rounding, moments, optimizer8bit"),
+        (["--largest", "--auto"], "--largest cannot be combined with --auto"),
+        (["--picture=x.png"], "--picture requires --largest"),
+        (["--largest", "--allow=roundng"], "'roundng' is not one of rounding, moments, optimizer8bit"),
         (["--largest", "--picture=/nowhere/x.png"], "no directory /nowhere"),
         (["--largest", "--compare", "memory.remat"], "expected PATH=A,B"),
     ],

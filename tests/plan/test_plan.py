@@ -88,7 +88,7 @@ def test_each_layer_adds_its_saved_bytes():
     deeper, shallower = peaks[8], peaks[4]
     assert deeper["flops_per_step"] > shallower["flops_per_step"]
     assert deeper["breakdown"]["activations"] > 1.5 * shallower["breakdown"]["activations"]
-    assert any("kept for each layer" in one["name"] for one in deeper["largest"])
+    assert any("saved per layer" in one["name"] for one in deeper["largest"])
 
 
 @pytest.mark.pairs

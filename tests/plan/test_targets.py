@@ -199,7 +199,7 @@ def test_every_gpu_can_be_described(spec):
 def test_unknown_gpu_facts_are_not_guessed():
     unknown = dataclasses.replace(spec_for("l4"), l2_bytes=None, clock_ghz=None)
     with pytest.raises(
-        ValueError, match=r"^l4: no compiler description, as clock_ghz, l2_bytes is not known; .*estimate"
+        ValueError, match=r"^l4: no compiler description, because clock_ghz, l2_bytes is unknown; .*estimate"
     ):
         gpu_description.gpu_description(unknown)
     newer = dataclasses.replace(spec_for("l4"), compute_capability="13.0")
@@ -233,7 +233,7 @@ def test_only_a_fraction_on_gpus_is_usable(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("v5e-24", r"'v5e-24': not a size; nearest: v5e-16, v5e-32$"),
+        ("v5e-24", r"'v5e-24': no such size; nearest: v5e-16, v5e-32$"),
         ("v5e-512", r"nearest: v5e-256$"),
         ("2xv5e-2", r"nearest: 2xv5e-1, 2xv5e-4$"),
         ("v5p-4", r"nearest: v5p-8$"),  # counted in cores; one host has 8
@@ -247,7 +247,7 @@ def test_only_a_fraction_on_gpus_is_usable(monkeypatch):
         ("a100x8", r"unknown target 'a100x8'; nearest: a100-40x8, a100-80x8"),
         ("4060ti", r"unknown target '4060ti'; nearest: rtx4060ti-8, rtx4060ti-16;"),
         ("2x4090", r"unknown target '2x4090'; nearest: rtx4090"),
-        ("4090x0", r"'4090x0': not a size; nearest: rtx4090x1$"),
+        ("4090x0", r"'4090x0': no such size; nearest: rtx4090x1$"),
         ("gb200x6", r"nearest: gb200x4, gb200x8$"),
         ("gb200x76", r"nearest: gb200x72, gb200x144$"),
         ("cpu:0", r"unknown target 'cpu:0'; nearest: cpu:8"),
@@ -268,7 +268,8 @@ def test_missing_compilers_are_named(monkeypatch):
     for module in ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(
-        ValueError, match=r"^planning for v5e-8 needs libtpu: pip install -e '\.\[plan-tpu\]'; .*--estimate needs none$"
+        ValueError,
+        match=r"^planning for v5e-8 needs libtpu: pip install -e '\.\[plan-tpu\]'; .*--estimate needs no compiler$",
     ):
         resolve("v5e-8").devices()
     with pytest.raises(ValueError, match=r"h200x8 needs the CUDA plugin of JAX: pip install -e '\.\[plan-gpu\]';"):
@@ -280,7 +281,7 @@ def test_local_devices():
     assert resolve("local").devices() == here
     assert (resolve("local").name, resolve("local").num_processes) == (f"cpu-{len(here)}", 1)
     assert resolve("cpu:2").devices() == here[:2]
-    with pytest.raises(ValueError, match=f"cpu-4096: JAX has started with {len(here)} CPU devices"):
+    with pytest.raises(ValueError, match=f"cpu-4096: JAX has started with only {len(here)} CPU devices"):
         resolve("cpu:4096").devices()
 
 

@@ -42,8 +42,8 @@ def make_tensors(shape: str) -> dict[str, np.ndarray]:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "yarn beside": ("llama", {"rope_parameters": PLAIN, "rope_scaling": YARN}, "rope_scaling = .*the same as rope"),
-    "linear beside": ("qwen3", {"rope_parameters": PLAIN, "rope_scaling": LINEAR}, "rope_scaling = .*the same as rope"),
+    "two yarn": ("llama", {"rope_parameters": PLAIN, "rope_scaling": YARN}, "rope_scaling = .*the same as rope"),
+    "two linear": ("qwen3", {"rope_parameters": PLAIN, "rope_scaling": LINEAR}, "rope_scaling = .*the same as rope"),
     "two factors": (
         "llama", {"rope_parameters": LINEAR, "rope_scaling": LINEAR | {"factor": 2.0}}, "rope_scaling = .*the same as",
     ),
@@ -79,12 +79,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "of DeepSeek": (
         "deepseek-v2", {"num_experts_per_tok": 99}, "num_experts_per_tok = 99; expected at most n_routed_experts = ",
     ),
-    "dense layers": ("qwen3-moe", {"mlp_only_layers": "1"}, "mlp_only_layers = '1'; expected a list of numbers"),
+    "dense layers": ("qwen3-moe", {"mlp_only_layers": "1"}, "mlp_only_layers = '1'; expected a list of layer numbers"),
     "no head_dim": ("qwen3-moe", {"head_dim": None}, "head_dim = None; expected an integer"),
     "window of some": ("mixtral", {"layer_types": [FULL, FULL]}, "layer_types = .*expected sliding_attention in all"),
     "by layer": ("gemma2", {"rope_parameters": {FULL: PLAIN, SLIDING: LINEAR}}, "the same for all layers"),
     "window of OLMoE": ("olmoe", {"sliding_window": 4}, "sliding_window = 4; expected null"),
-    "heads of OLMoE": ("olmoe", {"head_dim": 16}, "head_dim = 16; expected the width divided by the heads"),
+    "heads of OLMoE": ("olmoe", {"head_dim": 16}, "head_dim = 16; expected the width divided by the number of heads"),
     "clipped to nothing": ("olmoe", {"clip_qkv": 0}, "clip_qkv = 0; expected a number above 0"),
     "Gemma 3 flat": ("gemma3", {"rope_parameters": LINEAR, "rope_scaling": None}, "an object of full_attention and"),
     "Gemma 3 yarn": ("gemma3", {"rope_scaling": YARN}, "expected rope_type default or linear"),
@@ -234,7 +234,7 @@ def test_a_tied_head_is_the_embedding(tmp_path):
     other[-1, -1] += 1e-3
     for head in (other, table[:-1].copy()):
         save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors")
-        with pytest.raises(ValueError, match=r"tie_word_embeddings = true, but lm_head\.weight is another"):
+        with pytest.raises(ValueError, match=r"tie_word_embeddings = true, but lm_head\.weight differs"):
             check_headers(tmp_path)
 
 
@@ -277,7 +277,7 @@ def test_non_float_weights_are_refused(dtype, tmp_path):
 def test_adapter_next_to_a_model_is_refused(tmp_path):
     write(tmp_path, "llama")
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="an adapter beside a model"):
+    with pytest.raises(ValueError, match="an adapter next to a model"):
         families.load_model_config(tmp_path)
 
 

@@ -131,7 +131,7 @@ def test_without_a_file_list_assumed_missing_files_are_named(cache: Path, model:
     fill_cache(cache, model, lists=False)
     lines: list[str] = []
     configs.load("hf:acme/tiny", lines.append)
-    assert "taken as not there, as the cache does not tell: generation_config.json, adapter_config.json" in lines[0]
+    assert "assumed absent, because the cache has no file list: generation_config.json, adapter_config.json" in lines[0]
 
 
 # --- against a server ------------------------------------------------------------------------------------------------

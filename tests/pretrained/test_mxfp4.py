@@ -128,9 +128,9 @@ NAME = "model.layers.0.mlp.experts.down_proj"
             None,
             "",
             {},
-            r"config.json has no quantization_config of mxfp4, but the files have tensors as model.*_blocks",
+            r"config.json has no quantization_config of mxfp4, but the files have tensors such as model.*_blocks",
         ),
-        (QUANTIZED, f"{NAME}_scales", {}, r"down_proj_blocks is there without .*down_proj_scales"),
+        (QUANTIZED, f"{NAME}_scales", {}, r"down_proj_blocks has no matching .*down_proj_scales"),
         (QUANTIZED, f"{NAME}_blocks", {}, r"unexpected +model\.layers\.0\.mlp\.experts\.down_proj_scales"),
         (QUANTIZED, "", {f"{NAME}_scales": np.zeros((5, 32, 1), np.uint8)}, r"down_proj: expected _blocks U8"),
     ],
@@ -158,4 +158,4 @@ def test_other_quantizations_are_refused(shape, quantization, tmp_path):
     facts = FAMILIES[shape].facts | {"quantization_config": quantization}
     (tmp_path / "config.json").write_text(json.dumps(facts))
     with pytest.raises(ValueError, match=r"quantization_config = .*; expected null"):
-        families.read(tmp_path)
+        families.read_config(tmp_path)

@@ -184,7 +184,7 @@ def test_adapters_as_peft_wants_them(tmp_path):
     plain = program(f"hf:{source}")
     with pytest.raises(ValueError, match="no adapters"):
         export_adapters(tmp_path / "no", plain.experiment.model, {}, family, "x")
-    with pytest.raises(FileExistsError, match="is there already"):
+    with pytest.raises(FileExistsError, match="already exists"):
         export_adapters(tmp_path / "out", model, lora.weights(state), family, "x")
 
 
@@ -276,11 +276,14 @@ WRONG = {
         "rope_type",
     ),
     "an unknown activation": (lambda d: write_wrong_config(d, hidden_act="xielu"), "hidden_act = 'xielu'"),
-    "no JSON": (lambda d: (d / "config.json").write_text("{"), "is no JSON"),
+    "no JSON": (lambda d: (d / "config.json").write_text("{"), "is not valid JSON"),
     "truncated": (truncate_shard, r"model-1\.safetensors: damaged"),
-    "an index of nothing": (lambda d: (d / "model.safetensors.index.json").write_text("[]"), "no index of shards"),
+    "an index of nothing": (lambda d: (d / "model.safetensors.index.json").write_text("[]"), "not an index of shards"),
     "an index that lies": (lambda d: edit_index(d, lambda home: home.pop(NORM)), f"disagrees with .* {NORM}"),
-    "a shard elsewhere": (lambda d: edit_index(d, lambda home: home.update(x="../x")), "no file of the directory"),
+    "a shard elsewhere": (
+        lambda d: edit_index(d, lambda home: home.update(x="../x")),
+        "is not a file in the directory",
+    ),
     "a shard is missing": (lambda d: (d / "model-0.safetensors").unlink(), r"model-0\.safetensors"),
     "a tensor is missing": (lambda d: replace_tensors(d, lambda a: a.pop(NORM, None)), f"missing +{NORM} \\[32\\]"),
     "another shape": (

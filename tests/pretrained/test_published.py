@@ -102,5 +102,5 @@ def test_a_model_is_a_directory_for_our_reader(tmp_path):
 def test_an_unknown_id_names_the_nearest():
     with pytest.raises(ValueError, match=r"no shape of 'Qwen/Qwen3-7B' .* did you mean .*Qwen/Qwen3-"):
         find_published_model("Qwen/Qwen3-7B")
-    with pytest.raises(ValueError, match=rf"no shape of 'x' in .*published.json, which has {len(MODELS)}$"):
+    with pytest.raises(ValueError, match=rf"no shape of 'x' in .*published.json, which has {len(MODELS)} models$"):
         find_published_model("x")

@@ -10,7 +10,7 @@ import pytest
 
 _ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "testing",
-    "AWS_SECRET_ACCESS_KEY": "a-secret-that-nobody-may-see",
+    "AWS_SECRET_ACCESS_KEY": "a-secret-that-must-not-be-shown",
     "AWS_DEFAULT_REGION": "us-east-1",
     "AWS_REGION": "us-east-1",
     "AWS_EC2_METADATA_DISABLED": "true",

@@ -9,7 +9,7 @@ import pytest
 
 from plimsoll.framework.files import hub
 from plimsoll.framework.files.hub_cache import find_snapshot, get_cache_folder, is_offline
-from plimsoll.framework.files.hub_names import HubRepo, model_named, parse_url
+from plimsoll.framework.files.hub_names import HubRepo, parse_model_id, parse_url
 from tests.support.hub import COMMIT, Repository, empty_cache, fill_cache
 
 MODEL = HubRepo("model", "acme/tiny")
@@ -61,10 +61,10 @@ def test_invalid_urls_are_refused(url: str):
 
 
 def test_ids():
-    assert model_named("acme/tiny") == MODEL
-    assert model_named("acme/tiny@v1") == MODEL.at("v1")
+    assert parse_model_id("acme/tiny") == MODEL
+    assert parse_model_id("acme/tiny@v1") == MODEL.at("v1")
     for folder in ("tiny", "./acme/tiny", "a/b/c", "/a/b", "~/a", "../a"):
-        assert model_named(folder) is None
+        assert parse_model_id(folder) is None
 
 
 @pytest.mark.parametrize("names", [VARIABLES, VARIABLES[1:], VARIABLES[2:], VARIABLES[3:], ()])
@@ -146,9 +146,7 @@ def test_missing_files_are_reported_with_the_reason(
     cache: Path, repository: Repository, monkeypatch: pytest.MonkeyPatch
 ):
     fill_cache(cache, repository, ["config.json"])
-    with pytest.raises(
-        FileNotFoundError, match=r"acme/other@main is not in .*cache.*HF_HUB_OFFLINE is set; with a network, `hf d"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"acme/other@main is not in .*cache.*HF_HUB_OFFLINE is set; run `hf d"):
         hub.local_paths(["hf://acme/other/a"])
     with pytest.raises(FileNotFoundError, match=rf"sub/a.txt is not in .*hf download acme/tiny --revision={COMMIT}"):
         hub.local_paths(["hf://acme/tiny/sub/a.txt"])
@@ -169,5 +167,5 @@ def test_insufficient_disk_space_fails_before_download(
     monkeypatch.delenv("HF_HUB_OFFLINE")
     usage = type(shutil.disk_usage(cache))(total=100, used=50, free=50)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
-    with pytest.raises(ValueError, match=r"1 file of 100 B are to be downloaded, and .* has 50 B free"):
+    with pytest.raises(ValueError, match=r"the download of 1 file needs 100 B, but .* has only 50 B free"):
         hub.local_paths(["hf://acme/tiny/weights[1].bin"])

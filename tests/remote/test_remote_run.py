@@ -127,8 +127,6 @@ def test_differing_folders_between_hosts_are_reported(tmp_path):
     codes = [run.wait(timeout=300) for run in both(lambda i: tmp_path / f"host{i}", *STEPS, outs=outs)]
     said = [out.read_text() for out in outs]
     assert codes == [2, 2], said
-    assert (
-        f"process 1 on host {os.uname().nodename} does not see what process 0 of this run wrote to {tmp_path}/host1"
-        in said[1]
-    )
-    assert "another process of it does not see" in said[0]
+    message = f"process 1 on host {os.uname().nodename} does not see the files that process 0 of this run wrote to"
+    assert f"{message} {tmp_path}/host1" in said[1]
+    assert "another process of this run does not see" in said[0]

@@ -145,7 +145,7 @@ def test_a_lease_that_ended_is_taken_over(url, ending):
 def test_a_lock_that_holds_anything_else_is_taken_over_too(url, ending, body: bytes):
     put(f"{url}/lock.json", body)
     message = (workdir := Workdir(url)).claim()
-    assert "its lock was left behind by a job that cannot be told from it" in message
+    assert "its lock was left behind by an unknown job" in message
     workdir.release()
 
 

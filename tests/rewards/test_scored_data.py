@@ -70,7 +70,7 @@ def test_a_long_text_is_cut_and_counted(tmp_path: Path):
     file = write_rows(tmp_path / "a.jsonl", {"text": "a" * 30, "label": "x"}, {"text": "b", "label": "y"})
     data = pipeline(tmp_path, config_for(LabelledSource, paths=[str(file)], classes=["x", "y"]))
     assert sorted(get_sequences(data)) == [([SEPARATOR, *b"a" * 15], 0.0), ([SEPARATOR, *b"b"], 1.0)]
-    assert "1 sequences cut at 16 tokens" in data.source_report()[0].note
+    assert "1 sequences truncated to 16 tokens" in data.source_report()[0].note
 
 
 def test_pairs_share_a_row_and_long_ones_are_skipped(tmp_path: Path):
@@ -87,7 +87,7 @@ def test_pairs_share_a_row_and_long_ones_are_skipped(tmp_path: Path):
     assert sorted(found) == sorted([[SEPARATOR, *text.encode(), SEPARATOR] for text in texts])
     assert all((found[i][1:2], found[i + 1][1:2]) in (([112],) * 2, ([120],) * 2) for i in (0, 2))
     assert found[0][2] in b"ca"
-    assert "1 pairs left out, of more than 16 tokens" in data.source_report()[0].note
+    assert "1 pairs skipped, of more than 16 tokens" in data.source_report()[0].note
 
 
 def test_padding_at_the_end_is_not_scored_as_in_transformers(tmp_path: Path):

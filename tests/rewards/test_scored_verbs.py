@@ -135,7 +135,11 @@ def test_unsupported_verbs_are_one_line(
     text = write_rows(tmp_path / "text.jsonl", {"text": "a"})
     three = "--config.model.head.num_labels=3"
     for verb, arguments, message in [
-        (score, [f"--workdir={workdir}", f"--texts={pair}"], "line 1 (byte 0): a pair, for a classifier"),
+        (
+            score,
+            [f"--workdir={workdir}", f"--texts={pair}"],
+            "line 1 (byte 0): a classifier of 2 classes cannot score a pair",
+        ),
         (score, [f"--workdir={workdir}", f"--texts={bad}"], "line 2 (byte 14): expected a row with"),
         (score, [f"--hf={base}", f"--texts={text}"], "model.head is a LMHead, which scores no texts"),
         (generate, [f"--workdir={workdir}", "--prompt=x"], "model.head is a ScoreHead, which predicts no tokens"),

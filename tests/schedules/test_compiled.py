@@ -126,7 +126,7 @@ def test_half_the_layers_move_half_the_bytes(schedule):
         pytest.param("v5e-8", STREAMED | {"memory.optimizer_state": "pinned_host:0.5"}, marks=pytest.mark.slow),
         pytest.param("v5e-1", LORA, marks=pytest.mark.slow),
     ],
-    ids=["one chip", "streamed", "float32", "half hosted", "lora"],
+    ids=["one chip", "streamed", "float32", "half offloaded", "lora"],
 )
 def test_no_stack_is_copied(target, fields):
     """This uses the sizes of llama2-7b, because the compiler treats small stacks differently."""

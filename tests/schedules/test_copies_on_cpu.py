@@ -25,7 +25,7 @@ STREAMED = {"memory.update": "streamed", "memory.optimizer_state": "pinned_host"
         STREAMED,
         {**STREAMED, "memory.gradients": "pinned_host", "memory.parameters": "pinned_host"},
     ],
-    ids=["in backward", "averages", "full remat", "state ahead", "streamed", "all hosted"],
+    ids=["in backward", "averages", "full remat", "state prefetched", "streamed", "all offloaded"],
 )
 def test_matrix_stacks_are_not_copied(fields: dict[str, str]) -> None:
     config = configs.load("nanogpt-cpu")

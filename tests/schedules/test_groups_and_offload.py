@@ -42,13 +42,13 @@ def test_groups_save_memory():
         stats = small.program(config(policy, 36, batch=128)).compiled_step.memory_analysis()
         total = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
         needs[policy] = total + stats.temp_size_in_bytes
-    units = 128 * 16 * 32 * 4  # bytes of a layer's input
-    assert needs["sqrt"] < needs["full"] - 0.85 * (36 - 6 - 6) * units
-    assert needs["sqrt"] + 0.85 * (12 + 3 - 6 - 6) * units < needs["sqrt:12"] < needs["full"]
+    input_bytes = 128 * 16 * 32 * 4  # of one layer
+    assert needs["sqrt"] < needs["full"] - 0.85 * (36 - 6 - 6) * input_bytes
+    assert needs["sqrt"] + 0.85 * (12 + 3 - 6 - 6) * input_bytes < needs["sqrt:12"] < needs["full"]
 
 
 def test_group_sizes():
-    sizes = {units: remat.group_size("sqrt", units) for units in (36, 32, 12, 80, 6, 4, 3, 7, 1)}
+    sizes = {layers: remat.group_size("sqrt", layers) for layers in (36, 32, 12, 80, 6, 4, 3, 7, 1)}
     assert sizes == {36: 6, 32: 4, 12: 3, 80: 8, 6: 2, 4: 2, 3: None, 7: None, 1: None}
     assert [remat.group_size(f"sqrt:{size}", 12) for size in (1, 2, 4, 6, 12)] == [None, 2, 4, 6, None]
     assert remat.group_size("full", 36) is None
@@ -87,8 +87,10 @@ def test_estimate_counts_host_and_device_memory():
         found = estimate_for_target(config(policy, layers, batch=64).instantiate(), resolve("v5e-1"))
         return found.breakdown["activations"], found.host_breakdown["activations"]
 
-    unit = 64 * 16 * 128 * 4  # rows of 32 are padded to the TPU's register width of 128
+    input_bytes = 64 * 16 * 128 * 4  # rows of 32 are padded to the TPU's register width of 128
     assert estimate_activations("offload", 36)[0] - estimate_activations("offload", 18)[0] < 1024  # the layers' indices
-    assert estimate_activations("offload", 36)[1] - estimate_activations("offload", 18)[1] == 18 * unit
+    assert estimate_activations("offload", 36)[1] - estimate_activations("offload", 18)[1] == 18 * input_bytes
     assert estimate_activations("full", 36)[1] == estimate_activations("sqrt", 36)[1] == 0
-    assert 20 * unit < estimate_activations("full", 36)[0] - estimate_activations("sqrt", 36)[0] <= 24 * unit
+    assert (
+        20 * input_bytes < estimate_activations("full", 36)[0] - estimate_activations("sqrt", 36)[0] <= 24 * input_bytes
+    )

@@ -23,7 +23,7 @@ from tests.support import exact, small
 from tests.support.exact import ExactnessCase
 from tests.support.selection import slow
 
-HOSTED = dict.fromkeys(("parameters", "activations", "optimizer_state", "gradients"), "pinned_host")
+OFFLOADED = dict.fromkeys(("parameters", "activations", "optimizer_state", "gradients"), "pinned_host")
 # Every combination of offloaded weights, state and boundaries, and every value of the other axes.
 AXES: dict[str, list[Any]] = {
     "memory": [*exact.LAYER_PROGRAMS],
@@ -113,7 +113,9 @@ def deep(num_layers: int, memory: dict[str, Any], **fields: Any) -> Config:
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("memory", [{}, HOSTED, {**HOSTED, "gradients": "none"}], ids=["device", "hosted", "at once"])
+@pytest.mark.parametrize(
+    "memory", [{}, OFFLOADED, {**OFFLOADED, "gradients": "none"}], ids=["device", "offloaded", "at once"]
+)
 def test_program_count_does_not_depend_on_depth(memory: dict[str, Any]):
     """The number of programs does not depend on depth, and a step compiles none in addition."""
     found = {}
@@ -129,9 +131,9 @@ def test_program_count_does_not_depend_on_depth(memory: dict[str, Any]):
     assert found[4] == found[9] < 40
 
 
-ALIVE = {"device": {}, "hosted": HOSTED, "sqrt": {**HOSTED, "remat": "sqrt"}, "remat none": {"remat": "none"}}
+ALIVE = {"device": {}, "offloaded": OFFLOADED, "sqrt": {**OFFLOADED, "remat": "sqrt"}, "remat none": {"remat": "none"}}
 ALIVE = {f"{name}-{count}": (memory, count) for name, memory in ALIVE.items() for count in (1, 2)}
-ALIVE |= {"at once": ({**HOSTED, "gradients": "none"}, 1)}  # without stored gradients there is no accumulation
+ALIVE |= {"at once": ({**OFFLOADED, "gradients": "none"}, 1)}  # without stored gradients there is no accumulation
 
 
 @pytest.mark.pairs
@@ -235,7 +237,7 @@ def test_one_layers_gradients_and_state_are_on_the_device():
     depth = 96
     model = small.llama(dim=64, stack__num_layers=depth)
     small.block(model).mlp.hidden = 256
-    config = small.experiment(model, memory={"update": "layer_programs", "remat": "full", **HOSTED}, clip=None)
+    config = small.experiment(model, memory={"update": "layer_programs", "remat": "full", **OFFLOADED}, clip=None)
     program = small.program(config)
     weights = sum(leaf.spec.num_bytes for leaf in program.layout if leaf.path.startswith("parameter/stack"))
     # At least one layer's weights, gradients and both moments.
@@ -299,7 +301,7 @@ def test_plan_for_a_step_in_layer_programs(tmp_path: Any):
     from plimsoll.framework.plan import build_report, targets
 
     target = targets.resolve("cpu-1")
-    layers = build_report.compile_report("small", deep(4, HOSTED), target, None)
+    layers = build_report.compile_report("small", deep(4, OFFLOADED), target, None)
     whole = build_report.compile_report("small", deep(4, {"update": "after_backward"}), target, None, phases=False)
     assert sum(layers["breakdown"].values()) == layers["device_peak_bytes"]
     assert layers["flops_per_step"] == whole["flops_per_step"]
@@ -314,7 +316,7 @@ def test_plan_for_a_step_in_layer_programs(tmp_path: Any):
 
 @pytest.mark.pairs
 def test_evaluation_sums_microbatches():
-    programs_ = [small.program(deep(4, memory, accumulate=2)) for memory in ({"update": "after_backward"}, HOSTED)]
+    programs_ = [small.program(deep(4, memory, accumulate=2)) for memory in ({"update": "after_backward"}, OFFLOADED)]
     sums = []
     for program in programs_:
         state = program.init()

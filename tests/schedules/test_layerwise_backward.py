@@ -12,10 +12,10 @@ from plimsoll.framework.learner.rules import Rule
 from plimsoll.framework.schedules import update_chunks
 from tests.support import small
 
-HOSTED = {"update": "streamed", "gradients": "pinned_host", "optimizer_state": "pinned_host"}
+OFFLOADED = {"update": "streamed", "gradients": "pinned_host", "optimizer_state": "pinned_host"}
 IN_BACKWARD = {"update": "in_backward"}
 FROZEN_STACK = [config_for(Rule, pattern="^stack", freeze=True)]
-UNIT_AHEAD = {**IN_BACKWARD, "optimizer_state": "pinned_host", "prefetch": "unit"}
+LAYER_PREFETCHED = {**IN_BACKWARD, "optimizer_state": "pinned_host", "prefetch": "unit"}
 
 
 def experiment(memory: dict[str, str], layers: int = 8, **learner: Any) -> Config:
@@ -41,7 +41,9 @@ def test_no_program_holds_the_whole_stacks_gradient():
     depth = 48
     layers = [leaf for leaf in small.program(experiment({}, depth)).layout if leaf.path.startswith("parameter/stack")]
     gradients = sum(leaf.spec.num_bytes for leaf in layers)
-    plain, offloaded, in_backward = (temporary_bytes(experiment(memory, depth)) for memory in ({}, HOSTED, IN_BACKWARD))
+    plain, offloaded, in_backward = (
+        temporary_bytes(experiment(memory, depth)) for memory in ({}, OFFLOADED, IN_BACKWARD)
+    )
     assert plain > gradients
     assert offloaded < 0.5 * gradients
     assert in_backward < 0.5 * gradients
@@ -134,7 +136,9 @@ def plain_run_with_a_frozen_stack() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("memory", [HOSTED, IN_BACKWARD, UNIT_AHEAD], ids=["hosted", "in backward", "unit ahead"])
+@pytest.mark.parametrize(
+    "memory", [OFFLOADED, IN_BACKWARD, LAYER_PREFETCHED], ids=["offloaded", "in backward", "layer prefetched"]
+)
 def test_frozen_stack_is_skipped(memory: dict[str, str]):
     state, _ = small.run(small.program(experiment(memory, layers=2, rules=FROZEN_STACK)), 2)
     found = {k: v for k, v in small.arrays(state).items() if not k.startswith("gradient/")}

@@ -21,12 +21,12 @@ TOY = {
     "data.seq_len": 256, "model.embed.max_positions": 256, "data.global_batch_size": CHIPS,
     "mesh.data": 1, "mesh.fsdp": CHIPS, "memory.remat": "full",
 }  # fmt: skip
-HOSTED = {"memory.optimizer_state": "pinned_host"}
+OFFLOADED = {"memory.optimizer_state": "pinned_host"}
 IN_BACKWARD = {"memory.update": "in_backward", "learner.clip_mode": "previous_norm"}
 SCHEDULES = {
     "after_backward": {},
-    "streamed": {"memory.update": "streamed", "memory.gradients": "pinned_host"} | HOSTED,
-    "in_backward": IN_BACKWARD | HOSTED,
+    "streamed": {"memory.update": "streamed", "memory.gradients": "pinned_host"} | OFFLOADED,
+    "in_backward": IN_BACKWARD | OFFLOADED,
 }
 
 
@@ -69,7 +69,7 @@ def test_offloaded_state_is_transferred_once_each_way(prefetch, fetched_layers):
     The state of the position table is too small to be offloaded. With prefetch = unit, the loop starts with a layer
     whose state is written back unchanged.
     """
-    step = module(**IN_BACKWARD, **HOSTED, **{"memory.prefetch": prefetch})
+    step = module(**IN_BACKWARD, **OFFLOADED, **{"memory.prefetch": prefetch})
     moved: Counter[str] = Counter()
     for instruction, runs in iter_executed(step):
         if (found := find_transfer(step, instruction)) is not None:

@@ -18,7 +18,7 @@ from tests.support.runs import ROOT, xla_flags
 # Files and folders of a checkout that commands on the pages use.
 _OF_A_CHECKOUT = (
     *("Makefile", "constraints.txt", "pyproject.toml", "README.md"),
-    *("configs", "docs", "framework", "launch", "tests", "tools"),
+    *("configs", "docs", "framework", "launch", "plimsoll", "tests", "tools"),
 )
 
 

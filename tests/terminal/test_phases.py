@@ -15,7 +15,7 @@ from plimsoll.framework.terminal.phase_views import Lines, Spinner, human_second
 
 
 class Clock:
-    """A clock that the test advances; meanwhile the board ticks as its thread would."""
+    """A clock that the test advances; meanwhile the tracker ticks as its thread would."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -23,14 +23,14 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def pass_by(self, seconds: float, board: PhaseTracker) -> None:
+    def pass_by(self, seconds: float, tracker: PhaseTracker) -> None:
         for _ in range(round(seconds * 10)):
             self.now = round(self.now + 0.1, 3)
-            board.tick()
+            tracker.tick()
 
 
-class ManualBoard(PhaseTracker):
-    """A board without its own thread."""
+class ManualTracker(PhaseTracker):
+    """A tracker without its own thread."""
 
     def _start_ticking(self) -> None:
         pass
@@ -42,12 +42,12 @@ def clock() -> Clock:
 
 
 @contextlib.contextmanager
-def install_board(view: View, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[ManualBoard]:
-    """Install a board with that view and clock as the process's board, and close it at the end."""
-    board = ManualBoard(view, clock)
-    monkeypatch.setattr(phases, "_board", board)
-    yield board
-    board.close()
+def install_tracker(view: View, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[ManualTracker]:
+    """Install a tracker with that view and clock as the process's tracker, and close it at the end."""
+    tracker = ManualTracker(view, clock)
+    monkeypatch.setattr(phases, "_tracker", tracker)
+    yield tracker
+    tracker.close()
 
 
 def test_nothing_is_printed_without_a_board(capfd):
@@ -59,18 +59,18 @@ def test_nothing_is_printed_without_a_board(capfd):
 
 def test_a_line_grows_by_seconds_and_ends_as_one(clock, monkeypatch):
     stream = io.StringIO()
-    with install_board(Lines(stream), clock, monkeypatch) as board, phases.phase("compiling the training step"):
+    with install_tracker(Lines(stream), clock, monkeypatch) as tracker, phases.phase("compiling the training step"):
         assert stream.getvalue() == "compiling the training step ..."
-        clock.pass_by(4.4, board)
+        clock.pass_by(4.4, tracker)
     assert stream.getvalue() == "compiling the training step .... 2 s .... 4 s ... done in 4.4 s\n"
 
 
 def test_prints_progress_every_second(clock, monkeypatch):
     stream = io.StringIO()
-    with install_board(Lines(stream), clock, monkeypatch) as board, phases.phase("compiling"):
+    with install_tracker(Lines(stream), clock, monkeypatch) as tracker, phases.phase("compiling"):
         for _ in range(1200):
             size = len(stream.getvalue())
-            clock.pass_by(1.0, board)
+            clock.pass_by(1.0, tracker)
             assert len(stream.getvalue()) > size
     (line,) = stream.getvalue().splitlines()
     assert "10 s ............ 20 s ..." in line
@@ -80,12 +80,12 @@ def test_prints_progress_every_second(clock, monkeypatch):
 
 def test_progress_replaces_seconds(clock, monkeypatch):
     stream = io.StringIO()
-    with install_board(Lines(stream), clock, monkeypatch) as board, phases.phase("evaluating stdlib") as evaluating:
-        clock.pass_by(1.0, board)
+    with install_tracker(Lines(stream), clock, monkeypatch) as tracker, phases.phase("evaluating stdlib") as evaluating:
+        clock.pass_by(1.0, tracker)
         evaluating.progress(40, 844)
-        clock.pass_by(1.0, board)
+        clock.pass_by(1.0, tracker)
         evaluating.percent(0.25)
-        clock.pass_by(2.0, board)
+        clock.pass_by(2.0, tracker)
         evaluating.outcome = ", from the cache"
     assert stream.getvalue() == "evaluating stdlib .... 40/844 .... 25% ... done in 4.0 s, from the cache\n"
 
@@ -93,11 +93,11 @@ def test_progress_replaces_seconds(clock, monkeypatch):
 def test_other_output_gets_its_own_lines(clock, monkeypatch):
     stream = io.StringIO()
     shared = cast(io.StringIO, phases._SharedStream(stream))
-    with install_board(Lines(stream), clock, monkeypatch) as board:
+    with install_tracker(Lines(stream), clock, monkeypatch) as tracker:
         with phases.phase("saving"):
-            clock.pass_by(2.0, board)
+            clock.pass_by(2.0, tracker)
             print("warning: slow", file=shared)
-            clock.pass_by(2.0, board)
+            clock.pass_by(2.0, tracker)
             print("warning: slower", file=shared)
         with phases.phase("restoring"):
             pass
@@ -113,10 +113,10 @@ def test_other_output_gets_its_own_lines(clock, monkeypatch):
 
 def test_inner_phase_has_its_own_line_and_the_outer_continues(clock, monkeypatch):
     stream = io.StringIO()
-    with install_board(Lines(stream), clock, monkeypatch) as board, phases.phase("preparing data", patience=0.5):
+    with install_tracker(Lines(stream), clock, monkeypatch) as tracker, phases.phase("preparing data", patience=0.5):
         with phases.phase("tokenizing train"):
-            clock.pass_by(2.2, board)
-        clock.pass_by(2.0, board)
+            clock.pass_by(2.2, tracker)
+        clock.pass_by(2.0, tracker)
     assert stream.getvalue().splitlines() == [
         "tokenizing train .... 2 s ... done in 2.2 s",
         "preparing data .... 4 s ... done in 4.2 s",
@@ -125,30 +125,30 @@ def test_inner_phase_has_its_own_line_and_the_outer_continues(clock, monkeypatch
 
 def test_phase_shorter_than_its_patience_is_not_printed(clock, monkeypatch):
     stream = io.StringIO()
-    with install_board(Lines(stream), clock, monkeypatch) as board, phases.phase("looking for files", patience=0.5):
-        clock.pass_by(0.4, board)
+    with install_tracker(Lines(stream), clock, monkeypatch) as tracker, phases.phase("looking for files", patience=0.5):
+        clock.pass_by(0.4, tracker)
     assert stream.getvalue() == ""
 
 
 def test_a_patient_phase_does_not_silence_the_one_around_it(clock, monkeypatch):
     stream = io.StringIO()
-    with install_board(Lines(stream), clock, monkeypatch) as board, phases.phase("preparing data"):
+    with install_tracker(Lines(stream), clock, monkeypatch) as tracker, phases.phase("preparing data"):
         for _ in range(10):
             with phases.phase("looking for files", patience=0.5):
-                clock.pass_by(0.4, board)
+                clock.pass_by(0.4, tracker)
     assert stream.getvalue() == "preparing data .... 2 s .... 4 s ... done in 4.0 s\n"
 
 
 def test_an_error_ends_the_line(clock, monkeypatch):
     stream = io.StringIO()
 
-    def fail(board: PhaseTracker) -> None:
+    def fail(tracker: PhaseTracker) -> None:
         with phases.phase("compiling"):
-            clock.pass_by(1.5, board)
+            clock.pass_by(1.5, tracker)
             raise KeyError
 
-    with install_board(Lines(stream), clock, monkeypatch) as board, pytest.raises(KeyError):
-        fail(board)
+    with install_tracker(Lines(stream), clock, monkeypatch) as tracker, pytest.raises(KeyError):
+        fail(tracker)
     assert stream.getvalue() == "compiling .... stopped after 1.5 s\n"
 
 
@@ -158,21 +158,21 @@ def test_a_full_disk_ends_nothing(clock, monkeypatch):
             raise OSError(28, "No space left on device")
 
     for view in (Lines(Full()), Spinner(Full())):
-        with install_board(view, clock, monkeypatch) as board, phases.phase("compiling"):
-            clock.pass_by(2.0, board)
+        with install_tracker(view, clock, monkeypatch) as tracker, phases.phase("compiling"):
+            clock.pass_by(2.0, tracker)
 
 
 def test_startup_message_is_delayed_and_ends_at_other_output(clock, monkeypatch):
     stream = io.StringIO()
-    with install_board(Lines(stream), clock, monkeypatch) as board:
-        board.begin(StartupMessage("starting train of nanogpt-cpu", patience=0.4))
-        clock.pass_by(0.3, board)
+    with install_tracker(Lines(stream), clock, monkeypatch) as tracker:
+        tracker.begin(StartupMessage("starting train of nanogpt-cpu", patience=0.4))
+        clock.pass_by(0.3, tracker)
         assert stream.getvalue() == ""
-        clock.pass_by(2.0, board)
+        clock.pass_by(2.0, tracker)
         with phases.phase("looking for files", patience=0.5):
-            clock.pass_by(0.2, board)
+            clock.pass_by(0.2, tracker)
         with phases.phase("compiling"):
-            clock.pass_by(0.5, board)
+            clock.pass_by(0.5, tracker)
     assert stream.getvalue().splitlines() == [
         "starting train of nanogpt-cpu .... 2 s ...",
         "compiling ... done in 0.5 s",
@@ -182,15 +182,15 @@ def test_startup_message_is_delayed_and_ends_at_other_output(clock, monkeypatch)
 def test_a_terminal_has_one_line_that_is_cleared(clock, monkeypatch):
     stream = io.StringIO()
     shared = cast(io.StringIO, phases._SharedStream(stream))
-    with install_board(Spinner(stream), clock, monkeypatch) as board, phases.phase("compiling"):
-        clock.pass_by(3.0, board)
+    with install_tracker(Spinner(stream), clock, monkeypatch) as tracker, phases.phase("compiling"):
+        clock.pass_by(3.0, tracker)
         print("step 1", file=shared)
         print("half a line", end="", file=shared)
         size = len(stream.getvalue())
-        clock.pass_by(3.0, board)
+        clock.pass_by(3.0, tracker)
         assert len(stream.getvalue()) == size  # the half line is not overwritten
         print(file=shared)
-        clock.pass_by(1.0, board)
+        clock.pass_by(1.0, tracker)
     text = stream.getvalue()
     assert "compiling 2 s" in text
     assert "compiling 7 s" in text
@@ -200,9 +200,9 @@ def test_a_terminal_has_one_line_that_is_cleared(clock, monkeypatch):
 
 def test_mute_ends_the_line_permanently(clock, monkeypatch):
     stream = io.StringIO()
-    with install_board(Lines(stream), clock, monkeypatch) as board, phases.phase("compiling"):
+    with install_tracker(Lines(stream), clock, monkeypatch) as tracker, phases.phase("compiling"):
         phases.mute()
-        clock.pass_by(4.0, board)
+        clock.pass_by(4.0, tracker)
         with phases.phase("saving"):
             pass
     assert stream.getvalue() == "compiling ...\n"
@@ -215,7 +215,7 @@ def test_phases_in_other_threads_are_not_shown(clock, monkeypatch):
         with phases.phase("compiling ahead"):
             pass
 
-    with install_board(Lines(stream), clock, monkeypatch):
+    with install_tracker(Lines(stream), clock, monkeypatch):
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()

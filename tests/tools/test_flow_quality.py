@@ -75,8 +75,10 @@ def test_a_run_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     cells = {line[0].strip(): [cell.strip() for cell in line[1:] if cell.strip()] for line in lines}
     assert float(cells["flow"][0].split()[0]) == pytest.approx(row["eval/digits/bits_per_dim"], abs=0.01)
     assert 3.3 < float(cells["Gaussian, per pixel"][0].split()[0]) < 3.5
-    assert cells["beside"] == ["all", "held-out", "the others"]
-    share = {name: float(cells[name][0].split("%")[0]) for name in cells if len(cells[name]) == 3 and name != "beside"}
+    assert cells["compared with"] == ["all", "held-out", "the others"]
+    share = {
+        name: float(cells[name][0].split("%")[0]) for name in cells if len(cells[name]) == 3 and name != "compared with"
+    }
     assert 40 < share["training images"] < 60
     assert share["uniform noise"] > 97
     assert share["samples, temperature 1"] > 60

@@ -100,7 +100,7 @@ def test_saved_step(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
         (["h100"], "--config=NAME is required"),
         (
             ["v5e-4", "--config=gpt2-124m"],
-            "v5e: framework/devices/ has no peak in bfloat16 and TF32 and no bandwidth of a GPU for it",
+            "v5e: framework/devices/ has no GPU bandwidth and bfloat16 and TF32 peaks for it",
         ),
         (["h101", "--config=gpt2-124m"], "unknown target 'h101'"),
         (["--program=nowhere"], "no compiled step in nowhere"),

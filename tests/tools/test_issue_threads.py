@@ -1,4 +1,4 @@
-"""The cases from public threads still print the numbers in docs/memory.md."""
+"""The cases from public threads still print the numbers in docs/benchmarks/public_threads.md."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from tools import issue_threads
 
-DOCS = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+DOCS = (Path(__file__).parents[2] / "docs" / "benchmarks" / "public_threads.md").read_text()
 
 
 def rows(text: str) -> list[list[str]]:
@@ -23,7 +23,7 @@ def test_frozen_weight_costs_only_its_bytes(capsys):
     ratios = {}
     for name, model, _, ratio in found:
         ratios.setdefault(name, []).append(float(ratio))
-        assert model in DOCS, f"docs/memory.md has another size of the model than {model}"
+        assert model in DOCS, f"docs/benchmarks/public_threads.md has another size of the model than {model}"
     assert min(ratios["gradients of the whole tree are returned"]) >= 2.0
     assert min(ratios["split, but the model is returned without donation"]) >= 2.0
     assert max(ratios["ours: a rule freezes W"]) < 1.1

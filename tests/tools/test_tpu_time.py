@@ -76,7 +76,7 @@ def test_user_errors(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path:
         (["--program", tmp_path], "no compiled step in"),
         (["--program", folder, "v5e-4"], "expected a target"),
         (["--program", folder, "--config=nanogpt-cpu"], "leave out --config"),
-        (["--program", folder, "--json", tmp_path / "none" / "x.json"], "no directory"),
+        (["--program", folder, "--json", tmp_path / "none" / "x.json"], "none does not exist"),
     ]:
         code, text = run(capsys, *argv)
         assert code == 2, argv

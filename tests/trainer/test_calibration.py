@@ -95,6 +95,6 @@ def test_half_precision_parameters_are_refused():
     made = config()
     made.model = config_for(HalfFlow, **{name: made.model[name] for name in ("image_shape", "levels", "stacks")})
     with pytest.raises(
-        ValueError, match=r"is bfloat16; what a first batch decides is to be float32 \(model\.param_dtype"
+        ValueError, match=r"is bfloat16; parameters calibrated on the first batch must be float32 \(model\.param_dtype"
     ):
         Program(made.instantiate(), jax.devices()[:1])

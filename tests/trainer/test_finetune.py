@@ -82,7 +82,7 @@ def test_schedules_agree_and_the_loss_falls(folder: Path, capsys: pytest.Capture
     np.testing.assert_allclose(curves["in_backward"], curves["after_backward"], rtol=1e-4)
     out = capsys.readouterr().out
     assert "ChatSource: " in out
-    assert "% padding, 0 conversations cut at 65 tokens, 0 without an answer left out" in out
+    assert "% padding, 0 conversations truncated to 65 tokens, 0 without an answer skipped" in out
     assert any("eval/held/loss" in row for row in runs.rows(folder / "after_backward"))
 
 

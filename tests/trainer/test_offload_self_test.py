@@ -1,4 +1,4 @@
-"""The offload self-test (framework.run.offload_self_test): it passes valid offloading, and stops at a wrong value or placement."""
+"""The offload self-test passes valid offloading, and stops at a wrong value or placement."""
 
 import re
 from pathlib import Path
@@ -23,21 +23,21 @@ from tests.support import small
 from tests.support.runs import train
 from tests.support.tiny import CACHE
 
-HOSTED = {"optimizer_state": "pinned_host"}
-STREAMED = {"update": "streamed", "gradients": "pinned_host", **HOSTED}
-TWO_PASS = {"update": "in_backward", **HOSTED}
+OFFLOADED = {"optimizer_state": "pinned_host"}
+STREAMED = {"update": "streamed", "gradients": "pinned_host", **OFFLOADED}
+TWO_PASS = {"update": "in_backward", **OFFLOADED}
 OFFLOAD = {"remat": "offload"}
 PLACES = dict.fromkeys(("optimizer_state", "parameters", "gradients", "activations"), "pinned_host")
 IN_LAYERS = {"update": "layer_programs", "remat": "full", **PLACES}
 BFLOAT16 = {"param_dtype": "bfloat16", "compute_dtype": "bfloat16"}
 FREEZE = config_for(Rule, pattern="query", freeze=True)
 CASES: dict[str, tuple[Any, ...]] = {
-    "hosted state": (HOSTED,),
+    "offloaded state": (OFFLOADED,),
     "offloaded inputs": (OFFLOAD, {}, None, {"ema": 0.9}),
     "in the backward pass": (TWO_PASS, {}, None, {"clip_mode": "two_pass"}),
     "all of it": ({"update": "streamed", "remat": "full", **PLACES},),
     "in layers": (IN_LAYERS,),
-    "in layers, some hosted": (
+    "in layers, some offloaded": (
         {**IN_LAYERS, "gradients": "none", "parameters": "pinned_host:1", "remat": "sqrt"},
         {},
         None,
@@ -68,15 +68,17 @@ def build_run(memory: Any, model: Any = None, mesh: Any = None, learner: Any = N
 @pytest.mark.parametrize("case", CASES)
 def test_self_test_passes(case: str) -> None:
     line = offload_self_test.check(*build_run(*CASES[case]))
-    assert line.startswith("canary: offloaded and resident agree to "), line
+    assert line.startswith("offload self-test: offloaded and resident agree to "), line
     assert float(line.split("agree to ")[1].split()[0]) < (1e-2 if "bfloat16" in case else 1e-5)
 
 
 @pytest.mark.pairs
 def test_no_self_test_without_offloading() -> None:
     assert offload_self_test.check(*build_run({})) == ""
-    config = small.experiment(small.llama(), memory=HOSTED)
-    assert offload_self_test.check(config, small.program(config)) == "", "all of its leaves are too small to be hosted"
+    config = small.experiment(small.llama(), memory=OFFLOADED)
+    assert offload_self_test.check(config, small.program(config)) == "", (
+        "all of its leaves are too small to be offloaded"
+    )
 
 
 @pytest.mark.pairs
@@ -86,11 +88,11 @@ def test_reversible_flow_has_a_self_test() -> None:
     with mock.patch.dict(layout.move_to_host.__kwdefaults__, min_bytes=256):
         program = Program(config.instantiate(), jax.devices()[:1])
     line = offload_self_test.check(config, program)
-    assert line.startswith("canary: offloaded and resident agree to "), line
+    assert line.startswith("offload self-test: offloaded and resident agree to "), line
     assert float(line.split("agree to ")[1].split()[0]) < 1e-4
 
 
-@pytest.mark.parametrize("memory", [HOSTED, STREAMED])
+@pytest.mark.parametrize("memory", [OFFLOADED, STREAMED])
 def test_self_test_offloads_like_the_run(memory: dict[str, Any]) -> None:
     config, program = build_run(memory)
     ours = Program(offload_self_test.shrink_config(config, program).instantiate(), jax.devices()[:1])
@@ -101,7 +103,8 @@ def test_self_test_offloads_like_the_run(memory: dict[str, Any]) -> None:
 def test_reports_when_it_cannot_run() -> None:
     """The self-test reports that it did not run; the run itself then reports the error."""
     line = offload_self_test.check(*build_run(TWO_PASS, {}, None, {"clip_mode": "global_norm"}))
-    assert line.startswith("canary: did not run, so offloading is not checked: learner.clip_mode = global_norm with ")
+    message = "did not run, so offloading is not checked: learner.clip_mode = global_norm with "
+    assert line.startswith(f"offload self-test: {message}")
 
 
 @pytest.mark.pairs
@@ -116,25 +119,25 @@ def test_wrong_gradient_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     tag = remat._tag
     monkeypatch.setattr(remat, "_tag", lambda tree, name: tag(jax.tree.map(scale_gradient, tree), name))
     with pytest.raises(
-        offload_self_test.SelfTestError, match=r"#46231\): optimizer/.* is off by .*tolerance 0.001.*as are [1-9]"
+        offload_self_test.SelfTestError, match=r"#46231\): optimizer/.* differs by .*tolerance 0.001.*as do [1-9]"
     ):
         offload_self_test.check(*build_run(OFFLOAD))
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize(("memory", "module"), [(HOSTED, layout.table), (STREAMED, chunk_loop)])
+@pytest.mark.parametrize(("memory", "module"), [(OFFLOADED, layout.table), (STREAMED, chunk_loop)])
 def test_wrong_transfer_is_detected(monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any], module: Any) -> None:
     fetch = module.fetch_leaf
     monkeypatch.setattr(
         module, "fetch_leaf", lambda spec, x: fetch(spec, x) * (1 - 0.01 * (spec.memory_kind != "device"))
     )
-    with pytest.raises(offload_self_test.SelfTestError, match=r" of a small model is off by"):
+    with pytest.raises(offload_self_test.SelfTestError, match=r" of a small model differs by"):
         offload_self_test.check(*build_run(memory))
 
 
 @pytest.mark.pairs
 def test_misplaced_leaf_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, program = build_run(HOSTED)
+    config, program = build_run(OFFLOADED)
     right = StateLayout.sharding
     lost = "optimizer/embed/default/state/0/trace/token"
     monkeypatch.setattr(
@@ -153,12 +156,12 @@ def test_misplaced_leaf_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize("memory", [HOSTED, IN_LAYERS])
+@pytest.mark.parametrize("memory", [OFFLOADED, IN_LAYERS])
 def test_misplaced_argument_is_detected(monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any]) -> None:
     """The CPU compiler reports 0 bytes of host arguments; on other backends this means that the placement was lost."""
     monkeypatch.setattr(offload_self_test.jax, "default_backend", lambda: "gpu")
     with pytest.raises(
-        offload_self_test.SelfTestError, match=r"the compiled step takes 0 bytes from the host, the layout says [1-9]"
+        offload_self_test.SelfTestError, match=r"the compiled step takes 0 bytes from host memory; the layout has [1-9]"
     ):
         offload_self_test.check(*build_run(memory))
 
@@ -171,14 +174,15 @@ def test_launch_train_runs_the_self_test(
     monkeypatch.setitem(layout.move_to_host.__kwdefaults__, "min_bytes", 256)
     flags = "--config.memory.optimizer_state=pinned_host", "--dry_run"
     assert train(tmp_path / "run", *flags) == 0
-    assert re.search("canary: offloaded and resident agree.*dry run: the step compiles", output(capfd), re.DOTALL)
+    lines = "offload self-test: offloaded and resident agree.*dry run: the step compiles"
+    assert re.search(lines, output(capfd), re.DOTALL)
     fetch = layout.fetch_leaf
     monkeypatch.setattr(
         layout.table, "fetch_leaf", lambda spec, x: fetch(spec, x) * (1 - 0.01 * (spec.memory_kind != "device"))
     )
     assert train(tmp_path / "run", *flags) == 2
     said = output(capfd)
-    assert "error: canary: what config.memory offloads is computed wrong" in said
+    assert "error: offload self-test: offloaded values are computed wrong" in said
     assert "the step compiles" not in said
     assert train(tmp_path / "run", *flags, "--config.health.canary=false") == 0
     assert "canary" not in output(capfd)

@@ -36,7 +36,9 @@ def test_resuming_allows_only_permitted_config_changes(
         patch.setattr("plimsoll.framework.run.offload_self_test.check", pytest.fail)
         patch.setattr("plimsoll.framework.plan.device_budget.measure_need", pytest.fail)
         for flags, message in {
-            ("--config.model.stack.num_layers=4",): "has another config.model.stack.num_layers: 2 -> 4, another",
+            (
+                "--config.model.stack.num_layers=4",
+            ): "has a different config.model.stack.num_layers: 2 -> 4, a different",
             ("--config.data.seed=4",): "config.data.seed: 3 -> 4. Batches would not continue",
             ("--config.data.document_mask=true",): "config.data.document_mask: false -> true",
         }.items():
@@ -46,15 +48,15 @@ def test_resuming_allows_only_permitted_config_changes(
         (text / "train.txt").write_text(written + "and one line more than there was before\n" * 20)
         assert train(saved) == 2
         error = capsys.readouterr().err
-        assert "config.data.source: the same name, other content; an epoch: " in error
-        assert "--force goes on anyway" in error
+        assert "config.data.source: same name, different content; an epoch: " in error
+        assert "--force continues anyway" in error
         (text / "train.txt").write_text(written)
     changed = ("--config.data.global_batch_size=16", "--config.learner.accumulate=2", "--config.trainer.log_every=2")
     assert train(saved, *changed, f"{RATE}=1e-3", "--config.trainer.max_steps=6") == 0
     printed = capsys.readouterr().out
     assert "global batch 8 -> 16: the data order continues at sequence 32, not at step 4" in printed
     # A plain number has no slot for the step count of the schedule that it replaces.
-    assert "config.learner.optimizer.learning_rate: 0.001 from here on, as a constant schedule" in printed
+    assert "config.learner.optimizer.learning_rate: 0.001 from now on, as a constant schedule" in printed
     rate = config_for(optax.constant_schedule, value=0.001)
     stored_config = json.loads((saved / "config.json").read_text())
     assert stored_config["learner"]["optimizer"]["learning_rate"] == rate.to_dict()

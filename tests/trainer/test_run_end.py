@@ -83,7 +83,7 @@ def test_a_run_whose_saves_all_failed_starts_again(
     assert "NOT SAVED at step 6" in capsys.readouterr().out
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
     assert train(tmp_path / "run", *flags) == 0
-    assert "the run that was here before ended at step 6, before its first checkpoint" in capsys.readouterr().out
+    assert "the previous run here ended at step 6, before its first checkpoint" in capsys.readouterr().out
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
 
 
@@ -114,7 +114,7 @@ def test_user_code_error_ends_the_run_after_a_save(
     flags = ("--config.trainer.max_steps=4", "--config.trainer.save_every=100")
     with pytest.raises(KeyError, match="no such shelf"):
         train("run", *flags, file="mine.py", config="failing")
-    assert "step 3 was saved; once the error below is repaired" in capsys.readouterr().out
+    assert "step 3 was saved; fix the error below" in capsys.readouterr().out
     Path("repaired").touch()
     assert train("run", *flags, file="mine.py", config="failing") == 0
     assert "resumed from step 3" in capsys.readouterr().out

@@ -130,7 +130,7 @@ def test_a_death_between_a_row_and_its_checkpoint_leaves_no_second_rows(
         patch.setattr(Run, "save", die)
         with pytest.raises(RuntimeError):
             train(workdir, *flags)
-    assert "  begins at         step 0, first values\n" in capsys.readouterr().out
+    assert "  starts at         step 0 (fresh initialization)\n" in capsys.readouterr().out
     kinds = ("train/loss", "eval/held/loss")
     assert [[row["step"] for row in rows(workdir) if kind in row] for kind in kinds] == [[1, 2, 3, 4], [2, 4]]
     before = time.time()
@@ -138,7 +138,7 @@ def test_a_death_between_a_row_and_its_checkpoint_leaves_no_second_rows(
     assert [[row["step"] for row in rows(workdir) if kind in row] for kind in kinds] == [[1, 2, 3, 4, 5, 6], [2, 4, 6]]
     assert list_resumed_steps(workdir) == [2]
     out = capsys.readouterr().out
-    assert f"  begins at         step 2, resumed from {workdir / 'checkpoints'}\n" in out
+    assert f"  starts at         step 2, resumed from {workdir / 'checkpoints'}\n" in out
     epochs = rows(workdir)[-1]["epoch"]
     assert f"  steps             6 ({epochs:.3g} epochs)\n" in out
     assert "step 4: eval/held/loss" in out

@@ -154,7 +154,7 @@ def _build_tuner(pair: ModelAndMachine, config: Config, target: Target, host_byt
 
 
 def _add_known_peaks(tuner: Tuner, known: CompiledBytes) -> Tuner:
-    """Give the chooser all compiled peaks of the search, so that its notion of what fits is the same."""
+    """Record all compiled peaks of the search in the tuner, so that both judge in the same way what fits."""
     for settings, compiled in known.items():
         cost = tuner.cost_model.cost(settings)
         if cost is not None:
@@ -163,8 +163,8 @@ def _add_known_peaks(tuner: Tuner, known: CompiledBytes) -> Tuner:
 
 
 def _find_uniform_settings(tuner: Tuner) -> UniformSettings | None:
-    """Return the best settings that do not vary between layers."""
-    # With no repeating units, the search has nothing between all layers and none.
+    """Return the best settings that are the same for all layers."""
+    # Without repeats of the layer pattern, the search can only offload all layers or none.
     tuner.space.num_repeats = 0
     best = tuner.propose()
     if best is None:
@@ -214,8 +214,10 @@ def _placements(tuner: Tuner, schedule: Settings) -> Iterator[Settings]:
 def main() -> None:
     """Run the searches for the pairs, and write the rows and the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pairs", nargs="*", metavar="PAIR", help=", ".join(PAIRS))
-    parser.add_argument("--estimate", action="store_true", help="do not compile")
+    parser.add_argument("pairs", nargs="*", metavar="PAIR", help="pairs to run; default: all of " + ", ".join(PAIRS))
+    parser.add_argument(
+        "--estimate", action="store_true", help="rank by the analytical estimate only, without compiling"
+    )
     parser.add_argument("--jsonl", type=Path, default=Path("docs/benchmarks/load_line.jsonl"))
     parser.add_argument("--page", type=Path, default=Path("docs/benchmarks/load_line.md"))
     args = parser.parse_args()

@@ -47,15 +47,15 @@ _SLOWER = 1.25
 _MOST_SLOWER = 3
 # A step with the config's own batch takes minutes here.
 _SMALLER = (("data.global_batch_size", "8"), ("data.seq_len", "128"))
-_HEAD = """# The load line by the clock
+_HEAD = """# Autotuning against measured step times
 
 GPT-2 124M with 8 rows of 128 tokens on eight CPU devices, which share two cores: the five fastest settings of the
-search by the closed form, and some that are slower, measured. `python -m tools.bench.autotune_cpu` wrote this on
-{day}: {versions}, medians of {rounds} steps, taken in turns.
+search by the analytical estimate, and some slower ones, measured. `python -m tools.bench.autotune_cpu` wrote this on
+{day}: {versions}, medians of {rounds} steps, which alternate between the settings.
 
 Ranks agree to {best:.2f} among the five best, and to {all:.2f} among all (Spearman's coefficient).
 
-| settings | the plan | measured | measured over the fastest | the plan's over its fastest |
+| settings | planned | measured | measured / fastest measured | planned / fastest planned |
 |---|---|---|---|---|
 """
 

@@ -47,7 +47,7 @@ def _choice_line(row: Mapping[str, Any]) -> str:
     if choice is None:
         return _line([row["pair"], "", "does not fit", "", "", "", "", f"{row['searched']:.0f} s", "", row["failure"]])
     limit = choice["machine"]["device_bytes"]
-    judge = "" if choice["compiled"] else " (closed form)"
+    judge = "" if choice["compiled"] else " (estimate)"
     overrides = flags(Setting(*pair) for pair in choice["settings"])
     cells = [
         row["pair"],

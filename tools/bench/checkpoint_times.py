@@ -48,8 +48,8 @@ def time_call(function: Callable[[], Any]) -> str:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", default=tempfile.gettempdir(), help="checkpoints are written below it")
-    parser.add_argument("--leaves", type=int, default=8, help="of 64 MiB each")
+    parser.add_argument("--directory", default=tempfile.gettempdir(), help="folder to write checkpoints in")
+    parser.add_argument("--leaves", type=int, default=8, help="number of leaves, of 64 MiB each")
     args = parser.parse_args()
     devices = jax.device_count()
     sharding = NamedSharding(jax.make_mesh((devices,), ("fsdp",)), PartitionSpec(None, "fsdp"))

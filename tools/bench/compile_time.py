@@ -41,9 +41,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="cpu-1")
     parser.add_argument("--depths", type=int, nargs=2, default=(8, 80), metavar="LAYERS")
-    parser.add_argument("--memory", action="store_true", help="the table of the fields of memory")
-    parser.add_argument("--config", default="nanogpt-cpu", help="with --memory")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--memory", action="store_true", help="compare the fields of `memory` instead of depths")
+    parser.add_argument("--config", default="nanogpt-cpu", help="config for --memory")
+    parser.add_argument("--rounds", type=int, default=3, help="compilations of each row; the fastest counts")
     args = parser.parse_args()
     targets.set_environment(args.target)
 
@@ -73,7 +73,7 @@ def _measure_compile(name: str, fields: dict[str, str], target: targets.Target) 
     program = Program(config.instantiate(), target.devices()[:1])
     step: Any = compile_step(program, target, None)
     # A program that is called several times is compiled only once.
-    num_programs = len({id(call) for call in step.ledger.calls})
+    num_programs = len({id(call) for call in step.tracker.calls})
     return step.seconds, time.perf_counter() - start, num_programs
 
 

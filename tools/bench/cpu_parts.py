@@ -210,7 +210,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--xla_flags", default="")
-    parser.add_argument("--only", choices=["jax", "torch"], help="prints JSON; what the processes of a round do")
+    parser.add_argument(
+        "--only", choices=["jax", "torch"], help="time one framework and print JSON; used for the processes of a round"
+    )
     args = parser.parse_args()
     size = SIZES[args.size]
     if args.only is not None:

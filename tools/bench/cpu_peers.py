@@ -236,12 +236,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=lambda text: _names(text, list(SIZES)), default=list(SIZES))
     parser.add_argument("--contestants", type=lambda text: _names(text, list(NAMES)), default=DEFAULT)
-    parser.add_argument("--rounds", type=int, default=20, help="turns of each contestant")
-    parser.add_argument("--steps", type=int, help="steps of a turn; by default what suits the size")
+    parser.add_argument("--rounds", type=int, default=20, help="number of turns of each contestant")
+    parser.add_argument("--steps", type=int, help="steps per turn; default: depends on the size")
     parser.add_argument(
-        "--first_step", type=int, default=3, metavar="N", help="starts of `plimsoll train`, cold and cached"
+        "--first_step", type=int, default=3, metavar="N", help="number of starts of `plimsoll train`, cold and cached"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="all turns, versions, date and command go there")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write all turns, versions, date and command to FILE"
+    )
     args = parser.parse_args(argv)
     if len(args.contestants) < 2:
         parser.error("--contestants: expected two or more; they are compared with the first one")

@@ -79,8 +79,8 @@ def estimate_peak(pair: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, required=True, help="what was compiled; read and added to")
-    parser.add_argument("--only", default="", help="compile only pairs that contain this; '-' compiles none")
+    parser.add_argument("--results", type=Path, required=True, help="file with compiled results; new ones are added")
+    parser.add_argument("--only", default="", help="compile only pairs that contain this text; '-' compiles none")
     args = parser.parse_args()
     known = json.loads(args.results.read_text()) if args.results.exists() else {}
     for pair in PAIRS:

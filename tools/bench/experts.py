@@ -73,7 +73,9 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description="A mixture of experts beside an MLP of as many active multiply-adds.")
+    parser = argparse.ArgumentParser(
+        description="Time of a mixture of experts relative to an MLP with as many active multiply-adds."
+    )
     defaults = {"tokens": 2048, "dim": 512, "hidden": 1408, "experts": 8, "top_k": 2, "rounds": 10}
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)

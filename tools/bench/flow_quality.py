@@ -76,8 +76,12 @@ def _spread(values: list[Any], unit: str = "") -> str:
 def main(argv: list[str]) -> int:
     """Print the tables and return 0."""
     parser = weights.parser("flow_quality", __doc__, hf=False)
-    parser.add_argument("--draws", type=int, default=8, metavar="N", help="of noise, and of samples; default 8")
-    parser.add_argument("--temperature", type=float, nargs="+", default=[1.0], help="of samples; several may be given")
+    parser.add_argument(
+        "--draws", type=int, default=8, metavar="N", help="number of draws of noise and of samples; default 8"
+    )
+    parser.add_argument(
+        "--temperature", type=float, nargs="+", default=[1.0], help="temperatures of the samples; default 1"
+    )
     args, overrides = weights.parse(parser, argv)
     if args.draws < 1:
         raise cli.UsageError(f"--draws={args.draws}: expected at least 1")
@@ -117,7 +121,9 @@ def main(argv: list[str]) -> int:
     ]
     tables = [
         TableSection("bits per dimension", [[name, _spread(values)] for name, values in bits.items()]),
-        TableSection("nearest neighbour is of the same set", [["beside", "all", "held-out", "the others"], *parts]),
+        TableSection(
+            "nearest neighbor is in the same set", [["compared with", "all", "held-out", "the others"], *parts]
+        ),
         TableSection("about", about),
     ]
     print(render(tables), end="")

@@ -131,7 +131,7 @@ def report(name: str, target: str | None, num_tokens: int) -> None:
     offloaded = num_bytes(made.trained, "host")
     if offloaded and targets.resolve(target).platform != "tpu":
         # JAX would trace the program as if everything were on the device.
-        print(f"{name} on {target}: not planned, as JAX knows of no host memory of a GPU that is not there")
+        print(f"{name} on {target}: not planned: JAX supports host memory of a GPU only if the GPU is attached")
         return
     tokens = jax.ShapeDtypeStruct((num_tokens + 1,), jnp.int32)
     plan = pl.plan_function(
@@ -152,7 +152,8 @@ def report(name: str, target: str | None, num_tokens: int) -> None:
     peak = plan.peak_bytes
     print(
         f"{name} on {target}: peak {peak / MIB:.0f} MiB ({peak / MIB / 1024:.2f} GiB); weights "
-        f"{weights / MIB:.0f}, state {(state - weights) / MIB:.0f}, on the host {offloaded / MIB:.0f}, a layer's gradient "
+        f"{weights / MIB:.0f}, state {(state - weights) / MIB:.0f}, on the host {offloaded / MIB:.0f}, "
+        f"a layer's gradient "
         f"{gradient / MIB:.0f}, inputs of layers {inputs / MIB:.0f}, held by a pull-back {held / MIB:.0f} MiB; peak / "
         f"(weights, state) {peak / state:.3f}, with gradient and inputs {peak / (state + gradient + inputs):.3f}, with "
         f"the pull-back {peak / (state + gradient + inputs + held):.3f}"
@@ -162,9 +163,13 @@ def report(name: str, target: str | None, num_tokens: int) -> None:
 def main() -> None:
     """Print the figures of the named settings."""
     parser = argparse.ArgumentParser(description="Bytes of a hand-written Llama 2 7B.")
-    parser.add_argument("names", nargs="*", default=list(SETTINGS), help=f"of {', '.join(SETTINGS)}")
-    parser.add_argument("--target", help="one device, such as v5e-1, v5p-8 or h200x1; by default each setting's own")
-    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument(
+        "names", nargs="*", default=list(SETTINGS), help=f"settings to plan; default: {', '.join(SETTINGS)}"
+    )
+    parser.add_argument(
+        "--target", help="target with one device, such as v5e-1 or h200x1; default: the target of each setting"
+    )
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens per sequence")
     options = parser.parse_args()
     for name in options.names:
         report(name, options.target, options.tokens)

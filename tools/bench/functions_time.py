@@ -222,7 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("layers", 12), ("dim", 512), ("tokens", 256), ("rounds", 15)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--only", nargs="*", help="names of contestants, with their references")
+    parser.add_argument("--only", nargs="*", help="time only these contestants and their references")
     options = parser.parse_args()
     hidden = options.dim * 8 // 3 // 64 * 64
     model = JaxLlama(options.layers, options.dim, options.dim // 64, hidden, 4096, jnp.float32)

@@ -210,7 +210,7 @@ def main(argv: list[str] | None = None) -> int:
     row_of_machine = run(machine, args.dry, 300, log)
     date, command = datetime.datetime.now().astimezone().isoformat(timespec="seconds"), shlex.join(sys.argv)
     facts, rows = {"date": date, "command": command, "dry": args.dry, "machine": row_of_machine}, list[Row]()
-    print(f"{date}  {json.dumps(row_of_machine)}\nwhat the rows print: {log}", flush=True)
+    print(f"{date}  {json.dumps(row_of_machine)}\noutput of the rows: {log}", flush=True)
     for part in PARTS if "all" in args.parts else args.parts:
         end = time.monotonic() + 60 * args.minutes
 
@@ -230,7 +230,10 @@ def main(argv: list[str] | None = None) -> int:
                 rows.append(row)
                 args.out.write_text(json.dumps({**facts, "rows": rows}, indent=1))
                 print(f"[{row['part']}] {row['name']}: {row['status']}; {text(row)}", flush=True)
-    print("dry run: the figures mean nothing\n" * args.dry + "\n| part | row | result | figures |\n|---|---|---|---|")
+    print(
+        "dry run: the figures are not measurements\n" * args.dry
+        + "\n| part | row | result | figures |\n|---|---|---|---|"
+    )
     for row in rows:
         print(f"| {row['part']} | {row['name']} | {row['status']} | {text(row)} |")
     return int(any(row["status"] in BAD for row in [facts["machine"], *rows]))

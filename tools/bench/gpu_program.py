@@ -32,7 +32,9 @@ _Group = TypeVar("_Group", bound=Hashable)
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, "h100, h200, h100x8")
-    parser.add_argument("--top", type=int, default=25, metavar="N", help="how many of the largest kernels (25)")
+    parser.add_argument(
+        "--top", type=int, default=25, metavar="N", help="number of largest kernels to show; default 25"
+    )
     return parser
 
 
@@ -129,7 +131,7 @@ def _products(kernels: list[GpuKernel]) -> TableSection:
     products = [one for one in kernels if one.flops]
     for (dtype, maker), members in _group_kernels(products, lambda one: (one.dtype, one.maker)):
         rows.append([dtype, maker, *_cells(members)])
-    return TableSection("matrix products by dtype, attention's among them", rows, numbers=True)
+    return TableSection("matrix products by dtype, including attention's", rows, numbers=True)
 
 
 def _largest(kernels: list[GpuKernel], top: int) -> TableSection:
@@ -144,7 +146,7 @@ def _largest(kernels: list[GpuKernel], top: int) -> TableSection:
 
 
 def _collectives(overlaps: list[CollectiveOverlap]) -> TableSection:
-    rows = [["collective", "mode", "runs", "GB received", "ms on the link", "of these beside kernels"]]
+    rows = [["collective", "mode", "runs", "GB received", "ms on the link", "overlapped by kernels"]]
     members: defaultdict[tuple[str, str], list[CollectiveOverlap]] = defaultdict(list)
     for one in overlaps:
         members[one.collective.kind, one.collective.mode].append(one)
@@ -155,7 +157,7 @@ def _collectives(overlaps: list[CollectiveOverlap]) -> TableSection:
         hidden = sum(one.collective.runs * min(one.seconds, one.overlapped_seconds) for one in alike)
         share = f"{hidden / seconds:.0%}" if seconds else ""
         rows.append([kind, mode, f"{runs:,}", f"{received / 1e9:.2f}", f"{1e3 * seconds:.1f}", share])
-    return TableSection("collectives of one GPU, each as if it had the link to itself", rows, numbers=True)
+    return TableSection("collectives of one GPU, each with exclusive use of the link", rows, numbers=True)
 
 
 def _comparison(step: CompiledStep, other: CompiledStep, name: str, other_name: str) -> TableSection:

@@ -56,12 +56,12 @@ ARITHMETIC = {
 _HEAD = """# The largest model on one device
 
 The largest Llama 3 (width and depth grown together, [plan.md](../plan.md#the-largest-model)) that one device trains
-with its host's memory, one row of 8192 tokens at a time. `python -m tools.bench.largest_model` wrote this on {day}: two CPU
-cores, {versions}. The bytes are those of the target's compiler for the whole step, except where a line says "closed
-form"; no step ran. "By bytes alone": what a sum of the bytes of weights, state and gradients over device and host
-allows.
+with its host's memory, one row of 8192 tokens at a time. `python -m tools.bench.largest_model` wrote this on {day}: two
+CPU cores, {versions}. The bytes are those of the target's compiler for the whole step, or of the analytical estimate
+in rows with "estimate"; no step ran. "By bytes only": the size that device and host memory allow by the sum of the
+bytes of weights, state and gradients.
 
-| machine | its host | optimizer | parameters | by bytes alone | layers | device | host | tokens/s | search | settings |
+| machine | its host | optimizer | parameters | by bytes only | layers | device | host | tokens/s | search | settings |
 |---|---|---|---|---|---|---|---|---|---|---|
 """
 
@@ -126,7 +126,7 @@ def _line(row: Mapping[str, Any]) -> str:
     if point is None:
         return f"| {' | '.join([*first, 'none'])} |\n"
     choice = point["choice"]
-    judge = "" if choice["compiled"] else " (closed form)"
+    judge = "" if choice["compiled"] else " (estimate)"
     used = "" if target.limit_bytes is None else f", {100 * choice['peak'] / target.limit_bytes:.1f}%"
     rate = point["tokens_per_second"]
     cells = [
@@ -146,9 +146,14 @@ def _line(row: Mapping[str, Any]) -> str:
 def main() -> None:
     """Search for the largest sizes, and write the rows and the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("machines", nargs="*", metavar="MACHINE", help=", ".join(MACHINES))
-    parser.add_argument("--missing", action="store_true", help="leave the rows that are there as they are")
-    parser.add_argument("--estimate", action="store_true", help="do not compile")
+    parser.add_argument(
+        "machines",
+        nargs="*",
+        metavar="MACHINE",
+        help="machines to run; default: all whose compiler is installed: " + ", ".join(MACHINES),
+    )
+    parser.add_argument("--missing", action="store_true", help="add only rows that do not exist yet")
+    parser.add_argument("--estimate", action="store_true", help="search by the analytical estimate, without compiling")
     parser.add_argument("--jsonl", type=Path, default=Path("docs/benchmarks/largest.jsonl"))
     parser.add_argument("--page", type=Path, default=Path("docs/benchmarks/largest.md"))
     args = parser.parse_args()

@@ -123,16 +123,18 @@ def line(name: str, row: Row, report: dict[str, Any]) -> str:
 def main() -> int:
     """Print the requested rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help="names of --list; all by default")
-    parser.add_argument("--list", action="store_true")
+    parser.add_argument("rows", nargs="*", metavar="ROW", help="rows to plan, as listed by --list; default: all")
+    parser.add_argument("--list", action="store_true", help="print the names and commands of all rows")
     args = parser.parse_args()
     if unknown := set(args.rows) - set(ROWS):
-        parser.error(f"no row {', '.join(unknown)}; there are {', '.join(ROWS)}")
+        parser.error(f"no row {', '.join(unknown)}; valid: {', '.join(ROWS)}")
     rows = {name: ROWS[name] for name in args.rows or ROWS}
     if args.list:
         print("\n".join(f"{name}: plimsoll plan {' '.join(command(row))}" for name, row in rows.items()))
         return 0
-    print("| row | config, target, tokens a device | peak | with gaps | peak / state | on the host | hosted layout |")
+    print(
+        "| row | config, target, tokens per device | peak | with gaps | peak / state | on the host | offloaded layout |"
+    )
     print("|---|---|---|---|---|---|---|", flush=True)
     missing = []
     for name, row in rows.items():

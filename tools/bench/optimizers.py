@@ -108,7 +108,9 @@ def search(name: str, results: StoredResults, args: Namespace) -> None:
     """Do the missing runs of a row: its rates, one more beyond an edge, then the other seeds at the best rate."""
     row = ROWS[name]
     if isinstance(row.rates, str) and not results.runs(row.rates, args.steps):
-        raise cli.UsageError(f"row {name} takes the best learning rate of {row.rates}, which has no results; run that")
+        raise cli.UsageError(
+            f"row {name} takes the best learning rate of {row.rates}, which has no results; run that row"
+        )
     mark = trace(row, args)
 
     def bits(rate: float, seed: int) -> float:
@@ -212,7 +214,7 @@ def tables(names: list[str], results: StoredResults, args: Namespace) -> str:
     for weights in (False, True):
         if not (own := [name for name in names if ROWS[name].weights == weights]):
             continue
-        head = ["bf16 weights" if weights else "optimizer", "B/param", "7B", "7B hosted: device", "host"]
+        head = ["bf16 weights" if weights else "optimizer", "B/param", "7B", "7B offloaded: device", "host"]
         head += ["step, wall", "step, processor", "learning rate", "bits per byte"]
         head += [f"to {ROWS[ROWS[own[0]].baseline].title}", "loses quality"]
         text += f"\n| {' | '.join(head)} |\n{'|---' * len(head)}|\n"
@@ -236,15 +238,21 @@ def parser() -> cli.Parser:
     """Build the argument parser."""
     parser = cli.Parser("optimizers", __doc__, takes_config=False)
     parser.add_argument("--results", type=Path, default=Path("docs/benchmarks/optimizers.jsonl"), metavar="FILE")
-    parser.add_argument("--rows", default=",".join(ROWS), help="which, by name: " + ", ".join(ROWS))
+    parser.add_argument("--rows", default=",".join(ROWS), help="names of the rows; default: all of " + ", ".join(ROWS))
     parser.add_argument("--config", default=MODEL, help="a named config, or path/to/file.py:NAME")
     parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--seeds", type=int, default=3, help="of the best rate")
-    parser.add_argument("--extend", type=int, default=1, help="how many rates beyond an edge that is the best")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds for the best learning rate")
+    parser.add_argument("--extend", type=int, default=1, help="number of rates to try beyond an edge that is the best")
     parser.add_argument("--eval-batches", type=int, default=50)
-    parser.add_argument("--data", default="~/.cache/plimsoll/optimizers", help="where tokens are kept")
-    parser.add_argument("--times", type=int, default=0, metavar="ROUNDS", help="measure step times instead")
-    parser.add_argument("--print", action="store_true", help="train nothing")
+    parser.add_argument("--data", default="~/.cache/plimsoll/optimizers", help="folder for the tokenized data")
+    parser.add_argument(
+        "--times",
+        type=int,
+        default=0,
+        metavar="ROUNDS",
+        help="measure step times over this many rounds instead of training",
+    )
+    parser.add_argument("--print", action="store_true", help="print stored results without training")
     return parser
 
 

@@ -82,12 +82,16 @@ def row(verb: str, kind: str, output: TimedOutput) -> str:
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--verb", action="append", metavar="NAME", help="a row of the table; default: all")
-    parser.add_argument("--kind", choices=["pipe", "terminal"], help="default: both")
+    parser.add_argument("--verb", action="append", metavar="NAME", help="measure only this verb; repeatable")
+    parser.add_argument("--kind", choices=["pipe", "terminal"], help="output to measure; default: both")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="PATH=VALUE", help="an override of train's config"
+        "--set",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help="override a field of train's config; repeatable",
     )
-    parser.add_argument("--keep", metavar="DIR", help="write what was heard there")
+    parser.add_argument("--keep", metavar="DIR", help="write the recorded output to DIR")
     args = parser.parse_args()
     print(f"seconds of wall time; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     print("| verb | kind | first character | longest silence | after | in all | exit code |")

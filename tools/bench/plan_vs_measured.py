@@ -64,8 +64,8 @@ def measure(fields: list[str]) -> dict[str, Any]:
         config.override(*field.split("=", 1))
     target = resolve("local")
     report = compile_report("gpt2-124m", config, target, None, phases=False)
-    found = {"predicted": report["device_allocated_bytes"], "limit": target.limit_bytes, "closed form": 0}
-    found["closed form"] = report["estimate"]["device_peak_bytes"]
+    found = {"predicted": report["device_allocated_bytes"], "limit": target.limit_bytes}
+    found["estimate"] = report["estimate"]["device_peak_bytes"]
     program = Program(config.instantiate())
     shape = program.batch_specs["tokens"].shape
     batch = {"tokens": np.zeros(shape, np.int32), "targets": np.zeros(shape, np.int32), "weights": np.ones(shape, "f4")}
@@ -94,8 +94,10 @@ def _high_water() -> int:
 def main() -> None:
     """Run every shape and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--gib", type=float, help="device memory to make shapes for")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--gib", type=float, help="device memory in GiB that the shapes are made for; default: this device's"
+    )
+    parser.add_argument("--json", type=Path, help="append a JSON line for each shape to this file")
     parser.add_argument("--fields", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.fields:
@@ -104,7 +106,7 @@ def main() -> None:
     probe = "import jax; d = jax.devices()[0]; print(d.platform, (d.memory_stats() or {}).get('bytes_limit', 0))"
     platform, limit = subprocess.check_output([sys.executable, "-c", probe], text=True, cwd=ROOT).split()[-2:]
     gib = args.gib or (int(limit) / 2**30 if int(limit) else CPU_GIB)
-    print("| share | layers, batch | predicted GiB | measured GiB | error | closed form |\n|---|---|---|---|---|---|")
+    print("| share | layers, batch | predicted GiB | measured GiB | error | estimate |\n|---|---|---|---|---|---|")
     for share in SHARES:
         fields = shape(share * gib, platform == "cpu")
         command = [sys.executable, "-m", "tools.bench.plan_vs_measured", "--fields", *fields]
@@ -121,8 +123,8 @@ def main() -> None:
         measured = row["measured"]
         shown = f"{measured / 2**30:.3f}" if measured else "out of memory"
         error = f"{100 * (row['predicted'] / measured - 1):+.1f}%" if measured else "-"
-        closed = f"{100 * (row['closed form'] / row['predicted'] - 1):+.1f}%"
-        cells = [f"{share:.2f}", ", ".join(sizes), f"{row['predicted'] / 2**30:.3f}", shown, error, closed]
+        estimate = f"{100 * (row['estimate'] / row['predicted'] - 1):+.1f}%"
+        cells = [f"{share:.2f}", ", ".join(sizes), f"{row['predicted'] / 2**30:.3f}", shown, error, estimate]
         print(f"| {' | '.join(cells)} |", flush=True)
 
 

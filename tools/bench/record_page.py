@@ -163,10 +163,10 @@ def page(facts: list[PublicFact], results: dict[int, PlannedFact]) -> str:
     lines = [
         "# The public record, planned",
         "",
-        "What others published of memory and speed, beside our plan of the nearest setting. Each line of",
-        "`tools/bench/public_record.jsonl` has its source with a quote, and what differs in their implementation.",
-        f"Made by `python -m tools.bench.record_plans` from plans of {days}, with the target's own compiler and",
-        "without the machine; `--table` makes the page of the plans that are there.",
+        "Published memory and speed of training, next to our plan of the nearest setting. Each line of",
+        "`tools/bench/public_record.jsonl` has its source with a quote, and the differences of the implementation.",
+        f"`python -m tools.bench.record_plans` wrote this page from plans of {days}, made by the target's own compiler",
+        "without the machine; `--table` writes it again from the existing plans.",
         "",
         *_sums("All facts", rows),
         *_sums("Programs like ours", like_ours),
@@ -174,20 +174,20 @@ def page(facts: list[PublicFact], results: dict[int, PlannedFact]) -> str:
         "## Programs like ours",
         "",
         "A compiler makes both programs (XLA or torch.compile), rows have one length, and the source, or its code,",
-        "says what a layer keeps for the backward pass and what is cut over devices.",
+        "specifies what a layer saves for the backward pass and what is sharded over devices.",
         "",
         *_table(like_ours),
         "",
         "## Other programs",
         "",
-        "Eager PyTorch keeps what a compiler does not, and rows of their own length have a peak that belongs to the",
-        "longest. So a verdict of ours says what *our* program needs, not what theirs does.",
+        "Eager PyTorch saves arrays that a compiler does not, and with rows of different lengths, the longest one",
+        "determines the peak. So our verdict describes the memory of *our* program, not of theirs.",
         "",
         *_table(others),
         "",
         "## Not planned",
         "",
-        "| fact | why nothing of ours comes near |",
+        "| fact | why there is no similar setting |",
         "|---|---|",
         *_list_unplanned(facts, results),
     ]
@@ -199,14 +199,14 @@ def _sums(title: str, rows: list[JudgedFact]) -> list[str]:
     planners = "all by the compiler" if sums.compiled == sums.planned else f"{sums.compiled} of them by the compiler"
     line = f"- **{title}**: {sums.planned} planned, {planners}. "
     line += f"Verdicts agree for {sums.right} ({100 * sums.right / max(sums.planned, 1):.0f}%). "
-    line += f"Of what ran out of memory we say that {sums.false_fits} fit with more than 5% to spare, and "
+    line += (
+        f"Of the settings that ran out of memory, {sums.false_fits} fit by our plan with more than 5% to spare, and "
+    )
     line += f"{sums.at_the_limit} with less. "
-    line += f"Of {sums.peaks} published peaks the median error is {100 * sums.median_error:.0f}%, and "
+    line += f"The median error for {sums.peaks} published peaks is {100 * sums.median_error:.0f}%, and "
     line += f"{len(sums.beyond)} are off by more than 25%, each with a reason."
     if sums.median_rate_ratio is not None:
-        line += (
-            f" Of {sums.rates} published rates our estimate is {sums.median_rate_ratio:.2f} times theirs in the median."
-        )
+        line += f" For {sums.rates} published rates, the median ratio of our estimate is {sums.median_rate_ratio:.2f}."
     return [line]
 
 

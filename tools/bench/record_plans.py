@@ -88,19 +88,23 @@ def _matches(fact: PublicFact, words: list[str]) -> bool:
 def main(argv: list[str]) -> int:
     """Plan facts and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--estimate", action="store_true", help="by the closed form: seconds each")
-    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="facts that have all these words")
     parser.add_argument(
-        "--lines", nargs="*", type=int, default=[], metavar="N", help="with --maxtext: these facts alone"
+        "--estimate", action="store_true", help="plan by the analytical estimate, which takes seconds per fact"
     )
-    parser.add_argument("--missing", action="store_true", help="those alone that no compiler has judged")
+    parser.add_argument(
+        "--only", nargs="*", default=[], metavar="WORD", help="plan only facts that contain all these words"
+    )
+    parser.add_argument(
+        "--lines", nargs="*", type=int, default=[], metavar="N", help="with --maxtext: plan only these facts"
+    )
+    parser.add_argument("--missing", action="store_true", help="plan only facts that no compiler has judged yet")
     parser.add_argument(
         "--maxtext",
         type=Path,
         metavar="PYTHON",
-        help="of an environment that has MaxText: plan its recipes for TPUs by its own steps",
+        help="Python of an environment with MaxText: plan its recipes for TPUs by its own steps",
     )
-    parser.add_argument("--table", action="store_true", help="write the page alone")
+    parser.add_argument("--table", action="store_true", help="only write the page")
     args = parser.parse_args(argv)
     facts = read_record()
     if args.maxtext is not None:

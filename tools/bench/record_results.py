@@ -48,7 +48,7 @@ class PlannedFact:
     def by(self) -> str:
         """The method that judged the fact."""
         if not self.compiled:
-            return "closed form"
+            return "estimate"
         return "compiler, MaxText's own step" if self.is_by_maxtext else "compiler"
 
 

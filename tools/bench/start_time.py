@@ -251,9 +251,13 @@ def main() -> int:
     if report := os.environ.get(REPORT_VARIABLE):
         return train_with_sampler(Path(report), sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", action="append", metavar="NAME", help=f"default: {', '.join(DEFAULT_CONFIGS)}")
-    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="an override of the config")
-    parser.add_argument("--repeats", type=int, default=1, help="the least of so many starts counts")
+    parser.add_argument(
+        "--config", action="append", metavar="NAME", help=f"config to start; default: {', '.join(DEFAULT_CONFIGS)}"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="override a field of the config; repeatable"
+    )
+    parser.add_argument("--repeats", type=int, default=1, help="number of starts; the fastest one counts")
     parser.add_argument("--programs", action="store_true", help="list the programs that a cold start compiles")
     args = parser.parse_args()
     for config in args.config or DEFAULT_CONFIGS:

@@ -1,7 +1,7 @@
 """Steps compiled for TPUs and GPUs, for analysis: compiled here, saved to a folder, or read from one.
 
 A folder contains the compiler's text (hlo.txt, or hlo-000.txt, ... if a step consists of several programs) and
-meta.json, which is an `StepInfo`. The step of any framework can be stored this way.
+meta.json, which is a `StepInfo`. The step of any framework can be stored this way.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class CompiledStep:
 def add_arguments(parser: argparse.ArgumentParser, targets_like: str) -> None:
     """Add the arguments that select a step and where to save it; `targets_like` are examples of targets."""
     add = parser.add_argument
-    add("target", nargs="?", help=f"what to compile for: {targets_like}, see `plimsoll plan`")
-    add("--config", metavar="NAME", help="a named config; --config.PATH=VALUE overrides one field")
-    add("--program", type=Path, metavar="DIR", help="read the step that was kept there instead of compiling one")
-    add("--against", type=Path, metavar="DIR", help="print the step that was kept there beside this one")
-    add("--save", type=Path, metavar="DIR", help="keep the compiled text and what is known of it")
+    add("target", nargs="?", help=f"machine to compile for, such as {targets_like}; see `plimsoll plan`")
+    add("--config", metavar="NAME", help="named config; --config.PATH=VALUE overrides a field")
+    add("--program", type=Path, metavar="DIR", help="read a saved step from DIR instead of compiling one")
+    add("--against", type=Path, metavar="DIR", help="print the step saved in DIR next to this one")
+    add("--save", type=Path, metavar="DIR", help="save the compiled text and its metadata in DIR")
 
 
 def load_or_compile_step(
@@ -151,7 +151,7 @@ def _compile(command: Command, target: Target) -> CompiledStep:
         raise UsageError(f"{command.spec} on {target.name}: {step.message}")
     experiment = program.experiment
     tokens = experiment.data.global_batch_size * experiment.data.seq_len
-    traced = sum_flops(program.backend.step_jaxprs(step.ledger)).flops
+    traced = sum_flops(program.backend.step_jaxprs(step.tracker)).flops
     parts = _parts(step)
     about = StepInfo(
         name=command.spec,
@@ -171,8 +171,8 @@ def _compile(command: Command, target: Target) -> CompiledStep:
 
 def _parts(step: CompiledProgram) -> list[StepProgram]:
     """Return the distinct programs of a step."""
-    assert step.ledger is not None, "refused steps have none"
-    calls = Counter(call.about.text for call in step.ledger.calls)
+    assert step.tracker is not None, "refused steps have none"
+    calls = Counter(call.about.text for call in step.tracker.calls)
     return [StepProgram(Module(text), runs) for text, runs in calls.items()]
 
 

@@ -126,12 +126,12 @@ def section(rows: Sequence[StepTimeRow]) -> TableSection:
 def main(argv: list[str]) -> int:
     """Plan and train each setting, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of training, for each setting (8)")
-    parser.add_argument("--only", default="", metavar="WORD", help="settings that have this word")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the rows as JSON too")
+    parser.add_argument("--seconds", type=float, default=8.0, help="seconds of training per setting; default 8")
+    parser.add_argument("--only", default="", metavar="WORD", help="run only settings that contain WORD")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="also write the rows to FILE as JSON")
     args = parser.parse_args(argv)
     if rates_store.load("cpu") is None:
-        raise cli.UsageError("this machine was never measured: plimsoll calibrate")
+        raise cli.UsageError("this machine is not calibrated; run plimsoll calibrate")
     rows = []
     for setting_args in SETTINGS:
         setting = " ".join(setting_args).replace("--config.", "").replace("--config=", "")

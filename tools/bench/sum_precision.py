@@ -149,7 +149,7 @@ def all_layers(tokens: int, dtype: str) -> Iterator[Row]:
 
 
 def measure_shared_layer(dtype: str) -> Row:
-    """Return the row of the gradient of a layer that all units of a stack share."""
+    """Return the row of the gradient of a layer that is shared throughout a stack."""
     stack = Stack(dim=DIM, num_layers=2 * USES, pattern=[config_for(AddShift), config_for(AddShift)], shared=[1])
     own = {"block0": {"shift": jnp.zeros((USES, DIM), dtype)}}
     shared = {"block1": {"shift": jnp.zeros(DIM, dtype)}}
@@ -196,7 +196,7 @@ def learner_rows(dtype: str) -> Iterator[Row]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=1 << 16, help=f"a multiple of {LENGTH}")
+    parser.add_argument("--tokens", type=int, default=1 << 16, help=f"number of tokens; a multiple of {LENGTH}")
     tokens = parser.parse_args().tokens
     if tokens <= 0 or tokens % LENGTH:
         parser.error(f"--tokens: expected a multiple of {LENGTH}, given {tokens}")

@@ -115,8 +115,13 @@ def main() -> None:
     """Print a line for each tokenizer."""
     parser = argparse.ArgumentParser(description="Speed of `plimsoll prepare`.")
     parser.add_argument("--workers", default="1,2", help="numbers of workers to compare")
-    parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("--megabytes", type=float, default=20.0, help="of text; short runs find quiet moments")
+    parser.add_argument("--repeats", type=int, default=4, help="repeats of each measurement; the fastest counts")
+    parser.add_argument(
+        "--megabytes",
+        type=float,
+        default=20.0,
+        help="megabytes of text; with less text, a repeat is less likely to be disturbed",
+    )
     args = parser.parse_args()
     counts = [int(text) for text in args.workers.split(",")]
     with tempfile.TemporaryDirectory() as temporary:
@@ -130,7 +135,9 @@ def main() -> None:
             "tokenizer.json, 32,000 ids": read_back(folder / "large" / "tokenizer.json", 32_000),
         }
         print(f"{num_bytes / 1e6:.0f} MB of text, {usable_cores()} cores, the best of {args.repeats}; MB/s, MB for a")
-        print("second of processor time, and MB for a second of what is not shared out among threads or workers")
+        print(
+            "second of processor time, and MB for a second of the work that is not distributed over threads or workers"
+        )
         print(f"{'':30}" + "".join(f"{f'--workers={count}':>31}" for count in counts))
         for name, tokenizer in tokenizers.items():
             runs_by_count: dict[int, list[TokenizationTime]] = {count: [] for count in counts}

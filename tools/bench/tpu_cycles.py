@@ -72,7 +72,7 @@ def row(setting: str, report: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, required=True, help="what was compiled; read and added to")
+    parser.add_argument("--results", type=Path, required=True, help="file with compiled results; new ones are added")
     args = parser.parse_args()
     reports = json.loads(args.results.read_text()) if args.results.exists() else {}
     for setting in SETTINGS:

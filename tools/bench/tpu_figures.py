@@ -104,8 +104,8 @@ class HostFigures(NamedTuple):
         num_bytes, transfers: bytes moved, and number of transfers.
         seconds: seconds that the link takes.
         hidden: share of these seconds in which the chip worked; None if nothing is moved.
-        hidden_without_contention: share of the bytes that the work between the start and the end of a transfer would hide if the
-            transfer had the link to itself; None if nothing is moved.
+        hidden_without_contention: share of the bytes that the work between the start and the end of a transfer would
+            hide if the transfer had the link to itself; None if nothing is moved.
     """
 
     num_bytes: float

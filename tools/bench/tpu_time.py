@@ -35,14 +35,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, "v5e-16, v5p-128, v6e-8")
     add = parser.add_argument
-    add("--top", type=int, default=25, metavar="N", help="how many of the largest operations (25)")
+    add("--top", type=int, default=25, metavar="N", help="number of largest operations to show; default 25")
     add(
         "--category",
         choices=get_args(WorkCategory),
         metavar="NAME",
-        help=f"of one kind: {', '.join(get_args(WorkCategory))}",
+        help=f"show only operations of this category: {', '.join(get_args(WorkCategory))}",
     )
-    add("--json", type=Path, metavar="FILE", help="write all figures")
+    add("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     return parser
 
 
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
     spec, overrides, rest = cli.split(argv)
     args = _parser().parse_args(rest)
     if args.json and not args.json.absolute().parent.is_dir():
-        raise cli.UsageError(f"no directory {args.json.absolute().parent} to write {args.json.name} into")
+        raise cli.UsageError(f"--json={args.json}: the folder {args.json.absolute().parent} does not exist")
     other = count_step(load(args.against)) if args.against else None
     step = load_or_compile_step(args, spec, overrides, check=TpuRates.look_up)
     this = count_step(step)

@@ -38,15 +38,15 @@ _SCRIPT = Path(__file__).with_name("maxtext_step.py")
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("target", help="v5e-16, v5p-128, v6e-8: Plimsoll and MaxText call them alike")
-    add("--python", type=Path, required=True, metavar="FILE", help="of the environment that has MaxText")
-    add("--config", required=True, metavar="NAME", help="the Plimsoll config of the same model")
-    add("--model", metavar="NAME", help="what MaxText calls it (model_name); by default as --config")
-    add("--batch", type=int, default=1, help="sequences on each device (1)")
-    add("--length", type=int, required=True, help="tokens of a sequence")
-    add("--save", type=Path, required=True, metavar="DIR", help="keep the compiled text and what is known of it")
-    add("--against", type=Path, metavar="DIR", help="print the step that was kept there beside this one")
-    add("--top", type=int, default=25, metavar="N", help="how many of the largest operations (25)")
+    add("target", help="machine, such as v5e-16; Plimsoll and MaxText use the same names")
+    add("--python", type=Path, required=True, metavar="FILE", help="Python of the environment with MaxText")
+    add("--config", required=True, metavar="NAME", help="Plimsoll config of the same model")
+    add("--model", metavar="NAME", help="model_name in MaxText; default: the value of --config")
+    add("--batch", type=int, default=1, help="sequences per device; default 1")
+    add("--length", type=int, required=True, help="tokens per sequence")
+    add("--save", type=Path, required=True, metavar="DIR", help="save the compiled text and its metadata in DIR")
+    add("--against", type=Path, metavar="DIR", help="print the step saved in DIR next to this one")
+    add("--top", type=int, default=25, metavar="N", help="number of largest operations to show; default 25")
     add("field", nargs="*", metavar="FIELD=VALUE", help="fields of MaxText's config")
     return parser
 
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     target = targets.resolve(args.target)
     TpuRates.look_up(target.spec)  # raises for a target without known rates before minutes of compiling
     if not args.python.is_file():
-        raise cli.UsageError(f"--python={args.python}: expected the Python of an environment that has MaxText")
+        raise cli.UsageError(f"--python={args.python}: expected the Python of an environment with MaxText")
     if wrong := [field for field in args.field if "=" not in field]:
         raise cli.UsageError(f"{wrong[0]}: expected FIELD=VALUE, a field of MaxText's config")
     other = count_step(load(args.against)) if args.against else None
@@ -85,8 +85,8 @@ def _step(args: argparse.Namespace, target: Target) -> CompiledStep:
     settings = [*(f"{name}={value}" for name, value in fields.items()), *args.field]
     with tempfile.TemporaryDirectory(prefix="plimsoll-maxtext-") as name:
         folder = Path(name)
-        beside = ["dataset_type=synthetic", f"base_output_directory={folder}", "run_name=count", "jax_cache_dir="]
-        _run([str(args.python), str(_SCRIPT), str(folder), *beside, *settings])
+        run_fields = ["dataset_type=synthetic", f"base_output_directory={folder}", "run_name=count", "jax_cache_dir="]
+        _run([str(args.python), str(_SCRIPT), str(folder), *run_fields, *settings])
         found = json.loads((folder / "step.json").read_text())
         peak_bytes = buffers.read_dump(folder / found["dump"]).live_bytes
         module = Module((folder / "hlo.txt").read_text())

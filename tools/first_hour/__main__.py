@@ -28,9 +28,9 @@ _RULE_CHARACTERS = 120
 def main() -> int:
     """Record the commands; return 0 if nothing is wrong with any of them."""
     parser = argparse.ArgumentParser(prog="python -m tools.first_hour", description="Record a newcomer's first hour.")
-    parser.add_argument("--out", help="a text file to write; without it only verdicts are printed")
-    parser.add_argument("--only", type=int, nargs="+", help="commands by their number, in the folder of --folder")
-    parser.add_argument("--folder", help="where to work; a new one by default")
+    parser.add_argument("--out", help="text file for the recording; default: print only the verdicts")
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of the commands to run, in the folder of --folder")
+    parser.add_argument("--folder", help="folder to work in; default: a new one")
     args = parser.parse_args()
     # A shell makes its background jobs ignore Ctrl-C, and their children inherit that; restore the default handler.
     signal.signal(signal.SIGINT, signal.default_int_handler)

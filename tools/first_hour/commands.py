@@ -148,9 +148,7 @@ COMMANDS = [
         "--config.memory.remat=full --config.data.global_batch_size=16",
     ),
     RecordedCommand("A plan by the compiler", "plimsoll plan --config=nanogpt-cpu --target=cpu:2"),
-    RecordedCommand(
-        "A machine that nobody has", "plimsoll plan --config=llama3-8b --target=v9e-8 --estimate", ExitCode.USAGE
-    ),
+    RecordedCommand("An unknown machine", "plimsoll plan --config=llama3-8b --target=v9e-8 --estimate", ExitCode.USAGE),
     RecordedCommand("What would a run need here?", "plimsoll train --config=nanogpt-cpu --workdir=runs/dry --dry_run"),
     RecordedCommand(
         "A run that does not fit",
@@ -159,7 +157,7 @@ COMMANDS = [
     ),
     RecordedCommand(
         "Optimizer state in host memory",
-        "plimsoll train --config=nanogpt-cpu --config.memory.optimizer_state=pinned_host --workdir=runs/hosted "
+        "plimsoll train --config=nanogpt-cpu --config.memory.optimizer_state=pinned_host --workdir=runs/offloaded "
         + _SHORT,
     ),
     RecordedCommand(
@@ -168,7 +166,7 @@ COMMANDS = [
         f"--config.learner.optimizer.learning_rate=1e-4 --workdir=runs/lion {_SHORT}",
     ),
     RecordedCommand(
-        "A layer of one's own", f"plimsoll train --config=own_layer.py:clipped --workdir=runs/own {_SHORT}"
+        "A user-defined layer", f"plimsoll train --config=own_layer.py:clipped --workdir=runs/own {_SHORT}"
     ),
     RecordedCommand("What is different in it?", "plimsoll configs diff nanogpt-cpu own_layer.py:clipped"),
     RecordedCommand(

@@ -38,7 +38,7 @@ class Slots:
 
 
 def find_tokens(batch: Mapping[str, jax.Array]) -> jax.Array | None:
-    """Return which positions are not padding, bool[B, S]; None if the batch does not tell.
+    """Return which positions are not padding, bool[B, S]; None if the batch has neither array.
 
     Args:
         batch: has `segments`, which are 0 in padding; or `weights`: no counted target depends on positions after the
@@ -94,9 +94,9 @@ def assign_slots(
     return Slots(by_token(slots_BN), tokens_BEC, by_token(is_kept_BN))
 
 
-def dispatch(x_BSD: jax.Array, places: Slots) -> jax.Array:
+def dispatch(x_BSD: jax.Array, slots: Slots) -> jax.Array:
     """Return the token of each slot, [B, E, C, D]; zeros for empty slots."""
-    return jax.vmap(_rows_or_zeros)(x_BSD, places.tokens_BEC)
+    return jax.vmap(_rows_or_zeros)(x_BSD, slots.tokens_BEC)
 
 
 def multiply_stored(
@@ -110,11 +110,11 @@ def multiply_stored(
     return jnp.einsum("beco,eio->beci" if transpose else "beci,eio->beco", x, weight_EIO)
 
 
-def collect(y_BECD: jax.Array, places: Slots) -> jax.Array:
+def collect(y_BECD: jax.Array, slots: Slots) -> jax.Array:
     """Return the result of each choice, [B, S, K, D]; zeros for dropped ones."""
     batch, num_experts, count, dim = y_BECD.shape
     y_BPD = y_BECD.reshape(batch, num_experts * count, dim)
-    return jax.vmap(_rows_or_zeros)(y_BPD, places.slots_BSK)
+    return jax.vmap(_rows_or_zeros)(y_BPD, slots.slots_BSK)
 
 
 def _rows_or_zeros(x_MD: jax.Array, indices: jax.Array) -> jax.Array:

@@ -79,7 +79,7 @@ class Experts(Layer):
     ):
         if gating is not None and (activation != "silu" or not gated):
             raise ValueError(
-                "experts.gating has a gate and an activation of its own; expected gated = True and activation = "
+                "experts.gating has its own gate and activation; expected gated = True and activation = "
                 f"'silu', given {gated} and {activation!r}"
             )
         self.dim = dim
@@ -262,8 +262,8 @@ class Experts(Layer):
     ) -> tuple[jax.Array, jax.Array]:
         assert self.capacity is not None
         is_token_BS = capacities.find_tokens(ctx.batch)
-        places = capacities.assign_slots(choice.experts_BSK, self.num_experts, self.capacity, is_token_BS)
-        x_BECD = capacities.dispatch(x_BSD, places)
+        slots = capacities.assign_slots(choice.experts_BSK, self.num_experts, self.capacity, is_token_BS)
+        x_BECD = capacities.dispatch(x_BSD, slots)
         # From here on, experts are sharded instead of sequences: the partitioner inserts an all-to-all.
         sequence_axes = tuple(axis for axis in BATCH_AXES if axis != "expert")
 
@@ -287,8 +287,8 @@ class Experts(Layer):
         h_BECF = constrain_experts(self._compute_hidden(project, x_BECD), "model")
         y_BECD = constrain_experts(project("down", h_BECF), None)
         y_BECD = checkpoint_name(y_BECD, "mlp_down")
-        y_BSKD = capacities.collect(ctx.constrain(y_BECD, BATCH_AXES, None, None, None), places)
-        return _combine_outputs(y_BSKD, choice.shares_BSK), places.is_kept_BSK
+        y_BSKD = capacities.collect(ctx.constrain(y_BECD, BATCH_AXES, None, None, None), slots)
+        return _combine_outputs(y_BSKD, choice.shares_BSK), slots.is_kept_BSK
 
     def flops_per_token(self, seq_len: int) -> float:
         """Count the K experts of a token, not all: 2 * K * (2 or 3) * D * F, and their adapters."""

@@ -43,7 +43,7 @@ def check_platform(implementation: Implementation, platform: str) -> None:
 
 
 def choose_implementation(implementation: Implementation, platform: str, dtype: Any) -> Chosen:
-    """Return the implementation for a platform (tpu, gpu or cpu) and a dtype; an explicit choice is returned as it is.
+    """Return the implementation for a platform (tpu, gpu or cpu) and a dtype; an explicit choice is returned unchanged.
 
     Raises:
         ValueError: it is a kernel for another platform.

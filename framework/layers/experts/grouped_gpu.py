@@ -104,7 +104,7 @@ def _check_size(dtype: Any, elements: int) -> None:
     """Raise ValueError if the offsets of the elements do not fit into int32, which Triton computes with."""
     if elements >= 2**31:
         raise ValueError(
-            f"the rows of all experts have {elements} elements of {dtype}; the kernels for GPU take less than 2^31: "
+            f"the rows of all experts have {elements} elements of {dtype}; the GPU kernels support fewer than 2^31: "
             "raise learner.accumulate, or set experts.implementation=blocks"
         )
 

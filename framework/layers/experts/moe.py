@@ -71,9 +71,10 @@ class MoE(Layer):
         metrics = dict(routing.metrics)
         if ctx.training and is_kept_BSK is not None:
             assert ctx.num_targets is not None, "metrics are means over targets"
-            is_dropped_BS = 1.0 - jnp.mean(is_kept_BSK, axis=-1, dtype=jnp.float32)
+            # A token counts by the share of its choices that were dropped.
+            dropped_BS = 1.0 - jnp.mean(is_kept_BSK, axis=-1, dtype=jnp.float32)
             weights_BS = ctx.batch["weights"]
-            metrics["dropped"] = jnp.sum(is_dropped_BS * weights_BS) / ctx.num_targets
+            metrics["dropped"] = jnp.sum(dropped_BS * weights_BS) / ctx.num_targets
         new_state = {"router": routing.buffers} if routing.buffers else {}
         out = Out(loss=routing.loss, metrics=metrics, layer_state=new_state)
         if self.shared is not None:

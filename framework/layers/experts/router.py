@@ -149,10 +149,10 @@ class Router(Layer):
         # step.
         missing = jnp.mean(buffers["loads"]) - buffers["loads"]
         updated = buffers["bias"] + self.bias_rate * jnp.sign(missing)
-        return jnp.where(self._begins_a_step(ctx), updated, buffers["bias"])
+        return jnp.where(self._is_first_microbatch(ctx), updated, buffers["bias"])
 
     @staticmethod
-    def _begins_a_step(ctx: Context) -> jax.Array | bool:
+    def _is_first_microbatch(ctx: Context) -> jax.Array | bool:
         """Return whether the loads contain nothing of the current step.
 
         The first microbatch of a step has the batch's first row.
@@ -168,7 +168,7 @@ class Router(Layer):
             return {} if ctx.cache else buffers
         loads_BE = scores.loads(experts_BSK, ctx.batch["weights"], self.num_experts)
         loads_E = jnp.sum(loads_BE, axis=0).astype(jnp.float32)
-        earlier_E = jnp.where(self._begins_a_step(ctx), 0.0, buffers["loads"])
+        earlier_E = jnp.where(self._is_first_microbatch(ctx), 0.0, buffers["loads"])
         return {"bias": bias_E, "loads": earlier_E + loads_E}
 
     def __call__(self, weights: dict[str, jax.Array], x_BSD: jax.Array, ctx: Context, buffers: Nested) -> Routing:

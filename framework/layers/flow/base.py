@@ -108,6 +108,11 @@ def row_keys(ctx: Context, name: str, batch: int) -> jax.Array:
     """Return a key for each of the batch's rows.
 
     In training it depends on the row's index in the global batch; otherwise it is always the same.
+
+    Args:
+        ctx: the layer's context.
+        name: name of the random draw, folded into the keys.
+        batch: number of rows.
     """
     # The noise of an evaluation is fixed, so that it gives the same figures each time.
     key = ctx.rng if ctx.training and ctx.rng is not None else jax.random.key(0)

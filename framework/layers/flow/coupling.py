@@ -63,7 +63,7 @@ class AdditiveCoupling(Bijection):
         halves = (changed, fixed) if self.flip else (fixed, changed)
         return jnp.concatenate(halves, axis=-1)
 
-    def _raw(self, net_weights: Nested, fixed: jax.Array, ctx: Context) -> jax.Array:
+    def _run_net(self, net_weights: Nested, fixed: jax.Array, ctx: Context) -> jax.Array:
         """Return the net's output for the half that stays, in the dtype of that half."""
         # The net uses the compute dtype, while x is float32 or wider.
         net_input = fixed.astype(ctx.compute_dtype)
@@ -73,14 +73,14 @@ class AdditiveCoupling(Bijection):
     def forward(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """See `Invertible.forward`."""
         fixed, changed = self._halves(x_BHWC)
-        raw = self._raw(weights["net"], fixed, ctx)
+        raw = self._run_net(weights["net"], fixed, ctx)
         y, log_det = self.change(raw, changed)
         return self._join(fixed, y), log_det
 
     def inverse(self, weights: Nested, y_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """See `Invertible.inverse`."""
         fixed, changed = self._halves(y_BHWC)
-        raw = self._raw(weights["net"], fixed, ctx)
+        raw = self._run_net(weights["net"], fixed, ctx)
         x = self.restore(raw, changed)
         x_BHWC = self._join(fixed, x)
         _, log_det = self.change(raw, x)
@@ -96,7 +96,7 @@ class AdditiveCoupling(Bijection):
         fixed, changed = self._halves(carry["x"])
 
         def net(net_weights: Nested, fixed: jax.Array) -> jax.Array:
-            return self._raw(net_weights, fixed, ctx)
+            return self._run_net(net_weights, fixed, ctx)
 
         raw, pull_net = jax.vjp(net, weights["net"], fixed)
         x = self.restore(raw, changed)
@@ -117,7 +117,7 @@ class AffineCoupling(AdditiveCoupling):
     """Maps (a, b) to (a, b * exp(s(a)) + t(a)), s = bound * tanh(. / bound); log_det = sum of s.
 
     Args:
-        dim, net, flip: see StreamCoupling.
+        dim, net, flip: see `AdditiveCoupling`.
         bound: bound of |s|. Without one, a single step could scale by more than the inverse can recover from in
             float32.
     """
@@ -136,12 +136,12 @@ class AffineCoupling(AdditiveCoupling):
         return shift, log_scale
 
     def change(self, raw: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """See `StreamCoupling.change`."""
+        """See `AdditiveCoupling.change`."""
         shift, log_scale = self._shift_and_log_scale(raw)
         y = x * jnp.exp(log_scale) + shift
         return y, sum_each(log_scale)
 
     def restore(self, raw: jax.Array, y: jax.Array) -> jax.Array:
-        """See `StreamCoupling.restore`."""
+        """See `AdditiveCoupling.restore`."""
         shift, log_scale = self._shift_and_log_scale(raw)
         return (y - shift) * jnp.exp(-log_scale)

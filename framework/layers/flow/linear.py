@@ -44,13 +44,13 @@ class ActNorm(Bijection):
         """See `Invertible.forward`; log_det = H W sum(log_scale)."""
         log_scale = weights["log_scale"]
         y = (x_BHWC + weights["bias"]) * jnp.exp(log_scale)
-        return y, _everywhere(x_BHWC, log_scale)
+        return y, _scale_log_det(x_BHWC, log_scale)
 
     def inverse(self, weights: Nested, y_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """See `Invertible.inverse`."""
         log_scale = weights["log_scale"]
         x = y_BHWC * jnp.exp(-log_scale) - weights["bias"]
-        return x, _everywhere(x, log_scale)
+        return x, _scale_log_det(x, log_scale)
 
     def calibrate(self, params: Nested, x_BHWC: jax.Array) -> Nested:
         """Return parameters for which this x leaves with mean 0 and variance 1."""
@@ -111,7 +111,7 @@ class InvertibleConv(Bijection):
         lower, upper = self._factors(weights)
         matrix = jnp.linalg.multi_dot([weights["fixed"], lower, upper], precision="highest")
         y = jnp.einsum("bhwc,dc->bhwd", x_BHWC, matrix, precision="highest")
-        return y, _everywhere(x_BHWC, weights["log_scale"])
+        return y, _scale_log_det(x_BHWC, weights["log_scale"])
 
     def inverse(self, weights: Nested, y_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """See `Invertible.inverse`."""
@@ -121,7 +121,7 @@ class InvertibleConv(Bijection):
         matrix = jax.scipy.linalg.solve_triangular(upper, half_solved)
         # In full float32 precision, which TPUs and GPUs do not use by default.
         x = jnp.einsum("bhwc,dc->bhwd", y_BHWC, matrix, precision="highest")
-        return x, _everywhere(x, weights["log_scale"])
+        return x, _scale_log_det(x, weights["log_scale"])
 
     def flops_per_token(self, seq_len: int) -> float:
         """Count 2 C^2 operations per position."""
@@ -130,7 +130,7 @@ class InvertibleConv(Bijection):
 
 @component
 class Permutation(Bijection):
-    """A fixed order of the channels, the same in all units of a stack.
+    """A fixed order of the channels, the same in all layers of a stack.
 
     Args:
         dim: C, the number of channels; set by the parent.
@@ -179,7 +179,7 @@ class Squeeze(Bijection):
         return x, jnp.zeros_like(y_BHWC[:, 0, 0, 0])
 
 
-def _everywhere(x_BHWC: jax.Array, log_scale_C: jax.Array) -> jax.Array:
+def _scale_log_det(x_BHWC: jax.Array, log_scale_C: jax.Array) -> jax.Array:
     """Return the log-determinant [B] of a scale per channel that is applied at each position."""
     batch, height, width, _ = x_BHWC.shape
     log_det = height * width * jnp.sum(log_scale_C)

@@ -128,12 +128,12 @@ class ResidualBlock(Invertible):
         if max(x_BHWC.shape[1:3]) > self.size:
             raise ValueError(f"size = {self.size}: given an image of {x_BHWC.shape[1]} x {x_BHWC.shape[2]}")
         if self.exact or (not ctx.training and math.prod(image_shape) <= self.exact_dims):
-            log_det = self._exact(weights, x_BHWC, ctx)
+            log_det = self._exact_log_det(weights, x_BHWC, ctx)
         else:
-            log_det = self._series(weights, x_BHWC, ctx)
+            log_det = self._series_log_det(weights, x_BHWC, ctx)
         return x_BHWC + self.residual(weights, x_BHWC, ctx), log_det
 
-    def _exact(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> jax.Array:
+    def _exact_log_det(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> jax.Array:
         """Compute log |det(I + J)|, [B], from dense Jacobians."""
         image_shape = x_BHWC.shape[1:]
         size = math.prod(image_shape)
@@ -148,7 +148,7 @@ class ResidualBlock(Invertible):
         _, log_det = jnp.linalg.slogdet(identity + jacobians)
         return log_det
 
-    def _series(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> jax.Array:
+    def _series_log_det(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> jax.Array:
         """Estimate log |det(I + J)|, [B], by the power series; in training, value and gradient are unbiased."""
         keys = row_keys(ctx, "noise", x_BHWC.shape[0])
 

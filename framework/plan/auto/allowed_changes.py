@@ -18,20 +18,29 @@ ROUNDING = "learner.rounding"
 OPTIMIZER = "learner.optimizer"
 # {name: description}
 ALLOWED = {
-    "rounding": "no master copy of the weights: bfloat16 ones are rounded at random (learner.rounding=stochastic)",
+    "rounding": "no master copy: bfloat16 weights with stochastic rounding (learner.rounding=stochastic)",
     "moments": "moments in bfloat16 (learner.moment_dtype)",
-    "optimizer8bit": "AdamW with moments in 8 bits and the same hyperparameters (learner.optimizer)",
+    "optimizer8bit": "AdamW with 8-bit moments and the same hyperparameters (learner.optimizer)",
 }
 # These two exclude each other: with the 8-bit optimizer the moments already have a dtype.
 _EXCLUSIVE = {"moments", "optimizer8bit"}
 
 
 def parse_allowed(text: str) -> tuple[str, ...]:
-    """Parse a list of names such as "rounding,optimizer8bit". Raises ConfigError for an unknown name."""
+    """Parse a list of names such as "rounding,optimizer8bit". Raises ConfigError for an unknown name.
+
+    Args:
+        text: names, separated by commas.
+
+    Returns:
+        The names in the order of `ALLOWED`, without duplicates.
+    """
     names = [name.strip() for name in text.split(",") if name.strip()]
+    # An empty list is an error, too: report it under the text itself.
     for name in names or [text]:
         if name not in ALLOWED:
-            raise ConfigError(f"--allow={text}: {name!r} is none of {', '.join(ALLOWED)}{did_you_mean(name, ALLOWED)}")
+            hint = did_you_mean(name, ALLOWED)
+            raise ConfigError(f"--allow={text}: {name!r} is not one of {', '.join(ALLOWED)}{hint}")
     return tuple(name for name in ALLOWED if name in names)
 
 
@@ -45,21 +54,22 @@ def list_variants(config: Config, names: Sequence[str], fixed: Collection[str]) 
     """
     changes = {}
     for name in names:
-        change = _change(config, name)
+        change = _build_change(config, name)
         if change and not any(one.path in fixed for one in change):
             changes[name] = change
-    together: list[Settings] = []
+    variants: list[Settings] = []
     for count in range(len(changes) + 1):
         for chosen in itertools.combinations(changes, count):
             if not set(chosen) >= _EXCLUSIVE:
-                together.append(tuple(itertools.chain.from_iterable(changes[name] for name in chosen)))
-    return together
+                variants.append(tuple(itertools.chain.from_iterable(changes[name] for name in chosen)))
+    return variants
 
 
-def _change(config: Config, name: str) -> Settings:
-    """Return the settings of a name; empty if they would not change this config or are not compatible with it."""
+def _build_change(config: Config, name: str) -> Settings:
+    """Return the settings of an allowed change; empty if they would change nothing or do not suit the config."""
     learner = config.learner
     if name == "rounding":
+        # Stochastic rounding replaces the master copy only for weights that are stored in bfloat16.
         is_possible = learner.master_dtype is not None and str(config.model.get("param_dtype")) == "bfloat16"
         return (setting(MASTER, None), setting(ROUNDING, "stochastic")) if is_possible else ()
     if name == "moments":

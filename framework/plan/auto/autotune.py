@@ -1,4 +1,4 @@
-"""Answers a tuning question: from disk, or by a search whose result is confirmed by compiling it."""
+"""Answers a tuning request: from disk, or by a search whose result is confirmed by compiling it."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def autotune(
 
     Args:
         request: config, machine and mode to tune for.
-        target: the machine. Candidates are compiled for it unless the question asks for an estimate only.
+        target: the machine. Candidates are compiled for it unless the request asks for an estimate only.
         host_bytes: memory of one process's host, in bytes; None takes the target's known value.
-        fresh: search again even if the answer is already on disk.
+        fresh: search again even if the result is already on disk.
     """
     # Compute the path before compiling: compilers set environment variables, and the file name depends on those.
     path = request.path("choice")
@@ -65,13 +65,13 @@ def autotune(
     else:
         known = CompiledBytes(request, fresh=fresh)
         compiler = CandidateCompiler(tuner, target, request.machine.device_bytes, known)
-        with interrupts.listen_for_signals(_interrupt_message):
+        with interrupts.listen_for_signals(_format_interrupt_message):
             candidate = confirm_fastest(tuner, compiler)
         compiled_step = None if candidate is None else compiler.compiled_step.get(candidate.settings)
     if candidate is None:
-        return TuningResult(None, failure=tuner.failure())
+        return TuningResult(None, failure=tuner.describe_failure())
     notes = largest_batch.describe_largest_batch(tuner, candidate) if is_batch else []
-    choice = tuner.choice(candidate, notes)
+    choice = tuner.build_choice(candidate, notes)
     if is_batch:
         # In this mode all fields but one are fixed, so the list of fixed fields tells the reader nothing.
         choice = choice.without_neighbors()
@@ -79,7 +79,6 @@ def autotune(
     return TuningResult(choice, compiled_step)
 
 
-def _interrupt_message(number: int) -> str:
-    return (
-        f"{interrupts.format_stop_message(number)}; what was compiled is kept, and the same command goes on from there"
-    )
+def _format_interrupt_message(number: int) -> str:
+    stop_message = interrupts.format_stop_message(number)
+    return f"{stop_message}; compile results are saved: run the same command again to continue the search"

@@ -6,6 +6,7 @@ them are never expanded, because that lower bound already exceeds the best resul
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
@@ -118,7 +119,7 @@ class SettingsSearch:
             # Expand the config's own mesh before others that are equally fast.
             bound /= TIE_FACTOR**2
         if bound < math.inf:
-            self._push(bound, lambda: self._expand_mesh(base, accumulations))
+            self._push(bound, functools.partial(self._expand_mesh, base, accumulations))
 
     def _expand_mesh(self, base: Settings, accumulations: list[int]) -> None:
         self._num_meshes += 1
@@ -132,11 +133,10 @@ class SettingsSearch:
             for schedule in dict.fromkeys(schedules):
                 possible = [count for count in accumulations if schedule in self._space.schedules(count)]
                 # `bound` is that of the simplest schedule, and no schedule computes less. But this one may hide less.
-                joined = self._lower_bound(base, remat, schedule, possible)
-                self._push(max(bound, joined), self._expansion(base, remat, schedule, possible))
-
-    def _expansion(self, base: Settings, remat: str, schedule: Settings, counts: list[int]) -> Callable[[], None]:
-        return lambda: self._explore(base, remat, schedule, counts)
+                schedule_bound = self._lower_bound(base, remat, schedule, possible)
+                self._push(
+                    max(bound, schedule_bound), functools.partial(self._explore, base, remat, schedule, possible)
+                )
 
     def _lower_bound(self, base: Settings, remat: str, schedule: Settings, counts: list[int]) -> float:
         """Return a lower bound on the time of a step: the largest microbatch's time plus the smallest one's transfers.
@@ -153,7 +153,7 @@ class SettingsSearch:
     def _seconds_to_move(self, settings: Settings, cost: SettingsCost, schedule: Settings) -> float:
         """Return a lower bound on the transfer time that is not hidden, for settings without offloading.
 
-        It is zero if the settings fit as they are, and infinite if there is no host memory to offload to.
+        It is zero if the settings fit without offloading, and infinite if there is no host memory to offload to.
         """
         over = self._budget.over(settings, cost)
         if over <= 0:
@@ -166,6 +166,7 @@ class SettingsSearch:
         if link is None or math.isinf(cost.seconds):
             return 0.0
         update = get_text(schedule, UPDATE)
+        # If the schedule is still open, the bound has to hold for all of them.
         traits = [SCHEDULES[update]] if update else SCHEDULES.values()
         hidden = max(one.hidden_fraction for one in traits)
         return max(0.0, over / (PCIE_EFFICIENCY * link) - hidden * cost.seconds)
@@ -178,7 +179,7 @@ class SettingsSearch:
         orders = self._space.offload_orders(schedule)
 
         def may_fit(index: int) -> bool:
-            # All ladders have the same first and last level, and `may_fit` looks only at those.
+            # All orders have the same first and last level, and `may_fit` looks only at those.
             return offload_levels.may_fit(self._join_settings(base, remat, schedule, counts[index]), orders[0])
 
         first = _find_first(len(counts), may_fit)
@@ -190,10 +191,10 @@ class SettingsSearch:
             if cost is None or cost.seconds >= self._best_seconds:
                 break
             if cost.seconds + self._seconds_to_move(settings, cost, schedule) >= self._best_seconds:
-                # A smaller microbatch may have less to move.
+                # This one is too slow, but a smaller microbatch may have less to move.
                 continue
-            cheapest_fits = [offload_levels.cheapest_fit(settings, levels) for levels in orders]
-            rivals = [cheapest_fit for cheapest_fit in cheapest_fits if cheapest_fit is not None]
+            cheapest_fits = [offload_levels.find_cheapest_fit(settings, levels) for levels in orders]
+            rivals = [candidate for candidate in cheapest_fits if candidate is not None]
             self.found += [one._replace(settings=self.canonical(one.settings)) for one in rivals]
             seconds = min((one.cost.seconds for one in rivals), default=math.inf)
             if self._budget.fits(settings, cost):
@@ -219,13 +220,14 @@ class SettingsSearch:
 
 
 def _rank(candidate: Candidate) -> tuple[float, bool, int, float, Settings]:
+    """Return a sort key: the least traffic first, then the fewest changes."""
     settings = sort_settings(candidate.settings)
     clips_otherwise = any(path == CLIP_MODE for path, _ in settings)
     return candidate.cost.moved, clips_otherwise, len(settings), candidate.cost.seconds, settings
 
 
 def _find_first(count: int, is_possible: Callable[[int], bool]) -> int:
-    """Return the first index that is possible, by binary search: all after it are. `count` if none is."""
+    """Return the first possible index, by binary search, or `count`. All indices after a possible one are possible."""
     low, high = 0, count
     while low < high:
         middle = (low + high) // 2

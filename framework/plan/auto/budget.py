@@ -58,9 +58,9 @@ class MemoryLimits(NamedTuple):
         """
         host = process_host if process_host is not None else target.host_limit_bytes
         if host is not None:
-            room_on_host = max(host - HOST_RESERVE, 0)
-            return MemoryLimits(device, room_on_host * target.num_processes // target.num_devices)
-        # Hosts are usually built with two to four times the memory of their cards.
+            available = max(host - HOST_RESERVE, 0)
+            return MemoryLimits(device, available * target.num_processes // target.num_devices)
+        # Hosts usually have two to four times the memory of their cards.
         return MemoryLimits(device, None if device is None else ASSUMED_HOST * device)
 
 
@@ -83,30 +83,54 @@ class MemoryBudget:
     scale: float = 1.0
 
     def peak(self, settings: Settings, cost: SettingsCost) -> int:
-        """Return the peak bytes of one device: compiled if known, else the corrected estimate."""
+        """Return the peak bytes of one device: compiled if known, else the corrected estimate.
+
+        Args:
+            settings: settings of the config.
+            cost: their estimated cost.
+        """
         if settings in self.compiled:
             return self.compiled[settings]
         scale = self.scales.get(_scale_key(settings), self.scale)
+        # The size of the state is exact. Only the estimate of the rest, such as residuals and temporaries, is scaled.
         return int(cost.state + scale * (cost.peak - cost.state))
 
     def over(self, settings: Settings, cost: SettingsCost) -> int:
-        """Return by how many bytes the settings exceed the usable device memory; negative if there is room left."""
+        """Return by how many bytes the settings exceed the usable device memory; negative if there is room left.
+
+        Args:
+            settings: settings of the config.
+            cost: their estimated cost.
+        """
         if self.limits.device is None:
             return -1
-        mark = self.limits.device * (MOST_USED if settings in self.compiled else self.aim)
-        return self.peak(settings, cost) - int(mark)
+        # An estimate may be too low, so it has to leave a larger margin than a compiled size.
+        usable = self.limits.device * (MOST_USED if settings in self.compiled else self.aim)
+        return self.peak(settings, cost) - int(usable)
 
     def host_over(self, cost: SettingsCost) -> int:
         """Return by how many bytes one device exceeds its share of host memory; negative if there is room left."""
         return -1 if self.limits.host is None else cost.host - self.limits.host
 
     def fits(self, settings: Settings, cost: SettingsCost | None) -> bool:
-        """Return whether device and host have room for the settings."""
+        """Return whether device and host have room for the settings.
+
+        Args:
+            settings: settings of the config.
+            cost: their estimated cost; None if they are not possible.
+        """
         return cost is not None and self.over(settings, cost) <= 0 and self.host_over(cost) <= 0
 
     def learn(self, settings: Settings, cost: SettingsCost, compiled: int) -> None:
-        """Record the compiled bytes of settings and update the correction factors."""
+        """Record the compiled bytes of settings and update the correction factors.
+
+        Args:
+            settings: settings that were compiled.
+            cost: their estimated cost.
+            compiled: bytes that the compiled program needs on one device.
+        """
         self.compiled[settings] = compiled
+        # The clamp keeps one unusual program from distorting the estimates of all other settings.
         low, high = _SCALE_RANGE
         scale = (compiled - cost.state) / max(cost.peak - cost.state, 1)
         self.scale = min(max(scale, low), high)

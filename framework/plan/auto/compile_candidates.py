@@ -29,7 +29,7 @@ class NoProgramError(ValueError):
 
 
 class CandidateCompiler:
-    """Compiles the train steps of candidates and stores them in `compiled_step`.
+    """Compiles the train steps of candidates and stores them in `compiled_step`, by settings.
 
     Args:
         tuner: the tuner that proposes the candidates.
@@ -39,7 +39,7 @@ class CandidateCompiler:
     """
 
     def __init__(self, tuner: Tuner, target: Target, limit: int | None, known: CompiledBytes):
-        self._chooser = tuner
+        self._tuner = tuner
         self._target = target
         self._limit = limit
         self._known = known
@@ -52,13 +52,13 @@ class CandidateCompiler:
         if compiled is not None:
             return compiled
         try:
-            experiment = self._chooser.cost_model.experiment(settings)
+            experiment = self._tuner.cost_model.experiment(settings)
             program = Program(experiment, self._target.devices())
             step = compile_step(program, self._target, self._limit)
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             raise NoProgramError(str(error)) from error
         self.compiled_step[settings] = CompiledTrainStep(program, step)
-        self._known.keep(settings, step.allocated)
+        self._known.record(settings, step.allocated)
         return step.allocated
 
 

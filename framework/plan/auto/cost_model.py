@@ -1,8 +1,8 @@
 """Analytical estimates for many settings of one config, with shared traces.
 
 Tracing takes most of an estimate's time, but a trace depends on few settings: the rows per device and microbatch, the
-mesh axes that shard weights and positions, the remat policy, whether the weights are offloaded, and the layer counts
-of partial placements.
+mesh axes that shard weights and positions, the remat policy, whether the weights are offloaded, and the numbers of
+layers in partial placements.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SettingsCost(NamedTuple):
         state: the part of `peak` that stays allocated between steps.
         host: host memory per device, in bytes.
         seconds: time of a step; infinite if the rates of the device are not published.
-        moved: bytes that occupy the link to the host in a step, see `Work.link_bytes`.
+        moved: bytes that occupy the link to the host in a step, see `StepWork.link_bytes`.
     """
 
     peak: int
@@ -63,27 +63,24 @@ class CostModel:
         return len(self._costs)
 
     def experiment(self, settings: Settings) -> Experiment:
-        """Return the experiment with these settings. It shares parts with others, so do not modify it.
+        """Return the experiment with these settings. It shares components with others, so do not modify it.
 
-        Most parts of an experiment are the same for all settings, and are built once. Raises ValueError if the settings
-        are not possible.
+        Most components of an experiment are the same for all settings, and are built once. Raises ValueError if the
+        settings are not possible.
         """
         config = with_settings(self.config, settings)
+        # No setting changes the model, so all experiments share one.
         model = self._get_component("model", config.model, ())
         data = self._get_component("data", config.data, settings)
-        learner = self._learner(config, settings, model, data)
-        return config.instantiate(model=model, data=data, learner=learner)
-
-    def _learner(self, config: Config, settings: Settings, model: Any, data: Any) -> Any:
-        """Return the learner of a config. Only a whole experiment can build one."""
-        key = _key("learner", settings)
-        if key not in self._components:
+        learner_key = _component_key("learner", settings)
+        if learner_key not in self._components:
+            # The learner's config lacks what it needs from the model and the data, so build a whole experiment.
             experiment: Experiment = config.instantiate(model=model, data=data)
-            self._components[key] = experiment.learner
-        return self._components[key]
+            self._components[learner_key] = experiment.learner
+        return config.instantiate(model=model, data=data, learner=self._components[learner_key])
 
     def _get_component(self, section: str, config: Config, settings: Settings) -> Any:
-        key = _key(section, settings)
+        key = _component_key(section, settings)
         if key not in self._components:
             self._components[key] = config.instantiate()
         return self._components[key]
@@ -123,16 +120,17 @@ class CostModel:
         experiment = split_experiment.experiment
         memory = experiment.memory
         rows = experiment.data.global_batch_size // (experiment.learner.accumulate * batch_shards(sizes))
-        cuts = tuple(size for axis, size in sizes.items() if axis != "data")
-        # A partial placement (the first N layers) splits the stack into sections, which are traced one by one.
+        # The data axis shards only the batch, which `rows` covers.
+        shards = tuple(size for axis, size in sizes.items() if axis != "data")
+        # A partial placement (the first N layers) splits the stack into layer ranges, which are traced one by one.
         placements = (memory.gradients, memory.optimizer_state, memory.activations)
-        numbers = tuple(placement.text for placement in placements if placement.is_partial)
-        key = (rows, cuts, memory.remat, memory.parameters.text, numbers)
+        partial = tuple(placement.text for placement in placements if placement.is_partial)
+        key = (rows, shards, memory.remat, memory.parameters.text, partial)
         if key not in self._traces:
             self._traces[key] = trace(split_experiment, sizes, platform)
         return self._traces[key]
 
 
-def _key(section: str, settings: Settings) -> str:
+def _component_key(section: str, settings: Settings) -> str:
     """Return a cache key: the name of a section of the config, with the settings that change it."""
     return section + repr([one for one in settings if one.path.startswith(f"{section}.")])

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from plimsoll.framework.layers.base import batch_shards
 from plimsoll.framework.plan.auto.budget import Candidate
-from plimsoll.framework.plan.auto.settings import (
-    ACCUMULATE,
-    BATCH,
-    TUNED_FIELDS,
-    Settings,
-    get_text,
-    select_changes,
-    setting,
-)
+from plimsoll.framework.plan.auto.settings import ACCUMULATE, BATCH, TUNED_FIELDS, get_text, select_changes, setting
 from plimsoll.framework.plan.auto.tuner import Tuner
 from plimsoll.framework.program.experiment import Experiment
 
@@ -22,30 +14,31 @@ _MOST_DOUBLINGS = 16
 
 
 def describe_largest_batch(tuner: Tuner, chosen: Candidate) -> list[str]:
-    """Return the two results of --auto=batch: the largest microbatch and the largest batch of one pass."""
+    """Return the two results of --auto=batch: the largest microbatch and the largest batch of one pass.
+
+    Args:
+        tuner: tuner of the config, in batch mode.
+        chosen: the fastest candidate that fits.
+    """
     experiment: Experiment = tuner.cost_model.config.instantiate()
     text = get_text(chosen.settings, ACCUMULATE)
     accumulate = experiment.learner.accumulate if text is None else int(text)
-    shards = _batch_shards(experiment, tuner)
+    shards = batch_shards(experiment.mesh.resolve(tuner.target.num_devices))
     batch = experiment.data.global_batch_size
     rows = batch // (accumulate * shards)
     largest = shards * _most_rows(tuner, shards)
     return [
-        f"the largest microbatch: {rows} rows per device and pass, as {BATCH}={batch} in {ACCUMULATE}={accumulate}",
-        f"the largest batch of one pass: {BATCH}={largest} with {ACCUMULATE}=1, by the closed form",
+        f"largest microbatch: {rows} rows per device and pass ({BATCH}={batch} with {ACCUMULATE}={accumulate})",
+        f"largest batch of one pass: {BATCH}={largest} with {ACCUMULATE}=1 (estimate)",
     ]
-
-
-def _batch_shards(experiment: Experiment, tuner: Tuner) -> int:
-    sizes = experiment.mesh.resolve(tuner.target.num_devices)
-    return batch_shards(sizes)
 
 
 def _most_rows(tuner: Tuner, shards: int) -> int:
     """Return the number of rows that fit on a device in one pass; 0 if not even one fits."""
 
     def fits(rows: int) -> bool:
-        settings = _one_pass(tuner, rows * shards)
+        one_pass = (setting(BATCH, rows * shards), setting(ACCUMULATE, 1))
+        settings = select_changes(tuner.cost_model.config, one_pass)
         return tuner.budget.fits(settings, tuner.cost_model.cost(settings))
 
     most = 1
@@ -62,7 +55,3 @@ def _most_rows(tuner: Tuner, shards: int) -> int:
         else:
             most = middle
     return least
-
-
-def _one_pass(tuner: Tuner, batch: int) -> Settings:
-    return select_changes(tuner.cost_model.config, (setting(BATCH, batch), setting(ACCUMULATE, 1)))

@@ -24,8 +24,10 @@ from plimsoll.framework.plan.auto.settings import (
 from plimsoll.framework.plan.auto.tuned_settings import Neighbor
 from plimsoll.framework.terminal.tables import human_bytes
 
+# Compare only the first meshes: a large machine has hundreds.
 _MOST_MESHES = 4
-_MORE = 1.005
+# A neighbor is reported as slower only beyond this ratio of the times.
+_SLOWER = 1.005
 
 
 class NeighborSettings(NamedTuple):
@@ -33,7 +35,7 @@ class NeighborSettings(NamedTuple):
 
     Attributes:
         difference: settings that differ from the chosen ones.
-        settings: all settings of the neighbor, in the order of `changed`.
+        settings: all settings of the neighbor, in the order of `select_changes`.
     """
 
     difference: Settings
@@ -41,9 +43,15 @@ class NeighborSettings(NamedTuple):
 
 
 def iter_neighbors(cost_model: CostModel, space: SearchSpace, chosen: Candidate) -> Iterator[NeighborSettings]:
-    """Yield the neighbors of the chosen settings, without duplicates and without the chosen settings themselves."""
+    """Yield the neighbors of the chosen settings, without duplicates and without the chosen settings themselves.
+
+    Args:
+        cost_model: cost model of the config that the settings override.
+        space: search space, which defines the neighbors.
+        chosen: the chosen settings with their cost.
+    """
     known = {chosen.settings}
-    for difference in _differences(cost_model, space, chosen.settings):
+    for difference in _iter_differences(cost_model, space, chosen.settings):
         settings = select_changes(cost_model.config, (*chosen.settings, *difference))
         if settings not in known:
             known.add(settings)
@@ -53,36 +61,49 @@ def iter_neighbors(cost_model: CostModel, space: SearchSpace, chosen: Candidate)
 def compare_neighbors(
     cost_model: CostModel, space: SearchSpace, budget: MemoryBudget, chosen: Candidate
 ) -> tuple[Neighbor, ...]:
-    """Return the neighbors of the chosen settings, each with the reason why it was not chosen."""
+    """Return the neighbors of the chosen settings, each with the reason why it was not chosen.
+
+    Args:
+        cost_model: estimates the cost of each neighbor.
+        space: search space, which defines the neighbors.
+        budget: decides whether a neighbor fits.
+        chosen: the chosen settings with their cost.
+    """
     compared = []
     for rival in iter_neighbors(cost_model, space, chosen):
+        # Show only what differs from the config, unless that is nothing: then the neighbor undoes a chosen setting.
         visible = select_changes(cost_model.config, rival.difference) or rival.difference
         text = " ".join(f"{path}={value}" for path, value in visible)
         cost = cost_model.cost(rival.settings)
         if cost is None:
             continue
         peak = budget.peak(rival.settings, cost)
-        compared.append(Neighbor(text, peak, cost.seconds, _reason(budget, rival.settings, cost, chosen.cost)))
+        reason = _explain_rejection(budget, rival.settings, cost, chosen.cost)
+        compared.append(Neighbor(text, peak, cost.seconds, reason))
     return tuple(compared)
 
 
-def _differences(cost_model: CostModel, space: SearchSpace, settings: Settings) -> Iterator[Settings]:
-    in_effect = _InEffect(cost_model, settings)
-    yield from _reduce_remat(space, in_effect)
-    yield from _reduce_offload(space, in_effect)
+def _iter_differences(cost_model: CostModel, space: SearchSpace, settings: Settings) -> Iterator[Settings]:
+    """Yield the overrides of each neighbor: one setting each, or one mesh."""
+    effective = _EffectiveValues(cost_model, settings)
+    yield from _reduce_remat(space, effective)
+    yield from _reduce_offload(space, effective)
     counts = space.accumulations(tuple(one for one in settings if one.path in MESH))
-    present = int(in_effect.text(ACCUMULATE))
+    present = int(effective.text(ACCUMULATE))
     if present in counts:
         index = counts.index(present)
         for other in counts[max(0, index - 1) : index + 2]:
             if other != present:
                 yield (setting(ACCUMULATE, other),)
-    yield from ((setting(UPDATE, text),) for text in _other_updates(space, in_effect))
+    for schedule in space.schedules(present):
+        update = dict(schedule).get(UPDATE)
+        if update is not None and update != effective.text(UPDATE):
+            yield (setting(UPDATE, update),)
     meshes = [mesh for mesh in space.meshes() if mesh]
     yield from meshes[:_MOST_MESHES]
 
 
-class _InEffect:
+class _EffectiveValues:
     """The effective values of config fields: those of some settings, else the config's own."""
 
     def __init__(self, cost_model: CostModel, settings: Settings):
@@ -94,9 +115,9 @@ class _InEffect:
         return self._texts.get(path, str(self._cost_model.config.get_path(path)))
 
 
-def _reduce_remat(space: SearchSpace, in_effect: _InEffect) -> Iterator[Settings]:
+def _reduce_remat(space: SearchSpace, effective: _EffectiveValues) -> Iterator[Settings]:
     remats = space.remats()
-    present = in_effect.text(REMAT)
+    present = effective.text(REMAT)
     if present in remats:
         index = remats.index(present)
         for remat in remats[max(0, index - 1) : index + 2]:
@@ -107,13 +128,13 @@ def _reduce_remat(space: SearchSpace, in_effect: _InEffect) -> Iterator[Settings
         yield (setting(REMAT, span.policy),)
 
 
-def _reduce_offload(space: SearchSpace, in_effect: _InEffect) -> Iterator[Settings]:
+def _reduce_offload(space: SearchSpace, effective: _EffectiveValues) -> Iterator[Settings]:
     """Yield, for each offloaded field, the setting that keeps it on the device.
 
-    For a partially offloaded field, also yield the setting that offloads one unit of the stack less.
+    For a partially offloaded field, also yield the setting that offloads one repeat of the stack's pattern less.
     """
     for path in PLACEMENT_FIELDS:
-        kind, _, count = in_effect.text(path).partition(":")
+        kind, _, count = effective.text(path).partition(":")
         if kind != HOST:
             continue
         yield (setting(path, DEVICE),)
@@ -122,20 +143,15 @@ def _reduce_offload(space: SearchSpace, in_effect: _InEffect) -> Iterator[Settin
             yield (setting(path, f"{HOST}:{num_layers}"),)
 
 
-def _other_updates(space: SearchSpace, in_effect: _InEffect) -> list[str]:
-    updates = [dict(schedule).get(UPDATE) for schedule in space.schedules(int(in_effect.text(ACCUMULATE)))]
-    return [update for update in updates if update is not None and update != in_effect.text(UPDATE)]
-
-
-def _reason(budget: MemoryBudget, settings: Settings, cost: SettingsCost, chosen: SettingsCost) -> str:
+def _explain_rejection(budget: MemoryBudget, settings: Settings, cost: SettingsCost, chosen: SettingsCost) -> str:
     over = budget.over(settings, cost)
     if over > 0:
-        return f"{human_bytes(over)} too much for a device"
+        return f"{human_bytes(over)} over the device limit"
     host_over = budget.host_over(cost)
     if host_over > 0:
-        return f"{human_bytes(host_over)} too much for each device's share of the host"
-    if cost.seconds > chosen.seconds * _MORE:
+        return f"{human_bytes(host_over)} over the host memory per device"
+    if cost.seconds > chosen.seconds * _SLOWER:
         return f"{100 * (cost.seconds / chosen.seconds - 1):.1f}% slower"
     if cost.moved > chosen.moved:
-        return f"as fast, and {human_bytes(cost.moved - chosen.moved)} more move in a step"
-    return "no faster by more than 1%, and changes more"
+        return f"not faster, and moves {human_bytes(cost.moved - chosen.moved)} more per step"
+    return "at most 1% faster, and changes more settings"

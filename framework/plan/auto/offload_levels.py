@@ -10,7 +10,7 @@ from plimsoll.framework.plan.auto.cost_model import SettingsCost
 from plimsoll.framework.plan.auto.search_space import OffloadLevel, SearchSpace, offload_settings
 from plimsoll.framework.plan.auto.settings import HOST, PLACEMENT_FIELDS, Settings, setting, sort_settings
 
-# Maximum number of tries with one more unit. Peaks are nearly linear in the number of layers, so one is usually enough.
+# Maximum number of tries with more layers. Peaks are nearly linear in their number, so one is usually enough.
 _CORRECTIONS = 4
 
 
@@ -20,7 +20,7 @@ class OffloadLevels:
     Args:
         estimate_cost: returns the estimated cost of settings; None if they are not possible.
         budget: decides whether settings fit.
-        space: search space, with the number of units in the stack and their layers.
+        space: search space, with the number of repeats of the stack's pattern and the layers of each.
     """
 
     def __init__(
@@ -31,47 +31,54 @@ class OffloadLevels:
         self._num_repeats = space.num_repeats
         self._pattern_length = space.pattern_length
 
-    def cheapest_fit(self, settings: Settings, levels: list[OffloadLevel]) -> Candidate | None:
+    def find_cheapest_fit(self, settings: Settings, levels: list[OffloadLevel]) -> Candidate | None:
         """Return the settings that fit with the least offloading; None if none fit.
 
         Args:
-            settings: settings without placements.
+            settings: settings that offload nothing.
             levels: offload levels, in order.
         """
         below: OffloadLevel | None = None
         for level in levels:
-            candidate = self._candidate((*settings, *offload_settings(level)))
+            candidate = self._evaluate((*settings, *offload_settings(level)))
             # A level can be impossible although later ones are possible: offloaded gradients need a certain schedule.
             if candidate is None:
                 continue
             if self._budget.over(candidate.settings, candidate.cost) <= 0:
-                by_layers = None if below is None else self._by_layers(settings, below, candidate)
-                return self._check_host_budget(by_layers or candidate)
+                by_layers = None if below is None else self._interpolate_layers(settings, below, candidate)
+                fit = by_layers or candidate
+                return fit if self._budget.host_over(fit.cost) <= 0 else None
+            # Later levels need even more host memory.
             if self._budget.host_over(candidate.cost) > 0:
                 return None
             below = level
         return None
 
     def may_fit(self, settings: Settings, levels: list[OffloadLevel]) -> bool:
-        """Return whether the device has room at the first level (nothing offloaded) or at the last (everything)."""
+        """Return whether the device has room at the first level (nothing offloaded) or at the last (everything).
+
+        Args:
+            settings: settings that offload nothing.
+            levels: offload levels, in order.
+        """
         for level in dict.fromkeys((levels[0], levels[-1])):
-            end = self._candidate((*settings, *offload_settings(level)))
+            end = self._evaluate((*settings, *offload_settings(level)))
             if end is not None and self._budget.over(end.settings, end.cost) <= 0:
                 return True
         return False
 
-    def _by_layers(self, settings: Settings, below: OffloadLevel, above: Candidate) -> Candidate | None:
-        """Return a candidate between two levels, with the fewest layers that suffice; None if all have to move.
+    def _interpolate_layers(self, settings: Settings, below: OffloadLevel, above: Candidate) -> Candidate | None:
+        """Return a candidate between two levels, with the fewest layers that suffice; None if all layers have to move.
 
         The number of layers is interpolated between the levels, because bytes are linear in it. Seconds are not
         linear: transfers cost nothing until matmuls no longer hide them. So the result gets its own estimate.
 
         Args:
-            settings: settings without placements.
+            settings: settings that offload nothing.
             below: the level that does not suffice.
-            above: candidate of the next level.
+            above: candidate of the next level, which suffices.
         """
-        nothing = self._candidate((*settings, *offload_settings(below)))
+        nothing = self._evaluate((*settings, *offload_settings(below)))
         if nothing is None or not self._num_repeats:
             return None
         over = self._budget.over(nothing.settings, nothing.cost)
@@ -79,22 +86,22 @@ class OffloadLevels:
         num_repeats = max(1, math.ceil(over / max((over + headroom) / self._num_repeats, 1)))
         if num_repeats >= self._num_repeats:
             return None
-        return self._first_that_fits((*settings, *offload_settings(below, num_repeats * self._pattern_length)))
+        return self._find_first_fit((*settings, *offload_settings(below, num_repeats * self._pattern_length)))
 
-    def _first_that_fits(self, settings: Settings) -> Candidate | None:
+    def _find_first_fit(self, settings: Settings) -> Candidate | None:
         """Return the settings, with a few more offloaded layers if necessary; None if that fails."""
         for _ in range(_CORRECTIONS):
-            candidate = self._candidate(settings)
+            candidate = self._evaluate(settings)
             if candidate is None or self._budget.fits(candidate.settings, candidate.cost):
                 return candidate
-            more = self._with_more_layers(settings)
+            more = self._add_layers(settings)
             if more is None:
                 return None
             settings = more
         return None
 
-    def _with_more_layers(self, settings: Settings) -> Settings | None:
-        """Return the settings with one more unit of the partially offloaded field; None if there is no such field."""
+    def _add_layers(self, settings: Settings) -> Settings | None:
+        """Return the settings with one more repeat of the partially offloaded field; None if there is no such field."""
         for path in PLACEMENT_FIELDS:
             text = dict(settings).get(path, "")
             kind, _, count = text.partition(":")
@@ -105,10 +112,7 @@ class OffloadLevels:
                 return sort_settings((*settings, setting(path, f"{HOST}:{num_layers}")))
         return None
 
-    def _check_host_budget(self, candidate: Candidate) -> Candidate | None:
-        return candidate if self._budget.host_over(candidate.cost) <= 0 else None
-
-    def _candidate(self, settings: Settings) -> Candidate | None:
+    def _evaluate(self, settings: Settings) -> Candidate | None:
         cost = self._estimate_cost(settings)
         if cost is None:
             return None

@@ -32,12 +32,13 @@ class RematMixtures:
         if present not in remats or present.startswith("sqrt") or self._space.num_repeats < 2:
             return
         for fast in remats[: remats.index(present)]:
-            mixture = self._with_most(candidate, present, fast)
+            mixture = self._maximize_fast_layers(candidate, present, fast)
             if mixture is not None:
                 yield mixture
 
-    def _with_most(self, candidate: Candidate, cheap: str, fast: str) -> Candidate | None:
+    def _maximize_fast_layers(self, candidate: Candidate, cheap: str, fast: str) -> Candidate | None:
         """Return the settings with as many layers of the fast policy as fit; None if none fits."""
+        # Binary search: `least` repeats are known to fit, `most` are not. All of them would be no mixture.
         least, most = 0, self._space.num_repeats
         mixture: Candidate | None = None
         while most - least > 1:
@@ -54,7 +55,7 @@ class RematMixtures:
         return mixture
 
     def _mix_policies(self, cheap: str, fast: str, num_fast: int) -> Setting:
-        """Return a remat setting with two policies, where the last `num_fast` units of the stack use the fast one."""
+        """Return a remat setting with two policies: the last `num_fast` repeats of the pattern use the fast one."""
         pattern_length = self._space.pattern_length
         fast_layers = num_fast * pattern_length
         cheap_layers = self._space.num_repeats * pattern_length - fast_layers

@@ -1,4 +1,4 @@
-"""The search space: meshes that suit model and target, microbatches, recomputation, schedules and placements.
+"""The search space: meshes that suit model and target, microbatches, remat policies, schedules and placements.
 
 This module does not estimate costs. Placements are counted in layers: none, the first N, or all.
 """
@@ -34,6 +34,7 @@ from plimsoll.framework.schedules.traits import SCHEDULES, find_offloading_sched
 
 # Minimum number of positions per device when sequences are sharded.
 _LEAST_POSITIONS = 512
+# Maximum number of shards of positions, heads or experts: these axes communicate in each layer.
 _MOST_SHARDS = 8
 # Ordered from the least recomputation to the smallest residuals.
 _REMATS = ("none", "dots", "save:query,key,value,attention", "full", "sqrt")
@@ -69,8 +70,8 @@ class SearchSpace:
         self._experiment = experiment
         self._is_language_model = isinstance(experiment.model, CausalLM)
         stacks = [stack for stack in experiment.model.stacks.values() if not stack.is_first]
-        # With several stacks, one number cannot select layers, so partial placements are off. The layers of one unit
-        # are always placed together.
+        # With several stacks, one number cannot select layers, so partial placements are off. The layers of one
+        # repeat of the pattern are always placed together.
         self.num_repeats = 0
         self.pattern_length = 1
         if len(stacks) == 1:
@@ -115,6 +116,7 @@ class SearchSpace:
         return [size for size in sizes if size <= _MOST_SHARDS]
 
     def _seq_shards(self) -> list[int]:
+        """Return the sizes of the mesh axis `seq` that leave each device enough positions."""
         # The estimate models sharded positions only for kernels, and a CPU has none.
         if not self._is_language_model or self._target.platform == "cpu":
             return [1]
@@ -123,6 +125,7 @@ class SearchSpace:
         return [size for size in _divisors(self._target.num_devices) if size <= most and length % size == 0] or [1]
 
     def _model_shards(self) -> list[int]:
+        """Return the sizes of the mesh axis `model`; only 1 for models other than language models."""
         # The devices of a CPU share one memory, so sharding saves nothing.
         if not self._is_language_model or self._target.platform == "cpu":
             return [1]
@@ -133,7 +136,7 @@ class SearchSpace:
         experiment = self._experiment
         parts = [stage.pattern if isinstance(stage, Stack) else stage for stage in experiment.model.stages.values()]
         layers = [layer for part in parts for layer in part.walk()]
-        # Tuning may change memory and time, but not what is computed.
+        # Tuning may change memory and time, but not the result, which depends on the microbatches in these layers.
         if ACCUMULATE in self._fixed or any(layer.depends_on_microbatches for layer in layers):
             return [experiment.learner.accumulate]
         sizes = experiment.mesh.resolve(self._target.num_devices)
@@ -180,15 +183,15 @@ class SearchSpace:
         # Fields that the schedule sets itself cannot move: with layer_programs and gradients=none, each gradient is
         # freed as soon as it is used.
         excluded = {path for path, _ in schedule} | self._fixed
-        fields = [path for path in self._movable(update) if path not in excluded]
-        offload_orders = [_build_levels(fields)]
+        fields = [path for path in self._list_offloadable(update) if path not in excluded]
+        orders = [_build_levels(fields)]
         activations = PLACEMENT_FIELDS[-1]
         if activations in fields and len(fields) > 1:
             # The activations of one microbatch may be smaller than the state.
-            offload_orders.append(_build_levels([activations, *(path for path in fields if path != activations)]))
-        return offload_orders
+            orders.append(_build_levels([activations, *(path for path in fields if path != activations)]))
+        return orders
 
-    def _movable(self, update: str) -> Sequence[str]:
+    def _list_offloadable(self, update: str) -> Sequence[str]:
         """Return the fields that a schedule can offload; none on a CPU, where host memory is the same memory."""
         platform = self._target.platform
         if platform == "cpu" or (platform == "gpu" and SCHEDULES[update].slices_host_arrays):
@@ -201,7 +204,12 @@ class SearchSpace:
 
 
 def offload_settings(level: OffloadLevel, num_layers: int = 0) -> Settings:
-    """Return the placements of an offload level, plus `num_layers` layers of the field that moves next."""
+    """Return the placements of an offload level.
+
+    Args:
+        level: the offload level.
+        num_layers: number of layers to offload, in addition, of the field that moves next.
+    """
     settings: list[Setting] = [setting(path, HOST) for path in level.offloaded]
     if num_layers and level.field is not None:
         settings.append(setting(level.field, f"{HOST}:{num_layers}"))

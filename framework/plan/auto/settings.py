@@ -17,7 +17,7 @@ CLIP_MODE = "learner.clip_mode"
 UPDATE = "memory.update"
 REMAT = "memory.remat"
 GRADIENTS = "memory.gradients"
-# Fields that can be offloaded, in the order in which they are moved: those that are transferred once a step come first.
+# Fields that can be offloaded, in the order in which they are moved: first those that are transferred once per step.
 PLACEMENT_FIELDS = ("memory.optimizer_state", GRADIENTS, "memory.parameters", "memory.activations")
 DEVICE = "device"
 HOST = "pinned_host"
@@ -45,7 +45,12 @@ Settings = tuple[Setting, ...]
 
 
 def setting(path: str, value: str | int | None) -> Setting:
-    """Return a setting for a value. Strings are not quoted here: `Setting.flag` quotes for the shell."""
+    """Return a setting for a value.
+
+    Args:
+        path: dotted path of the field in the config.
+        value: value of the field. Strings are not quoted here: `Setting.flag` quotes for the shell.
+    """
     return Setting(path, value if isinstance(value, str) else as_text(value))
 
 
@@ -55,7 +60,12 @@ def flags(settings: Iterable[Setting]) -> str:
 
 
 def with_settings(config: Config, settings: Iterable[Setting]) -> Config:
-    """Return a copy of the config with these overrides."""
+    """Return a copy of a config with overrides.
+
+    Args:
+        config: config to copy.
+        settings: overrides; a later one of the same field wins.
+    """
     changed = config.copy()
     for path, text in settings:
         changed.override(path, text)
@@ -71,7 +81,12 @@ def sort_settings(settings: Iterable[Setting]) -> Settings:
 
 
 def get_text(settings: Iterable[Setting], path: str) -> str | None:
-    """Return the text that a field is set to; None if it is not set."""
+    """Return the text that a field is set to; None if it is not set.
+
+    Args:
+        settings: settings to search.
+        path: dotted path of the field.
+    """
     return dict(settings).get(path)
 
 
@@ -109,7 +124,12 @@ def _is_within(path: str, fixed: Collection[str]) -> bool:
 
 
 def select_changes(config: Config, settings: Iterable[Setting]) -> Settings:
-    """Return the settings that change the config, in canonical order."""
+    """Return the settings that change the config, in canonical order.
+
+    Args:
+        config: config that the settings override.
+        settings: settings; those that repeat values of the config are left out.
+    """
     trial = with_settings(config, settings)
     differing = {path for path, _, _ in diff(config, trial)}
     return sort_settings(one for one in settings if any(_is_within(path, {one.path}) for path in differing))

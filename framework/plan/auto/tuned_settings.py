@@ -45,7 +45,13 @@ class Machine(NamedTuple):
 
     @staticmethod
     def derive(target: Target, device_bytes: int | None, host_bytes: int | None) -> Machine:
-        """Describe a target. `host_bytes`, if given, overrides the target's own host limit."""
+        """Describe a target.
+
+        Args:
+            target: the target.
+            device_bytes: bytes that one device may use; None if unknown.
+            host_bytes: memory of one process's host, in bytes; None takes the target's known value.
+        """
         known_host = host_bytes if host_bytes is not None else target.host_limit_bytes
         return Machine(target.name, target.num_processes, device_bytes, known_host)
 
@@ -56,7 +62,7 @@ class TunedSettings:
 
     Attributes:
         machine: the machine that they were chosen for.
-        settings: overrides of the config; empty if the config is the fastest as it is.
+        settings: overrides of the config; empty if the config itself is the fastest.
         kept: fields that the user has set, and that tuning left unchanged.
         allowed: names of the changes to the training that were allowed.
         peak: peak bytes of one device.
@@ -94,16 +100,17 @@ class TunedSettings:
 
     def sections(self) -> list[TableSection]:
         """Return the tables of the report: the chosen settings and their neighbors."""
-        rows = [["overrides", self.flags or "none: the config is the fastest that fits as it is"]]
+        rows = [["overrides", self.flags or "none: the config itself is the fastest that fits"]]
         use = "" if self.used is None else f", {100 * self.used:.1f}% of {human_bytes(self.machine.device_bytes)}"
-        judge = "compiled" if self.compiled else "by the closed form"
-        rows.append(["device", f"{human_bytes(self.peak)}{use}, {judge}"])
+        source = "compiled" if self.compiled else "estimated"
+        rows.append(["device", f"{human_bytes(self.peak)}{use}, {source}"])
         if self.host:
-            rows.append(["its host", f"{human_bytes(self.host)}; {human_bytes(self.moved)} pass the link in a step"])
+            traffic = f"{human_bytes(self.moved)} over the host link per step"
+            rows.append(["host", f"{human_bytes(self.host)} per device; {traffic}"])
         if self.seconds is not None:
-            rows.append(["a step", f"{human_duration(self.seconds)} by the closed form, which ranked the settings"])
+            rows.append(["step time", f"{human_duration(self.seconds)}, estimated; the settings are ranked by it"])
         if self.kept:
-            rows.append(["kept as set", " ".join(self.kept)])
+            rows.append(["fixed by you", " ".join(self.kept)])
         if self.allowed:
             rows.append(["allowed to change", " ".join(self.allowed)])
         rows += [["note", note] for note in self.notes]
@@ -112,17 +119,17 @@ class TunedSettings:
     def _neighbor_section(self) -> list[TableSection]:
         if not self.neighbors:
             return []
-        rows = [["instead", "needs", "a step", "why not"]]
+        rows = [["alternative", "device", "step time", "reason"]]
         for neighbor in self.neighbors:
             peak = "-" if neighbor.peak is None else human_bytes(neighbor.peak)
             seconds = "-" if neighbor.seconds is None else human_duration(neighbor.seconds)
             rows.append([neighbor.setting, peak, seconds, neighbor.reason])
-        return [TableSection("not chosen, by the closed form", rows)]
+        return [TableSection("not chosen (estimates)", rows)]
 
     def line(self) -> str:
         """Return the chosen settings in one line, for the log of a run."""
         use = "" if self.used is None else f" ({100 * self.used:.1f}% of the limit)"
-        return f"memory.auto: {human_bytes(self.peak)} per device{use}; {self.flags or 'the config as it is'}"
+        return f"memory.auto: {human_bytes(self.peak)} per device{use}; {self.flags or 'config unchanged'}"
 
     def without_neighbors(self) -> TunedSettings:
         """Return a copy without the list of fixed fields and without the neighbors."""
@@ -143,6 +150,7 @@ class TunedSettings:
         fields["machine"] = Machine(**stored["machine"])
         fields["settings"] = tuple(Setting(*pair) for pair in stored["settings"])
         fields["neighbors"] = tuple(Neighbor(**neighbor) for neighbor in stored["neighbors"])
+        # JSON has no tuples.
         for name in ("kept", "allowed", "notes"):
             fields[name] = tuple(stored[name])
         return cls(**fields)

@@ -9,7 +9,7 @@ from plimsoll.framework.config import Config
 from plimsoll.framework.plan.auto import allowed_changes, neighbor_comparison
 from plimsoll.framework.plan.auto.branch_and_bound import TIE_FACTOR, SettingsSearch
 from plimsoll.framework.plan.auto.budget import HOST_RESERVE, Candidate, MemoryBudget, MemoryLimits
-from plimsoll.framework.plan.auto.cost_model import CostModel
+from plimsoll.framework.plan.auto.cost_model import CostModel, SettingsCost
 from plimsoll.framework.plan.auto.search_space import SearchSpace
 from plimsoll.framework.plan.auto.settings import Settings
 from plimsoll.framework.plan.auto.tuned_settings import Machine, TunedSettings
@@ -55,16 +55,16 @@ class Tuner:
 
     def propose(self) -> Candidate | None:
         """Return the fastest settings that fit, given the compilations so far; None if none do."""
-        with phase("looking for the fastest settings that fit", patience=SHORT):
+        with phase("searching for the fastest settings that fit", patience=SHORT):
             best = SettingsSearch(self.cost_model, self.space, self.budget, self.variants).run()
             for _ in range(_MOST_STEPS):
-                better = None if best is None else self._better(best)
+                better = None if best is None else self._find_better_neighbor(best)
                 if better is None:
                     break
                 best = better
         return best
 
-    def _better(self, best: Candidate) -> Candidate | None:
+    def _find_better_neighbor(self, best: Candidate) -> Candidate | None:
         """Return the fastest neighbor that fits; None if none is faster than `best`."""
         faster = []
         for rival in neighbor_comparison.iter_neighbors(self.cost_model, self.space, best):
@@ -78,11 +78,22 @@ class Tuner:
         return min(faster, key=lambda candidate: candidate.cost.seconds, default=None)
 
     def record_compiled(self, candidate: Candidate, compiled: int) -> None:
-        """Record the bytes of one device that a candidate needs when compiled."""
+        """Record the compiled size of a candidate.
+
+        Args:
+            candidate: the candidate that was compiled.
+            compiled: bytes that it needs on one device.
+        """
         self.budget.learn(candidate.settings, candidate.cost, compiled)
 
     def exclude_failed(self, candidate: Candidate, reason: str) -> None:
-        """Exclude settings that cannot be built into a program."""
+        """Exclude settings that cannot be built into a program.
+
+        Args:
+            candidate: the candidate to exclude.
+            reason: error message.
+        """
+        # Compilers append details on further lines, but a failure is reported in one.
         self._refusal = reason.partition("\n")[0]
         self.cost_model.exclude(candidate.settings)
 
@@ -90,15 +101,20 @@ class Tuner:
         """Return whether settings were compiled and fit."""
         return candidate.settings in self.budget.compiled and self.budget.fits(candidate.settings, candidate.cost)
 
-    def choice(self, candidate: Candidate, notes: Sequence[str] = ()) -> TunedSettings:
-        """Turn a candidate into a choice, with its neighbors."""
+    def build_choice(self, candidate: Candidate, notes: Sequence[str] = ()) -> TunedSettings:
+        """Turn a candidate into a choice, with its neighbors.
+
+        Args:
+            candidate: the settings to choose.
+            notes: additional lines for the report.
+        """
         cost = candidate.cost
-        with phase("looking at what was not chosen", patience=SHORT):
+        with phase("comparing with similar settings", patience=SHORT):
             neighbors = neighbor_comparison.compare_neighbors(self.cost_model, self.space, self.budget, candidate)
         return TunedSettings(
             machine=self.machine,
             settings=candidate.settings,
-            kept=self._list_fixed(),
+            kept=tuple(f"{path}={self.cost_model.config.get_path(path)}" for path in sorted(self.fixed)),
             allowed=self.allowed,
             peak=self.budget.peak(candidate.settings, cost),
             host=cost.host,
@@ -109,41 +125,38 @@ class Tuner:
             notes=(*notes, *self._host_note(cost.host)),
         )
 
-    def _list_fixed(self) -> tuple[str, ...]:
-        return tuple(f"{path}={self.cost_model.config.get_path(path)}" for path in sorted(self.fixed))
-
     def _host_note(self, host: int) -> list[str]:
         if not host or self.machine.host_bytes is not None or self.budget.limits.host is None:
             return []
         share = human_bytes(self.budget.limits.host)
-        return [f"nobody says what this host has: {share} for each device are assumed; --host_memory_gib says more"]
+        return [f"host memory unknown: assuming {share} per device; set it with --host_memory_gib"]
 
-    def failure(self) -> str:
+    def describe_failure(self) -> str:
         """Return the reason why nothing fits, in one line."""
         if self._refusal and not self.budget.compiled:
-            return f"no program could be made of the best settings: {self._refusal}"
+            return f"could not build a program with the best settings: {self._refusal}"
         limits = self.budget.limits
-        least = self._least()
+        closest = self._find_closest_fit()
         device = human_bytes(limits.device)
-        if least is None:
-            return "no settings go with this config and target: see `plimsoll plan` without --auto"
-        settings, cost = least
+        if closest is None:
+            return "no valid settings for this config and target; run `plimsoll plan` without --auto to see the error"
+        settings, cost = closest
         peak = self.budget.peak(settings, cost)
-        needs = f"the least that was found is {human_bytes(peak)} per device of {device}"
+        needs = f"the smallest found need {human_bytes(peak)} per device of {device}"
         if self.budget.host_over(cost) > 0:
             devices_per_host = self.target.num_devices // self.target.num_processes
             host_bytes = cost.host * devices_per_host
-            needs += f", with {human_bytes(host_bytes)} of host memory, and a host has {self._describe_host()}"
-        advice = f"it takes more devices, or --allow={','.join(allowed_changes.ALLOWED)}"
-        return f"no settings fit that compute the same: {needs}; {advice}"
+            needs += f", and {human_bytes(host_bytes)} per host, which has {self._describe_host()}"
+        advice = f"use more devices, or --allow={','.join(allowed_changes.ALLOWED)}"
+        return f"no settings with the same result fit: {needs}; {advice}"
 
     def _describe_host(self) -> str:
         known_bytes = self.machine.host_bytes
         if known_bytes is not None:
-            return f"{human_bytes(known_bytes)}, of which its system takes {human_bytes(HOST_RESERVE)}"
-        return f"{human_bytes(self.budget.limits.host)} for each device, as is assumed"
+            return f"{human_bytes(known_bytes)}, with {human_bytes(HOST_RESERVE)} reserved for the system"
+        return f"{human_bytes(self.budget.limits.host)} per device (assumed)"
 
-    def _least(self) -> tuple[Settings, neighbor_comparison.SettingsCost] | None:
+    def _find_closest_fit(self) -> tuple[Settings, SettingsCost] | None:
         """Return the settings that come closest to fitting, among those estimated; None if there are none."""
         costs = self.cost_model.get_possible_costs()
         if not costs:

@@ -1,6 +1,6 @@
 """Tuning results on disk, next to the plans.
 
-The same question is answered immediately, and an interrupted search resumes.
+A repeated request is answered immediately, and an interrupted search resumes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from plimsoll.framework.plan.auto.tuned_settings import Machine, TunedSettings
 
 
 class TuningRequest(NamedTuple):
-    """A tuning question. Its fields are the key of the stored answer.
+    """A tuning request. Its fields are the cache key of the result.
 
     Attributes:
         config: config, resolved for the machine.
@@ -36,7 +36,7 @@ class TuningRequest(NamedTuple):
     estimate: bool
 
     def path(self, part: str) -> Path:
-        """Return the file of a part of the answer, such as "choice" or "compiled"."""
+        """Return the file that stores a part of the result, such as "choice" or "compiled"."""
         about = self._asdict()
         del about["config"]
         about["machine"] = self.machine._asdict()
@@ -51,11 +51,17 @@ def load(path: Path) -> TunedSettings | None:
     try:
         return None if stored is None else TunedSettings.from_json(stored)
     except (KeyError, TypeError, ValueError):
+        # Another version wrote the file. Tuning again replaces it.
         return None
 
 
 def store(path: Path, choice: TunedSettings) -> None:
-    """Write a choice to a file."""
+    """Write a choice to a file.
+
+    Args:
+        path: file to write.
+        choice: the chosen settings.
+    """
     cache.store(path, choice.to_json())
 
 
@@ -63,8 +69,8 @@ class CompiledBytes:
     """Compiled sizes of candidates, written to disk after each compilation.
 
     Args:
-        request: question of the search.
-        fresh: ignore the results of earlier searches.
+        request: request that the search answers.
+        fresh: whether to ignore the results of earlier searches.
     """
 
     def __init__(self, request: TuningRequest, *, fresh: bool):
@@ -79,6 +85,7 @@ class CompiledBytes:
 
     def items(self) -> list[tuple[Settings, int]]:
         """Return all compiled settings with their bytes, in the order of compilation."""
+        # The keys are command-line flags, because keys of JSON are strings.
         compiled_settings = []
         for text, compiled in self._bytes.items():
             pairs = [word.removeprefix("--config.").partition("=") for word in shlex.split(text)]
@@ -86,7 +93,12 @@ class CompiledBytes:
             compiled_settings.append((settings, compiled))
         return compiled_settings
 
-    def keep(self, settings: Settings, compiled: int) -> None:
-        """Store the bytes that settings need on one device."""
+    def record(self, settings: Settings, compiled: int) -> None:
+        """Store the compiled size of settings.
+
+        Args:
+            settings: settings that were compiled.
+            compiled: bytes that they need on one device.
+        """
         self._bytes[flags(settings)] = compiled
         cache.store(self._path, self._bytes)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from plimsoll.framework.devices.accelerators import AcceleratorSpec, spec_for
 from plimsoll.framework.devices.allocator import keep_freed_memory
 from plimsoll.framework.plan.cache import versions
-from plimsoll.framework.plan.calibration.device_rates import CurvePoints, DeviceRates, TimeCurve, WorkKind
+from plimsoll.framework.plan.calibration.device_rates import DeviceRates, TimeCurve, WorkKind
 from plimsoll.framework.plan.calibration.workloads import Workload, workloads
 from plimsoll.framework.terminal.phases import phase
 
@@ -30,12 +30,16 @@ _STATE_LEAVES = 60
 
 
 def measure_rates(devices: Sequence[Any]) -> DeviceRates:
-    """Measure the rates of the first of several devices of one kind, while the others are idle."""
+    """Measure the rates of the first of several devices of one kind, while the others are idle.
+
+    Args:
+        devices: all local devices. The links between them are measured, too, if there are several.
+    """
     device = devices[0]
     spec = spec_for(devices)
     if spec.platform == "cpu":
-        # As in training. Otherwise the operating system's kernel allocates the memory again in each step, and that time
-        # would be measured, too.
+        # As in training. Otherwise the operating system allocates the memory again in each step, and the measurement
+        # includes that time.
         keep_freed_memory()
     points: dict[WorkKind, list[tuple[float, float]]] = {}
     for workload in workloads(spec.platform):
@@ -47,7 +51,7 @@ def measure_rates(devices: Sequence[Any]) -> DeviceRates:
     on_host = spec.platform == "cpu"
     return DeviceRates(
         device=spec.name,
-        curves={kind: TimeCurve(_sort_points(kind_points)) for kind, kind_points in points.items()},
+        curves={kind: TimeCurve(tuple(sorted(kind_points))) for kind, kind_points in points.items()},
         program_start=_measure_program_start(device),
         host_link=None if on_host else _measure_host_link(device),
         links=None if on_host or len(devices) < 2 else _measure_links(devices),
@@ -56,11 +60,8 @@ def measure_rates(devices: Sequence[Any]) -> DeviceRates:
     )
 
 
-def _sort_points(kind_points: list[tuple[float, float]]) -> CurvePoints:
-    return tuple(sorted(kind_points))
-
-
 def _measure_iteration(workload: Workload, spec: AcceleratorSpec, device: Any) -> float:
+    """Measure the seconds of one iteration of a workload, in a program that loops over iterations."""
     start, *others = (jax.device_put(array, device) for array in (workload.start, *workload.others))
 
     def run(value: Any, iterations: Any, others: Any) -> Any:
@@ -75,10 +76,11 @@ def _measure_iteration(workload: Workload, spec: AcceleratorSpec, device: Any) -
         num_iterations = jnp.int32(iterations)
         return _time_fastest(lambda: program(start, num_iterations, others))
 
-    seconds_of_start = time_iterations(0)
+    start_seconds = time_iterations(0)
     iterations = 1
     while True:
-        seconds = time_iterations(iterations) - seconds_of_start
+        # Subtract the time to start the program, so that only the iterations count.
+        seconds = time_iterations(iterations) - start_seconds
         if seconds > _SECONDS:
             return seconds / iterations
         iterations *= 4
@@ -118,6 +120,7 @@ def _measure_links(devices: Sequence[Any]) -> float:
     array = jax.device_put(jnp.ones(length, jnp.float32), sharded)
     gather = jax.jit(lambda value: value + 0.0, out_shardings=replicated)
     seconds = _time_fastest(lambda: gather(array))
+    # Each device already has its own shard, and receives those of the others.
     return 4 * length * (len(devices) - 1) / len(devices) / seconds
 
 

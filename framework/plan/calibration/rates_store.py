@@ -12,7 +12,11 @@ from plimsoll.framework.plan.calibration.device_rates import DeviceRates, TimeCu
 
 
 def rates_path(device: str) -> Path:
-    """Return the file for a kind of device."""
+    """Return the file that stores the rates of a kind of device.
+
+    Args:
+        device: name of the kind of device, such as "h100".
+    """
     return rates_folder() / f"{device}.json"
 
 
@@ -24,6 +28,7 @@ def save(rates: DeviceRates) -> Path:
     """
     path = rates_path(rates.device)
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Write to another file first, so that an interrupted write leaves no damaged rates.
     temporary = path.with_suffix(".partial")
     temporary.write_text(json.dumps(asdict(rates), indent=1) + "\n")
     temporary.replace(path)

@@ -52,6 +52,7 @@ def element_bits(dtype: str) -> int:
     return _BITS.get(dtype) or int(digits or 32)
 
 
+# Cached, because many instructions have the same type and each type is read several times.
 @lru_cache(maxsize=65536)
 def parse_stored_arrays(text: str) -> tuple[StoredArray, ...]:
     """Return all array types in a text, in order, with their memory spaces and padded sizes."""
@@ -60,15 +61,15 @@ def parse_stored_arrays(text: str) -> tuple[StoredArray, ...]:
 
 def arrays(text: str) -> list[Array]:
     """Return all array types in a text, in order."""
-    return [placed_array.array for placed_array in parse_stored_arrays(text)]
+    return [stored_array.array for stored_array in parse_stored_arrays(text)]
 
 
 def bytes_in(text: str, *spaces: int) -> int:
     """Return the padded bytes of all arrays in a text that are in one of the memory spaces."""
     total = 0
-    for placed_array in parse_stored_arrays(text):
-        if placed_array.space in spaces:
-            total += placed_array.padded_bytes
+    for stored_array in parse_stored_arrays(text):
+        if stored_array.space in spaces:
+            total += stored_array.padded_bytes
     return total
 
 

@@ -71,7 +71,12 @@ def collective_kind(instruction: Instruction) -> str:
 
 
 def iter_collectives(module: Module, instruction: Instruction) -> Iterator[Instruction]:
-    """Yield the collectives that an instruction is, starts, or contains in the computations that it calls."""
+    """Yield the collectives that an instruction is, starts, or contains in the computations that it calls.
+
+    Args:
+        module: the program.
+        instruction: any of its instructions.
+    """
     if collective_kind(instruction):
         yield instruction
     elif instruction.opcode in ("fusion", "call", "async-start", "call-start"):

@@ -151,13 +151,13 @@ def _logical_lines(text: str) -> Iterator[str]:
     The metadata of a Pallas kernel spans several lines: `frontend_attributes={kernel_metadata={` and its contents start
     on separate lines, and one of them starts with a brace.
     """
-    pieces: list[str] = []
+    parts: list[str] = []
     for line in text.splitlines():
         if line.startswith(("%", "ENTRY")) or _BEGINS_INSTRUCTION.match(line):
-            if pieces:
-                yield "\n".join(pieces)
-            pieces = [line]
-        elif pieces and pieces[0].startswith("  ") and line != "}":
-            pieces.append(line)
-    if pieces:
-        yield "\n".join(pieces)
+            if parts:
+                yield "\n".join(parts)
+            parts = [line]
+        elif parts and parts[0].startswith("  ") and line != "}":
+            parts.append(line)
+    if parts:
+        yield "\n".join(parts)

@@ -41,7 +41,12 @@ def iter_executed(module: Module, computation: str = "", runs: int = 1) -> Itera
 
 
 def longest_branch(module: Module, conditional: Instruction) -> str:
-    """Return the branch of a conditional with the most estimated cycles."""
+    """Return the branch of a conditional with the most estimated cycles.
+
+    Args:
+        module: the program.
+        conditional: a conditional in it.
+    """
 
     def cycles(branch: str) -> int:
         total = 0

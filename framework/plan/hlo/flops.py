@@ -136,8 +136,8 @@ def _windows(attributes: str) -> list[_Window]:
     def numbers(key: str, default: str) -> list[str]:
         return fields[key].split("x") if key in fields else [default] * len(sizes)
 
-    # The text gives the padding at both ends; only the low end is needed, because the high end
-    # follows from the result's size.
+    # The text gives the padding at both ends; only the low end is needed, because the high end follows from the
+    # result's size.
     low_pads = [pad.split("_")[0] for pad in numbers("pad", "0_0")]
     strides = numbers("stride", "1")
     input_dilations = numbers("lhs_dilate", "1")

@@ -29,7 +29,12 @@ class HostTransfer(NamedTuple):
 
 
 def find_transfer(module: Module, instruction: Instruction) -> HostTransfer | None:
-    """Return the transfer to or from host memory that an instruction is or starts; None if it moves nothing."""
+    """Return the transfer to or from host memory that an instruction is or starts; None if it moves nothing.
+
+    Args:
+        module: the program.
+        instruction: any of its instructions.
+    """
     if instruction.opcode not in _ASYNC_STARTS + _SYNCHRONOUS:
         return None
     waits = instruction.opcode in _SYNCHRONOUS

@@ -26,7 +26,7 @@ class Traffic:
     def hbm_bytes(self, instruction: Instruction) -> int:
         """Return the bytes moved to and from the chip's main memory."""
         if instruction.opcode == "fusion":
-            return self._count_fusion_bytes(instruction)
+            return self._count_fusion_reads(instruction) + self._count_fusion_writes(instruction)
         if instruction.opcode == "dynamic-update-slice":
             # The update is read and then written into the array.
             update = self._module.instructions[instruction.operands[1]]
@@ -40,9 +40,6 @@ class Traffic:
         """Return the bytes moved to and from the on-chip vector memory."""
         operands = self._module.operands(instruction)
         return bytes_in(instruction.type, VMEM) + sum(bytes_in(operand.type, VMEM) for operand in operands)
-
-    def _count_fusion_bytes(self, fusion: Instruction) -> int:
-        return self._count_fusion_reads(fusion) + self._count_fusion_writes(fusion)
 
     def _count_fusion_reads(self, fusion: Instruction) -> int:
         parameters = self._parameters(fusion)

@@ -50,8 +50,8 @@ class Sources:
             elif table == "StackFrames" and (match := _FRAME.match(line)):
                 location = locations.get(int(match[2]), SourceLine("", 0))
                 frames[int(match[1])] = _Frame(location, int(match[3] or 0))
-        # The first frame has no caller. If it names itself, XLA counts callers from 1 and frames
-        # from 0, so callers need a shift.
+        # The first frame has no caller. If it names itself, XLA counts callers from 1 and frames from 0, so callers
+        # need a shift.
         shift = 1 if 1 in frames and frames[1].caller == 1 else 0
         self._frames: dict[int, _Frame] = {}
         for number, frame in frames.items():

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from plimsoll.framework.plan.hlo.computations import Computations, Instruction
 
 _MOVES = ("copy", "bitcast", "convert", "reshape", "copy-done", "copy-start")
+# Longest chain of instructions that is followed to a value.
 _DEPTH = 32
 
 
@@ -36,6 +37,10 @@ def infer_trip_count(program: Computations, loop: Instruction) -> int | None:
     """Return the trip count of a loop; None if it cannot be inferred from the text.
 
     A counter whose initial value or step cannot be read is assumed to start at 0 and to advance by 1.
+
+    Args:
+        program: the program.
+        loop: a while instruction in it.
     """
     if noted := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes):
         return int(noted[1])
@@ -98,8 +103,8 @@ def _initial(program: Computations, loop: Instruction, index: int) -> int | None
         return None
     if value.index is None:
         return value.offset
-    # The loop is in the body of another loop, which passes the value on. If the value never
-    # changes, the outer loop's initial value applies.
+    # The loop is in the body of another loop, which passes the value on. If the value never changes, the outer loop's
+    # initial value applies.
     outer = program.loops.get(loop.computation)
     root = program.root(loop.computation)
     if outer is None or root is None or root.opcode != "tuple":

@@ -15,26 +15,26 @@ _COLORS = ("#30638e", "#d1495b", "#00798c", "#edae49", "#6a4c93", "#2e933c")
 def frontier_sections(frontiers: Sequence[Frontier]) -> list[TableSection]:
     """Return a table for each frontier, and one that compares the largest sizes."""
     tables = []
-    largest = [["", "parameters", "layers", "heads", "device", "its host", "tokens/s"]]
+    largest = [["", "parameters", "layers", "heads", "device", "host", "tokens/s"]]
     for frontier in frontiers:
         if not frontier.points:
             largest.append([frontier.name, "none", frontier.failure])
             continue
-        rows = [["parameters", "layers", "heads", "device", "its host", "tokens/s", "settings"]]
-        rows += [[*_cells(point), point.choice.flags or "as it is"] for point in frontier.points]
+        rows = [["parameters", "layers", "heads", "device", "host", "tokens/s", "settings"]]
+        rows += [[*_format_point(point), point.choice.flags or "unchanged"] for point in frontier.points]
         tables.append(TableSection(f"frontier, {frontier.name}", rows))
-        largest.append([frontier.name, *_cells(frontier.points[-1])])
-    return [*tables, TableSection("the largest that fits", largest)]
+        largest.append([frontier.name, *_format_point(frontier.points[-1])])
+    return [*tables, TableSection("largest model that fits", largest)]
 
 
-def _cells(point: FrontierPoint) -> list[str]:
+def _format_point(point: FrontierPoint) -> list[str]:
     choice = point.choice
     used = "" if choice.used is None else f", {100 * choice.used:.1f}%"
-    judge = "" if choice.compiled else " (closed form)"
+    source = "" if choice.compiled else " (estimate)"
     host = human_bytes(choice.host) if choice.host else "-"
     rate = "-" if point.tokens_per_second is None else human_count(point.tokens_per_second)
     size = point.size
-    device = f"{human_bytes(choice.peak)}{used}{judge}"
+    device = f"{human_bytes(choice.peak)}{used}{source}"
     return [human_count(point.parameters), str(size.layers), str(size.heads), device, host, rate]
 
 
@@ -42,7 +42,13 @@ def plot_frontiers(frontiers: Sequence[Frontier], picture: Path, title: str) -> 
     """Plot tokens per second over parameters as a PNG, which is replaced atomically. Raises OSError.
 
     Each frontier is a line. Its last point is the largest size that fits.
+
+    Args:
+        frontiers: the frontiers to plot.
+        picture: file to write.
+        title: title of the plot.
     """
+    # Imported here, because only --picture needs matplotlib.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5.2), dpi=130, layout="constrained")

@@ -2,8 +2,8 @@
 
 The rule is that of published families: width and depth grow together. All sizes share the head dimension, the number of
 key/value heads, the ratio of MLP width to model width and, as nearly as whole groups of heads allow, the ratio of width
-to depth. Each width is also made deeper, one unit of layers at a time, until it has as many parameters as the next
-width.
+to depth. Each width is also made deeper, one repeat of the layer pattern at a time, until it has as many parameters
+as the next width.
 """
 
 from __future__ import annotations
@@ -78,10 +78,12 @@ class SizeFamily:
         has_stack = model.takes("stack") and model.takes("dim")
         pattern: Sequence[Any] = model.stack.pattern if has_stack else []
         if not pattern or not all(_is_block(layer) for layer in pattern):
-            raise ConfigError("--largest is for language models whose layers are Blocks with attention and an MLP")
+            raise ConfigError("--largest requires a language model whose layers are Blocks with attention and an MLP")
         heads = {layer.attention.num_heads for layer in pattern}
         if len(heads) > 1:
-            raise ConfigError(f"--largest: the pattern's layers have {sorted(heads)} heads; expected one number")
+            raise ConfigError(
+                f"--largest: the pattern's layers have {sorted(heads)} heads; expected the same number in each"
+            )
         return SizeFamily(config)
 
     @property
@@ -103,7 +105,11 @@ class SizeFamily:
         return min(_HEADS, self.known.heads)
 
     def members(self, most: int) -> list[Member]:
-        """Return the sizes of up to `most` times the known width, smallest first."""
+        """Return the sizes of up to `most` times the known width, smallest first.
+
+        Args:
+            most: largest width, as a multiple of the known one.
+        """
         widths = range(self._step, most * self.known.heads + 1, self._step)
         depths = [self._depths_for_width(heads) for heads in widths]
         members = []
@@ -117,6 +123,7 @@ class SizeFamily:
     def _depths_for_width(self, heads: int) -> _WidthModels:
         """Return the models of one width: the first depth, and the parameters by depth."""
         first = self._layers_for_width(heads)
+        # All repeats of the pattern are equally large, so two depths determine the parameters at any depth.
         shallow = count_parameters(self.scale_config(Size(heads, self._pattern_length)))
         deeper = count_parameters(self.scale_config(Size(heads, 2 * self._pattern_length)))
         per_layer = (deeper - shallow) // self._pattern_length
@@ -147,6 +154,7 @@ class SizeFamily:
 def _scale_block(scaled: Config, known: Config, heads: int, ratio: float) -> None:
     """Set a block's number of heads, and scale the width of its MLP to `ratio` times the known one."""
     attention = known.attention
+    # Without grouped queries, the key/value heads grow along. With them, their number is the same in all sizes.
     if attention.num_kv_heads == attention.num_heads:
         scaled.attention.num_kv_heads = heads
     scaled.attention.num_heads = heads

@@ -60,7 +60,7 @@ class Frontier(NamedTuple):
     """The sizes of a family that fit a machine.
 
     Attributes:
-        name: changes to the training: "as it is", or their names and settings.
+        name: the compared settings, the target and the allowed changes; "base config" if there are none.
         points: sizes that fit, smallest first; the last one is the largest that fits.
         failure: the reason why no size fits, in one line.
     """
@@ -99,15 +99,19 @@ class FrontierSearch:
 
     def largest(self) -> FrontierPoint | None:
         """Return the largest size that fits; None if none was found."""
-        number = self._estimate_largest()
-        return None if number is None else self._confirm_largest(number)
+        index = self._estimate_largest()
+        return None if index is None else self._confirm_largest(index)
 
     def run(self, name: str) -> Frontier:
-        """Return the largest size that fits, and smaller ones."""
+        """Return the largest size that fits, and smaller ones.
+
+        Args:
+            name: name of the frontier in tables and plots.
+        """
         point = self.largest()
         if point is None:
             return Frontier(name, [], self._failure)
-        smaller = [self._point(number) for number in self._numbers_below(point.parameters)]
+        smaller = [self._get_point(index) for index in self._list_smaller(point.parameters)]
         return Frontier(name, [*(found for found in smaller if found is not None), point])
 
     def _estimate_largest(self) -> int | None:
@@ -115,24 +119,24 @@ class FrontierSearch:
 
         The search assumes that if a size does not fit, no larger size does.
         """
-        if self._point(0) is None:
+        if self._get_point(0) is None:
             return None
         low, high = 0, len(self._sizes)
         # Try the known size first, which keeps the search short on small machines.
         middle = self._nearest(count_parameters(self.family.config))
         while high - low > 1 and self._is_coarse(low, high):
-            if self._point(middle) is None:
+            if self._get_point(middle) is None:
                 high = middle
             else:
                 low = middle
-            middle = self._between(low, high)
+            middle = self._pick_between(low, high)
         return low
 
     def _is_coarse(self, low: int, high: int) -> bool:
         """Return whether the largest size that fits is not accurate enough yet."""
         return high == len(self._sizes) or self._parameters[high] > _CLOSE * self._parameters[low]
 
-    def _between(self, low: int, high: int) -> int:
+    def _pick_between(self, low: int, high: int) -> int:
         """Return the index of a size between two.
 
         It is halfway in the logarithm of the parameters. As long as no upper bound is known, it is the size with
@@ -144,36 +148,36 @@ class FrontierSearch:
             middle = self._nearest(math.sqrt(self._parameters[low] * self._parameters[high]))
         return min(max(middle, low + 1), max(high - 1, low + 1))
 
-    def _confirm_largest(self, number: int) -> FrontierPoint | None:
+    def _confirm_largest(self, index: int) -> FrontierPoint | None:
         """Return the largest size that fits when compiled, searching downward from the estimated one.
 
         Return None if none fits within `_COMPILES` compilations.
         """
         if not self.compiles:
-            return self._point(number)
+            return self._get_point(index)
         for _ in range(_COMPILES):
-            point = self._try_size(number, estimate=False)
+            point = self._try_size(index, estimate=False)
             if point is not None:
                 return point
-            smaller = self._nearest(_SMALLER * self._parameters[number])
-            number = max(min(smaller, number - 1), 0)
+            smaller = self._nearest(_SMALLER * self._parameters[index])
+            index = max(min(smaller, index - 1), 0)
         return None
 
-    def _point(self, number: int) -> FrontierPoint | None:
+    def _get_point(self, index: int) -> FrontierPoint | None:
         """Return a size with its settings by the analytical estimate; None if it does not fit."""
-        if number not in self._points:
-            self._points[number] = self._try_size(number, estimate=True)
-        return self._points[number]
+        if index not in self._points:
+            self._points[index] = self._try_size(index, estimate=True)
+        return self._points[index]
 
-    def _try_size(self, number: int, *, estimate: bool) -> FrontierPoint | None:
-        size = self._sizes[number]
+    def _try_size(self, index: int, *, estimate: bool) -> FrontierPoint | None:
+        size = self._sizes[index]
         config = self.family.scale_config(size)
-        parameters = self._parameters[number]
+        parameters = self._parameters[index]
         with phase(f"trying {human_count(parameters)} parameters", patience=SHORT):
-            answer = self.tune(config, estimate)
-        choice = answer.choice
+            result = self.tune(config, estimate)
+        choice = result.choice
         if choice is None:
-            self._failure = answer.failure
+            self._failure = result.failure
         self.log(f"{human_count(parameters)}: {'does not fit' if choice is None else 'fits'}")
         if choice is None:
             return None
@@ -181,14 +185,14 @@ class FrontierSearch:
         rate = None if choice.seconds is None else tokens / choice.seconds
         return FrontierPoint(size, parameters, choice, rate)
 
-    def _numbers_below(self, parameters: int) -> list[int]:
+    def _list_smaller(self, parameters: int) -> list[int]:
         """Return the indices of sizes that are smaller by powers of `_RATIO`, smallest first."""
-        numbers = []
+        indices = []
         for power in range(1, _MOST_POINTS):
-            number = self._nearest(parameters / _RATIO**power)
-            if self._parameters[number] < parameters and number not in numbers:
-                numbers.append(number)
-        return sorted(numbers)
+            index = self._nearest(parameters / _RATIO**power)
+            if self._parameters[index] < parameters and index not in indices:
+                indices.append(index)
+        return sorted(indices)
 
     def _nearest(self, parameters: float) -> int:
         """Return the index of the largest size with at most `parameters` parameters; 0 if there is none."""

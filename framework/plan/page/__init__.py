@@ -3,8 +3,13 @@
 The page is a single file with its style (page.css), script (page.js) and SVG inline. It fetches nothing, and escapes
 all text of a plan. Without JavaScript it shows the plan that was asked for.
 
-document: the page. hull: the chart, drawn as a ship; load computes its figures. bars, tables, cargo, step_time,
-commands: the other sections. slider: planned points of batch size and sequence length; bound: elements that follow it.
+document.py       the page
+chart.py          the memory chart, drawn as a ship
+chart_figures.py  the positions and texts of the chart
+bars.py, memory_tables.py, step_time.py, tables.py, commands.py: the other sections
+slider.py         planned points of batch size and sequence length
+data_binding.py   elements that follow the slider
+colors.py         the colors of groups
 """
 
 from plimsoll.framework.plan.page.colors import COLORS

@@ -51,9 +51,15 @@ DEFINITIONS = f"""<svg class="definitions" width="0" height="0" aria-hidden="tru
 
 
 def draw_chart(figures: Figures, segments: Sequence[Segment]) -> str:
-    """Return the chart of one plan. Its figures may follow the slider."""
+    """Return the chart of one plan. Its figures may follow the slider.
+
+    Args:
+        figures: positions and texts by key, as computed by `chart_figures.figures`.
+        segments: segments to draw, from the bottom to the top.
+    """
     title = bind_element("title", figures, {"text": "title"})
     description = bind_element("desc", figures, {"text": "description"})
+    # SVG paints later shapes over earlier ones, so this list goes from back to front.
     shapes = [
         title,
         description,
@@ -101,7 +107,7 @@ def _draw_segment(figures: Figures, segment: Segment) -> str:
         "rect",
         figures,
         {"y": f"{segment.key}.y", "height": f"{segment.key}.height"},
-        attributes=f'class="cargo" x="{_HOLD_LEFT}" width="{_HOLD_WIDTH}" fill="{fill}"',
+        attributes=f'class="segment" x="{_HOLD_LEFT}" width="{_HOLD_WIDTH}" fill="{fill}"',
         content=title,
     )
 
@@ -128,7 +134,7 @@ def _draw_scale(figures: Figures) -> str:
         text = bind_element("text", figures, {"text": f"{key}.text"}, attributes='x="218" y="4" text-anchor="end"')
         follow = {"transform": f"{key}.place", "opacity": f"{key}.visible"}
         marks += bind_element("g", figures, follow, content=f'<path d="M222 0h14"/>{text}')
-    return f'<g class="draught">{marks}</g>'
+    return f'<g class="scale">{marks}</g>'
 
 
 def _draw_capacity_line(figures: Figures) -> str:

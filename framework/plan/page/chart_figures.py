@@ -1,7 +1,7 @@
 """Figures of the memory chart: the positions of its segments, of the water and of the capacity line.
 
 Heights are proportional to bytes. All segments are as wide as the hold, so their areas are proportional, too. The water
-is as high as the cargo, as for a box-shaped ship, so the mark is above the water as long as the plan fits.
+is as high as the segments, as for a box-shaped ship, so the mark is above the water as long as the plan fits.
 """
 
 import math
@@ -16,7 +16,7 @@ from plimsoll.framework.terminal.tables import human_bytes
 # In units of the drawing, where y increases downward.
 FLOOR = 372.0
 DECK = 132.0
-_CAPACITY_LINE = 172.0  # where the limit is drawn, unless the cargo would pass the top of the picture
+_CAPACITY_LINE = 172.0  # where the limit is drawn, unless the segments would pass the top of the picture
 _TOP = 30.0
 _LEAST_LABELLED = 17.0
 _TICKS = 8
@@ -50,7 +50,12 @@ def bytes_by_group(plan: Report) -> Mapping[str, int]:
 
 
 def figures(plan: Report, segments: Sequence[Segment]) -> dict[str, str]:
-    """Return the figures of the chart and of the table next to it."""
+    """Return the figures of the chart and of the table next to it, by key.
+
+    Args:
+        plan: report to draw.
+        segments: segments of the chart, from the bottom to the top; some may be empty in this plan.
+    """
     need = plan["device_allocated_bytes"]
     limit = plan["device_limit_bytes"]
     sizes = bytes_by_group(plan)
@@ -71,12 +76,12 @@ def figures(plan: Report, segments: Sequence[Segment]) -> dict[str, str]:
         "need": need_text(plan, of_limit=False),
         "need.of": f"{need_text(plan)} on each device",
         "limit": f"limit {human_bytes(limit)}" if limit else "",
-        "over": f"{human_bytes(over)} over the line" if over else "",
+        "over": f"{human_bytes(over)} over the limit" if over else "",
         "verdict": verdict_text(plan),
         "verdict.class": f"verdict {verdict_kind(plan)}",
-        "title": _title(plan),
+        "title": f"Memory chart: {need_text(plan)}, {verdict_text(plan)}",
         "description": _description(plan, segments),
-        # A plan can also fail in another phase; then its ship is afloat although the plan does not fit.
+        # A plan can also exceed the limit in another phase: then its ship is afloat although the plan does not fit.
         "ship": "ship sunk" if over else "ship afloat",
     }
     return values
@@ -84,9 +89,9 @@ def figures(plan: Report, segments: Sequence[Segment]) -> dict[str, str]:
 
 def _scale(num_bytes: float, limit: int | None) -> float:
     """Return the height of one byte, in units of the drawing."""
-    to_the_line = (FLOOR - _CAPACITY_LINE) / max(limit or num_bytes, 1)
-    to_the_top = (FLOOR - _TOP) / max(num_bytes, 1)
-    return min(to_the_line, to_the_top)
+    to_line = (FLOOR - _CAPACITY_LINE) / max(limit or num_bytes, 1)
+    to_top = (FLOOR - _TOP) / max(num_bytes, 1)
+    return min(to_line, to_top)
 
 
 def _segment_figures(segment: Segment, size: float, y: float, height: float) -> dict[str, str]:
@@ -138,11 +143,7 @@ def tick_keys() -> list[str]:
     return [f"tick{index}" for index in range(_TICKS)]
 
 
-def _title(plan: Report) -> str:
-    return f"A ship loaded with {need_text(plan)}: {verdict_text(plan)}"
-
-
 def _description(plan: Report, segments: Sequence[Segment]) -> str:
     sizes = bytes_by_group(plan)
     listed = [f"{segment.label} {human_bytes(sizes.get(segment.group, 0))}" for segment in segments]
-    return f"In the hold, from the floor up: {', '.join(listed)}."
+    return f"From the bottom to the top: {', '.join(listed)}."

@@ -35,16 +35,27 @@ def get_overrides(report: Report) -> list[str]:
 
 
 def plan_command(asked: PlanCommand, settings: Sequence[str]) -> str:
-    """Return the `plimsoll plan` command with these settings."""
+    """Return the `plimsoll plan` command with these settings.
+
+    Args:
+        asked: the command line that asked for the page.
+        settings: overrides as `path=value`.
+    """
     words = ["plimsoll", "plan", asked.source, asked.target]
     return _join_command([*filter(None, words), *_overrides(settings), *asked.flags])
 
 
 def train_command(asked: PlanCommand, settings: Sequence[str]) -> str:
-    """Return the `plimsoll train` command with these settings; "" if the source is not a config."""
+    """Return the `plimsoll train` command with these settings; "" if the source is not a config.
+
+    Args:
+        asked: the command line that asked for the page.
+        settings: overrides as `path=value`.
+    """
     flag, _, config = asked.source.partition("=")
     if flag != "--config":
         return ""
+    # The workdir is named after the config, without characters that are special in paths or shells.
     name = re.sub(r"[^A-Za-z0-9._]+", "-", config.removesuffix(".json")).strip("-.") or "run"
     return _join_command(
         ["plimsoll", "train", asked.source, *_overrides(settings), *asked.train_flags, f"--workdir=runs/{name}"]
@@ -52,7 +63,12 @@ def train_command(asked: PlanCommand, settings: Sequence[str]) -> str:
 
 
 def settings_at(point: GridPoint, settings: Sequence[str]) -> list[str]:
-    """Return the settings with the batch size and sequence length of a point."""
+    """Return the settings with the batch size and sequence length of a point.
+
+    Args:
+        point: point of the slider.
+        settings: overrides as `path=value`.
+    """
     paths = (f"{BATCH}=", f"{SEQUENCE}=")
     changed = [setting for setting in settings if not setting.startswith(paths)]
     changed.append(f"{BATCH}={point.batch}")
@@ -62,7 +78,13 @@ def settings_at(point: GridPoint, settings: Sequence[str]) -> list[str]:
 
 
 def render_command(figures: Figures, key: str, title: str) -> str:
-    """Return a command with a copy button, which the script activates."""
+    """Return a command with a copy button, which the script activates.
+
+    Args:
+        figures: figures of the point that is shown first.
+        key: key of the command in `figures`.
+        title: heading of the command.
+    """
     code = bind_element("code", figures, {"text": key})
     button = '<button type="button" class="copy" hidden>copy</button>'
     return f'<div class="command"><h3>{title}</h3>{button}<pre tabindex="0">{code}</pre></div>'

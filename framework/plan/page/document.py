@@ -35,9 +35,12 @@ def page(
     Args:
         plans: one or more reports. Several plans are named after the facts that they do not share.
         points: points of the slider, which include the first plan's.
-        asked: the command line, for the commands to paste; None if there was none.
+        asked: the command line that asked for the plans, for the commands to paste; None if there was none.
         moves: settings that change the groups of a single plan; by default those that may change them, without the
             size of the change.
+
+    Returns:
+        The document as text.
     """
     common = tables.common_facts(plans)
     # Plans of one config and target have one title.
@@ -46,11 +49,11 @@ def page(
     common_settings = " ".join(text for text in common if text not in tables.facts(plans[0])[:2])
     planned = _PageContent(plans, points, asked)
     header = f"<header><h1>{escape(title)}</h1>{planned.verdict()}{planned.settings(common_settings)}</header>"
-    sections = [("", planned.draw_chart()), ("Take it along", planned.commands())]
+    sections = [("", planned.draw_chart()), ("Commands", planned.commands())]
     if len(plans) == 1:
         moves = levers(plans[0]) if moves is None else moves
         sections.append(
-            ("Where each byte goes" + (", and what moves it" if moves else ""), planned.memory_tables(moves))
+            ("Memory by group" + (", and settings that change it" if moves else ""), planned.memory_tables(moves))
         )
     sections += _make_shared_sections(plans, planned)
     body = "".join(_section(heading, content) for heading, content in sections if content)
@@ -63,11 +66,11 @@ def _make_shared_sections(plans: Sequence[Report], planned: "_PageContent") -> l
     names = tables.name_plans(plans)
     sections = []
     if len(plans) > 1:
-        sections.append(("On one device at the peak", bars.draw_device_bars(names, plans)))
+        sections.append(("Memory of one device at the peak", bars.draw_device_bars(names, plans)))
     sections += [
-        ("How long a step takes", planned.step_time()),
-        ("On the host, in one process", bars.draw_host_bars(names, plans)),
-        ("Peak of each phase, on one device", bars.draw_phase_bars(names, plans)),
+        ("Step time", planned.step_time()),
+        ("Host memory of one process", bars.draw_host_bars(names, plans)),
+        ("Peak of one device in each phase", bars.draw_phase_bars(names, plans)),
         ("Figures", _figures(names, plans, planned)),
     ]
     return sections
@@ -105,7 +108,7 @@ class _PageContent:
         self._shown = self._select_figures()
 
     def settings(self, common_settings: str) -> str:
-        """Return the settings that all plans share; with a slider, all settings of the point."""
+        """Return the settings that all plans share; for one plan with a slider, all settings of the point."""
         if self._points and len(self._plans) == 1:
             return bind_element("p", self._shown, {"text": "settings"}, attributes="class=soft")
         return f"<p class=soft>{tables.breakable(common_settings)}</p>"
@@ -126,7 +129,7 @@ class _PageContent:
         if len(self._plans) > 1:
             content += self._format_verdict()
         if self._points:
-            content += slider.basis(self._shown) + slider.controls(self._points)
+            content += slider.render_basis(self._shown) + slider.render_controls(self._points)
         return content
 
     def memory_tables(self, moves: Sequence[Lever]) -> str:
@@ -142,18 +145,17 @@ class _PageContent:
         if self._asked is None:
             return ""
         boxes = ""
-        if len(self._plans) == 1 or self._points:
-            if self._shown["command.train"]:
-                boxes = commands.render_command(self._shown, "command.train", "train it")
-            return boxes + commands.render_command(self._shown, "command.plan", "plan it again")
-        return commands.render_command(self._shown, "command.plan", "plan them again")
+        # Several plans without a slider have no common train command; `command_for` shows one with each plan.
+        if (len(self._plans) == 1 or self._points) and self._shown["command.train"]:
+            boxes = commands.render_command(self._shown, "command.train", "train")
+        return boxes + commands.render_command(self._shown, "command.plan", "plan again")
 
     def command_for(self, plan: Report) -> str:
         """Return the command that trains one of several plans."""
         if self._asked is None or "subject" in plan:
             return ""
         command = commands.train_command(self._asked, commands.get_overrides(plan))
-        return commands.render_command({"train": command}, "train", "train it") if command else ""
+        return commands.render_command({"train": command}, "train", "train") if command else ""
 
     def step_time(self) -> str:
         """Return the section on the step time; "" if no report estimates it."""
@@ -168,7 +170,7 @@ class _PageContent:
             return ""
         data = ""
         if self._points:
-            data = slider.data(self._points, self._point_figures, self._find_shown_index())
+            data = slider.render_data(self._points, self._point_figures, self._find_shown_index())
         return f"{data}<script>{_SCRIPT}</script>"
 
     def _format_verdict(self) -> str:
@@ -182,7 +184,7 @@ class _PageContent:
             drawing = chart.draw_chart(chart_figures.figures(plan, segments), segments)
             caption = f"{tables.breakable(name)}<br>{tables.verdict(plan)}<br><small>{tables.need_text(plan)}</small>"
             charts += f"<figure>{drawing}<figcaption>{caption}</figcaption></figure>"
-        caption = "Each ship is drawn to a scale of its own; the bars below share one."
+        caption = "Each chart has its own scale. The bars below share one."
         return f"<div class=fleet>{charts}</div><p class=soft>{caption}</p>"
 
     def _find_shown_index(self) -> int:
@@ -202,7 +204,7 @@ class _PageContent:
         """Return the figures of a point of the slider."""
         asked = self._points[[other[:2] for other in self._points].index(point_from_report(self._first)[:2])]
         figures = chart_figures.figures(point.report, self._segments) | step_time.figures(point.report, self._parts)
-        figures["basis"] = slider.basis_text(point, asked)
+        figures["basis"] = slider.describe_basis(point, asked)
         settings = self._first["settings"]
         is_asked = point[:2] == asked[:2]
         figures["settings"] = " ".join(settings if is_asked else commands.settings_at(point, settings))
@@ -228,5 +230,5 @@ def _fixed_parts_note(points: Sequence[GridPoint]) -> str:
     """Return a note on the parts that do not follow the slider; "" without a slider."""
     if not points:
         return ""
-    note = "What moves a group, what would fit, the largest buffers and all below are those of the asked point"
-    return f"<p class='soft stays'>{note}; bytes and shares of the groups follow the slider.</p>"
+    note = "In this section, only bytes and shares follow the slider. The rest of it, and the tables below, show the"
+    return f"<p class='soft stays'>{note} requested point.</p>"

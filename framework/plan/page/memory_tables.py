@@ -18,10 +18,17 @@ _MOST_CUT = 160
 
 
 def render_groups(figures: Figures, plan: Report, segments: Sequence[Segment], levers: Sequence[Lever]) -> str:
-    """Return the table of the groups, from the top of the chart to the bottom."""
+    """Return the table of the groups, from the top of the chart to the bottom.
+
+    Args:
+        figures: figures of the point that is shown first.
+        plan: report of that point.
+        segments: segments of the chart, one for each group.
+        levers: settings that change the groups; without any, the table has no column for them.
+    """
     is_measured = any(lever.peak_bytes is not None for lever in levers)
-    by = " (→ by the closed form)" if is_measured else ""
-    heading = "<th>group<th>bytes<th>share<th>" + (f"<th>what moves it{by}" if levers else "")
+    legend = " (→: estimate)" if is_measured else ""
+    heading = "<th>group<th>bytes<th>share<th>" + (f"<th>settings that change it{legend}" if levers else "")
     shown = _select_largest(plan, segments)
     rows = ""
     for segment in reversed(shown):
@@ -32,12 +39,12 @@ def render_groups(figures: Figures, plan: Report, segments: Sequence[Segment], l
         size = sum(bytes_by_group(plan)[segment.group] for segment in left_out)
         rows += f"<tr><td>{len(left_out)} smaller groups<td class=number>{human_bytes(size)}<td><td>"
     kind = " wide" if levers else ""
-    return f'<div class="scroll"><table class="cargo-table{kind}"><tr>{heading}{rows}</table></div>'
+    return f'<div class="scroll"><table class="group-table{kind}"><tr>{heading}{rows}</table></div>'
 
 
 def _group_row(figures: Figures, segment: Segment) -> str:
     """Return the cells of a group: name, bytes, share, and a bar of the share."""
-    name = f"<td>{_swatch(segment.color)}{escape(segment.label)}</td>"
+    name = f'<td><i style="background: {segment.color}"></i>{escape(segment.label)}</td>'
     size = bind_element("td", figures, {"text": f"{segment.key}.size"}, attributes='class="number"')
     share = bind_element("td", figures, {"text": f"{segment.key}.share"}, attributes='class="number"')
     attributes = f'height="100%" fill="{segment.color}"'
@@ -57,11 +64,16 @@ def render_suggestions(plan: Report) -> str:
     items = ""
     for suggestion in plan["suggestions"]:
         items += f"<li><code>{breakable(suggestion['setting'])}</code> <small>{escape(needs_text(suggestion))}</small>"
-    return f"<h3>what would fit</h3><ul>{items}</ul>" if items else ""
+    return f"<h3>settings that would fit</h3><ul>{items}</ul>" if items else ""
 
 
 def render_buffers(plan: Report, segments: Sequence[Segment]) -> str:
-    """Return the table of the largest buffers, each with a bar relative to the peak; "" if none are known."""
+    """Return the table of the largest buffers, each with a bar relative to the peak; "" if none are known.
+
+    Args:
+        plan: report with the buffers.
+        segments: segments of the chart, whose colors the bars use.
+    """
     color_by_group = COLORS | {segment.group: segment.color for segment in segments}
     peak = max(plan["device_peak_bytes"], 1)
     rows = ""
@@ -75,23 +87,24 @@ def render_buffers(plan: Report, segments: Sequence[Segment]) -> str:
 def _buffer_row(buffer: Mapping, color: str, share: float) -> str:
     repeats = f" x {buffer['count']}" if buffer["count"] > 1 else ""
     bar = f'<svg class="mini"><rect width="{min(1, share):.2%}" height="100%" fill="{color}"/></svg>'
+    # Names are paths without spaces, so let lines break at the slashes.
     name = escape(_truncate(buffer["name"])).replace("/", "/<wbr>")
     shape = escape(_truncate(buffer["shape"]) + repeats)
     return f"<tr><td>{name}<td class=shape>{shape}<td class=number>{human_bytes(buffer['bytes'])}<td>{bar}"
 
 
 def _render_levers(plan: Report, segment: Segment, levers: Sequence[Lever]) -> str:
-    """Return the settings that change a group, and by how much where that was estimated."""
+    """Return the settings that change a group, and by how much, if that was estimated."""
     texts = []
     for lever in [lever for lever in levers if lever.group == segment.group][:_MOST_LEVERS]:
         effect = escape(lever.effect)
         if lever.peak_bytes is not None and lever.group_bytes is not None:
-            effect += f" <small>{_change(plan, lever)}</small>"
+            effect += f" <small>{_format_change(plan, lever)}</small>"
         texts.append(f"<div><code>{breakable(lever.text)}</code> {effect}</div>")
     return "".join(texts)
 
 
-def _change(plan: Report, lever: Lever) -> str:
+def _format_change(plan: Report, lever: Lever) -> str:
     """Return the effect of a lever on its group and on the peak. Both figures are analytical estimates."""
     present = plan["estimate"]
     group_bytes = present["breakdown"][lever.group]
@@ -99,10 +112,6 @@ def _change(plan: Report, lever: Lever) -> str:
     difference = (lever.peak_bytes or 0) - present["device_peak_bytes"]
     direction = "less" if difference < 0 else "more"
     return f"{change}; peak {human_bytes(abs(difference))} {direction}"
-
-
-def _swatch(color: str) -> str:
-    return f'<i style="background: {color}"></i>'
 
 
 def _truncate(text: str) -> str:

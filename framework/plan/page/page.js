@@ -5,7 +5,7 @@ function show(figures) {
   for (const element of document.querySelectorAll("[data-follow]")) {
     for (const pair of element.dataset.follow.split(" ")) {
       const [attribute, key] = pair.split(":");
-      // What all points share is not stored, and stays.
+      // Figures that all points share are not stored, and stay.
       if (!(key in figures)) continue;
       if (attribute === "text") element.textContent = figures[key];
       else element.setAttribute(attribute, figures[key]);
@@ -28,7 +28,7 @@ function slide(form, data) {
     }
     const figures = data.points[axes.map(value).join()];
     document.body.classList.toggle("impossible", !figures);
-    status.textContent = figures ? "" : "The config does not allow both together.";
+    status.textContent = figures ? "" : "The config does not allow this combination.";
     if (figures) show(figures);
     const moved = axes.some(axis => value(axis) !== data.asked[axis]);
     document.body.classList.toggle("moved", moved);
@@ -54,7 +54,7 @@ async function copy(button) {
   try {
     await navigator.clipboard.writeText(code.textContent);
   } catch {
-    // A frame or an old browser has no clipboard to write to: the selection is copied.
+    // In a frame or an old browser, the clipboard API is missing: copy the selection instead.
     getSelection().selectAllChildren(code);
     document.execCommand("copy");
   }

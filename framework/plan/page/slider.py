@@ -12,7 +12,7 @@ from plimsoll.framework.plan.page.data_binding import Figures, bind_element
 _LABELS = {"batch": "global batch", "sequence": "sequence length"}
 
 
-def data(points: Sequence[GridPoint], figures: Sequence[Figures], asked: int) -> str:
+def render_data(points: Sequence[GridPoint], figures: Sequence[Figures], asked: int) -> str:
     """Return the points as JSON in a script tag that browsers do not run.
 
     Figures that are the same at all points are left out.
@@ -37,49 +37,55 @@ def data(points: Sequence[GridPoint], figures: Sequence[Figures], asked: int) ->
     return f'<script type="application/json" id="points">{text}</script>'
 
 
-def controls(points: Sequence[GridPoint]) -> str:
+def render_controls(points: Sequence[GridPoint]) -> str:
     """Return the sliders, one for each quantity that varies. The script makes them visible."""
     values = {"batch": {point.batch for point in points}, "sequence": {_length(point) for point in points}}
     sliders = ""
     for name, choices in values.items():
         if len(choices) > 1:
-            sliders += _slider(name, len(choices))
+            sliders += _render_slider(name, len(choices))
     compiled = sum(not point.report["estimated"] for point in points)
     estimated = len(points) - compiled
     counts = []
     if compiled:
         counts.append(f"{compiled} compiled")
     if estimated:
-        counts.append(f"{estimated} by the closed form")
-    about = f"<p class=soft>The sliders stop at planned points alone: {' and '.join(counts)}.</p>"
-    return f'<form class="controls" hidden>{sliders}<button type="button" class="back">as asked</button>{about}</form>'
+        counts.append(f"{estimated} estimated")
+    about = f"<p class=soft>The sliders stop only at planned points: {' and '.join(counts)}.</p>"
+    return f'<form class="controls" hidden>{sliders}<button type="button" class="back">reset</button>{about}</form>'
 
 
-def basis(figures: Figures) -> str:
+def render_basis(figures: Figures) -> str:
     """Return the line that names the source of the figures: compiled or estimated."""
     return bind_element("p", figures, {"text": "basis"}, attributes='class="basis soft" aria-live="polite"')
 
 
-def basis_text(point: GridPoint, asked: GridPoint) -> str:
-    """Describe a point in words, and tell whether it was compiled."""
+def describe_basis(point: GridPoint, asked: GridPoint) -> str:
+    """Describe a point in words: its batch and sequence, and the source of its figures.
+
+    Args:
+        point: point to describe.
+        asked: the requested point, whose estimate may have been compared with the compiled peak.
+    """
     description = f"Batch {point.batch:,}"
     if point.sequence is not None:
         description += f", sequence {point.sequence:,}"
     if not point.report["estimated"]:
         return f"{description}: compiled by the target's own compiler."
     error = asked.report.get("estimate", {}).get("error")
-    how_far = ""
+    accuracy = ""
     if not asked.report["estimated"] and error is not None:
-        direction = "more" if error > 0 else "less"
-        how_far = f" At the compiled point that says {abs(error):.1%} {direction}."
-    return f"{description}: by the closed form, without a compiler.{how_far}"
+        direction = "high" if error > 0 else "low"
+        accuracy = f" At the compiled point, the estimate is {abs(error):.1%} too {direction}."
+    return f"{description}: analytical estimate, not compiled.{accuracy}"
 
 
-def _slider(name: str, count: int) -> str:
+def _render_slider(name: str, count: int) -> str:
     attributes = f'type="range" name="{name}" min="0" max="{count - 1}" step="1" value="0"'
     label = f'<label>{_LABELS[name]} <output name="{name}-value"></output></label>'
     return f'<div class="slider">{label}<input {attributes} aria-label="{_LABELS[name]}"></div>'
 
 
 def _length(point: GridPoint) -> int:
+    """Return the sequence length of a point; 0 if its config has no sequences."""
     return point.sequence or 0

@@ -9,7 +9,8 @@ from plimsoll.framework.plan.page.data_binding import Figures, bind_element
 from plimsoll.framework.plan.report_tables import Report
 from plimsoll.framework.terminal.tables import human_count, human_duration
 
-_LEAST_LABELLED = 0.14  # of the bar's width
+# Smallest part that has room for its name, as a fraction of the bar's width.
+_LEAST_LABELLED = 0.14
 _NO_TIME = {"seconds": 0.0, "parts": {}, "tokens_per_second": 0.0, "model_flops_utilization": None, "bound_by": ""}
 
 
@@ -20,11 +21,16 @@ def part_names(plans: Sequence[Report]) -> list[str]:
 
 
 def figures(plan: Report, parts: Sequence[str]) -> dict[str, str]:
-    """Return the figures of the step time. Without an estimate, they are placeholders and hide the section."""
+    """Return the figures of the step time. Without an estimate, they are placeholders and hide the section.
+
+    Args:
+        plan: report of one point.
+        parts: parts of a step, in the order of the bar.
+    """
     time: Mapping[str, Any] = plan.get("time") or _NO_TIME
     whole = max(time["seconds"], 1e-12)
     values = {
-        "time.class": "" if plan.get("time") else "untold",
+        "time.class": "" if plan.get("time") else "no-time",
         "time.seconds": human_duration(time["seconds"]),
         "time.rate": human_count(time["tokens_per_second"]),
         "time.mfu": _percentage(time["model_flops_utilization"]),
@@ -45,13 +51,19 @@ def figures(plan: Report, parts: Sequence[str]) -> dict[str, str]:
 
 
 def render_section(figures: Figures, parts: Sequence[str], item: str) -> str:
-    """Return the content of the section."""
+    """Return the content of the section.
+
+    Args:
+        figures: figures of the point that is shown first.
+        parts: parts of a step, in the order of the bar.
+        item: singular noun for the unit of throughput, such as "token".
+    """
     tiles = ""
-    captions = {"time.seconds": "a step", "time.rate": f"{item}s per second, all devices", "time.mfu": "MFU"}
-    captions["time.bound_by"] = "what bounds it"
+    captions = {"time.seconds": "step time", "time.rate": f"{item}s per second, all devices", "time.mfu": "MFU"}
+    captions["time.bound_by"] = "bound by"
     for key, caption in captions.items():
         tiles += f"<div>{bind_element('b', figures, {'text': key})}<small>{escape(caption)}</small></div>"
-    shapes = "".join(_part(figures, index, part) for index, part in enumerate(parts))
+    shapes = "".join(_draw_part(figures, index, part) for index, part in enumerate(parts))
     legend = ""
     for index, part in enumerate(parts):
         size = bind_element("small", figures, {"text": f"t{index}.text"})
@@ -61,7 +73,7 @@ def render_section(figures: Figures, parts: Sequence[str], item: str) -> str:
     return f"<div class=tiles>{tiles}</div>{bar}<div class=legend>{legend}</div>{basis}"
 
 
-def _part(figures: Figures, index: int, part: str) -> str:
+def _draw_part(figures: Figures, index: int, part: str) -> str:
     key = f"t{index}"
     title = bind_element("title", figures, {"text": f"{key}.title"})
     attributes = f'y="4" height="32" fill="{_fill(index)}"'

@@ -36,7 +36,12 @@ def breakable(text: str) -> str:
 
 
 def need_text(plan: Report, *, of_limit: bool = True) -> str:
-    """Return the required memory, such as `8.52 GiB of 15.75 GiB`, or without the limit."""
+    """Return the required memory, such as `8.52 GiB of 15.75 GiB`.
+
+    Args:
+        plan: report of a plan.
+        of_limit: whether to append the limit, if it is known.
+    """
     limit = plan["device_limit_bytes"]
     about = "≈ " if plan["estimated"] else ""
     limit_text = f" of {human_bytes(limit)}" if limit and of_limit else ""
@@ -51,7 +56,7 @@ def verdict_text(plan: Report) -> str:
         excess = f", {human_bytes(need - limit)} over" if limit and need > limit else ""
         return f"✗ does not fit{excess}"
     if not limit:
-        return "limit not known"
+        return "limit unknown"
     return f"✓ fits, {human_bytes(limit - need)} free"
 
 
@@ -78,7 +83,12 @@ def render_table(section: TableSection) -> str:
 
 
 def render_tables(plan: Report, *, is_drawn: bool) -> str:
-    """Return all tables of a plan. If the plan `is_drawn`, leave out those that the page shows in other sections."""
+    """Return all tables of a plan.
+
+    Args:
+        plan: report of the plan.
+        is_drawn: whether other sections of the page show the plan; their tables are left out here.
+    """
     versions = TableSection("versions", list(plan["versions"].items()))
     shown = [section for section in sections(plan) if not (is_drawn and section.title in _DRAWN)]
     return "".join(map(render_table, [*shown, versions]))

@@ -33,7 +33,12 @@ def is_attention(kernel: Instruction) -> bool:
 
 
 def count_attention(module: Module, kernel: Instruction) -> AttentionWork:
-    """Return the work of an attention kernel."""
+    """Return the work of an attention kernel.
+
+    Args:
+        module: the program.
+        kernel: an attention kernel in it, see `is_attention`.
+    """
     match = _SPLASH.search(kernel.name) or _SPLASH.search(kernel.op_name)
     assert match is not None
     phase = match[1]

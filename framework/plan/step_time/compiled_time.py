@@ -24,7 +24,7 @@ from plimsoll.framework.plan.step_time.tpu_rates import TpuRates
 from plimsoll.framework.plan.step_time.tpu_time import ProgramTime, tpu_time
 from plimsoll.framework.plan.targets import Target
 
-_UNVALIDATED = "never compared with a run"
+_UNVALIDATED = "not validated by a run"
 
 
 class _Run(NamedTuple):
@@ -42,8 +42,10 @@ def estimate_compiled_time(calls: Sequence[CompiledProgram], target: Target, pea
         target: the machine that they were compiled for.
         peak_bytes: peak memory per device.
     """
+    # Runs of the same program are the same object, so each program is analyzed only once.
     counts = Counter(map(id, calls))
     programs = [_Run(compiled, counts[id(compiled)]) for compiled in {id(call): call for call in calls}.values()]
+    # A program that the compiler refused, or that came from a compilation cache, has no buffers.
     if any(program.compiled.buffers is None for program in programs):
         return None
     if target.platform == "cpu":
@@ -89,8 +91,8 @@ def _on_cpu(programs: Sequence[_Run], target: Target, peak_bytes: int) -> StepTi
         basis = f"roofline of the program's operations, by rates measured on {rates.measured} (plimsoll calibrate)"
     else:
         basis = (
-            "roofline of the program's operations by assumed rates of a CPU, which may be far off: "
-            "`plimsoll calibrate` measures this machine's in half a minute"
+            "roofline of the program's operations, by assumed CPU rates, which may be far off: "
+            "`plimsoll calibrate` measures this machine in half a minute"
         )
     return StepTime(
         matrix_units=num_devices * products,
@@ -110,7 +112,7 @@ def _on_tpu(programs: Sequence[_Run], target: Target) -> StepTime:
     times = [(tpu_time(Module(compiled.text), rates), runs) for compiled, runs in programs]
     start = PROGRAM_START if measured is None else measured.program_start
     return _sum_times(
-        times, start, f"the TPU compiler's cycles for each operation of the final program; {_UNVALIDATED} of ours"
+        times, start, f"the TPU compiler's cycles for each operation of the final program; {_UNVALIDATED}"
     )
 
 
@@ -122,7 +124,7 @@ def _on_gpu(programs: Sequence[_Run], spec: AcceleratorSpec) -> StepTime | None:
     if rates.measured:
         basis = f"roofline of the program's kernels, by rates measured on {rates.measured} (plimsoll calibrate)"
     else:
-        basis = f"roofline of the program's kernels at 70% of the peak of products and 85% of memory's; {_UNVALIDATED}"
+        basis = f"roofline of the program's kernels, at 70% of peak FLOP/s and 85% of peak bandwidth; {_UNVALIDATED}"
     return _sum_times(times, rates.program_start, basis)
 
 

@@ -41,7 +41,7 @@ _HIDEABLE_BY_BACKWARD = 0.6
 # used one after the other, so the fraction exceeds 1.
 _EXPOSED_WITH_PREFETCH = 0.35
 _EXPOSED_IN_CHUNKS = 1.58
-_BASIS = "the closed form: products at a share of the peak, bytes at published rates; compile for the program's own"
+_BASIS = "estimate: products at a fraction of the peak, bytes at published rates; compile for a more exact time"
 
 
 class StepWork(NamedTuple):

@@ -32,6 +32,8 @@ _FUSION_KIND = re.compile(r'"fusion_backend_config":\s*\{"kind":\s*"([^"]*)"')
 _CUSTOM_FUSION = re.compile(r'"custom_fusion_config":\s*\{"name":\s*"([^"]*)"')
 _SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{[^}]*?"dimensions":\s*\[([^\]]*)\]')
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
+# Custom calls, by a part of their target.
+_CALL_TARGETS: dict[str, KernelSource] = {"__gpu$xla.gpu.triton": "Triton", "__cudnn$": "cuDNN", "__cublas$": "cuBLAS"}
 _EMITTERS: dict[str, KernelSource] = {"kLoop": "loop", "kInput": "reduction", "kOutput": "transpose"}
 # Number of matrix products of attention: forward (scores, weighted values) and backward (scores again, four gradients).
 _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
@@ -61,9 +63,7 @@ class GpuRates:
             ValueError: the table does not have these figures, or the accelerator is not a GPU.
         """
         if spec.platform != "gpu" or not (spec.peak_bf16_flops and spec.peak_tf32_flops and spec.hbm_bytes_per_second):
-            raise ValueError(
-                f"{spec.name}: framework/devices/ has no peak in bfloat16 and TF32 and no bandwidth of a GPU for it"
-            )
+            raise ValueError(f"{spec.name}: framework/devices/ has no GPU bandwidth and bfloat16 and TF32 peaks for it")
         flops = {"bf16": spec.peak_bf16_flops, "f16": spec.peak_bf16_flops, "f32": spec.peak_tf32_flops}
         return GpuRates(spec.name, flops, spec.hbm_bytes_per_second, spec.ici_bytes_per_second or math.nan)
 
@@ -121,7 +121,12 @@ class GpuStep(NamedTuple):
 
 
 def read_step(parts: Sequence[StepProgram], rates: GpuRates) -> GpuStep:
-    """Return the kernels and collectives of all programs of a step."""
+    """Return the kernels and collectives of all programs of a step.
+
+    Args:
+        parts: programs of the step, compiled for the GPU.
+        rates: peak rates of the GPU.
+    """
     kernels: list[GpuKernel] = []
     overlaps: list[CollectiveOverlap] = []
     for part in parts:
@@ -134,7 +139,12 @@ def read_step(parts: Sequence[StepProgram], rates: GpuRates) -> GpuStep:
 
 
 def iter_kernels(module: Module, rates: GpuRates) -> Iterator[GpuKernel]:
-    """Yield the kernels of one run of a program, in the order of its text."""
+    """Yield the kernels of one run of a program, in the order of its text.
+
+    Args:
+        module: the program.
+        rates: peak rates of the GPU.
+    """
     flops = Flops(module)
     traffic = Traffic(module)
     for instruction, runs in iter_executed(module):
@@ -157,22 +167,23 @@ def _category(module: Module, flops: Flops, instruction: Instruction, maker: Ker
 
 def _maker(instruction: Instruction) -> KernelSource:
     if instruction.opcode == "custom-call":
-        target = instruction.attributes
-        if "__gpu$xla.gpu.triton" in target:
-            return "Triton"
-        return "cuDNN" if "__cudnn$" in target else "cuBLAS" if "__cublas$" in target else "call"
+        for target, maker in _CALL_TARGETS.items():
+            if target in instruction.attributes:
+                return maker
+        return "call"
+    if instruction.opcode.startswith("copy"):
+        return "copy"
+    if instruction.opcode.startswith(("all-", "reduce-scatter", "collective-", "ragged-")):
+        return "NCCL"
     if instruction.opcode != "fusion":
-        return "copy" if instruction.opcode.startswith("copy") else "NCCL" if _is_collective(instruction) else "loop"
-    kind, custom = _FUSION_KIND.search(instruction.attributes), _CUSTOM_FUSION.search(instruction.attributes)
+        return "loop"
+    kind = _FUSION_KIND.search(instruction.attributes)
     if kind and "triton" in kind[1]:
         return "Triton"
-    if custom:
-        return "slice"  # a copy that slices a stack or updates one in place
+    if _CUSTOM_FUSION.search(instruction.attributes):
+        # A copy that slices a stack or updates one in place.
+        return "slice"
     return _EMITTERS.get(instruction.attribute("kind"), "call")
-
-
-def _is_collective(instruction: Instruction) -> bool:
-    return instruction.opcode.startswith(("all-", "reduce-scatter", "collective-", "ragged-"))
 
 
 def _product(module: Module, flops: Flops, instruction: Instruction) -> tuple[int, str]:
@@ -222,7 +233,8 @@ def _overlaps(module: Module, kernels: list[GpuKernel], runs: int, rates: GpuRat
     least = {one.instruction.name: one.seconds for one in kernels}
     for collective in collectives(module):
         order = [one.name for one in module.computations[collective.scheduled.computation]]
-        first, last = order.index(collective.scheduled.name), order.index(collective.last.name)
+        first = order.index(collective.scheduled.name)
+        last = order.index(collective.last.name)
         overlapped_seconds = sum(least.get(name, 0.0) for name in order[first + 1 : last])
         collective = collective._replace(runs=collective.runs * runs)
         yield CollectiveOverlap(collective, collective.bytes_received / rates.link, overlapped_seconds)

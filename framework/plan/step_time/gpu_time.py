@@ -23,6 +23,11 @@ _HALF_TYPES = ("bf16", "f16")
 def gpu_time(module: Module, spec: AcceleratorSpec, rates: DeviceRates) -> ProgramTime:
     """Return the time of one run of a program that was compiled for a GPU.
 
+    Args:
+        module: the program.
+        spec: the GPU.
+        rates: rates that it reaches, measured or assumed.
+
     Raises:
         ValueError: the peaks of this GPU are not published.
     """

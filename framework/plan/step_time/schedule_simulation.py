@@ -81,7 +81,8 @@ class Timeline:
         moved: bytes to and from the host, by direction.
         transfers: number of host transfers, by direction.
         exposed: seconds of waiting during which the link of that direction was busy.
-        hidden_without_contention: bytes that compute between start and end would hide if each transfer had the link to itself.
+        hidden_without_contention: bytes that compute between start and end would hide if each transfer had the link to
+            itself.
     """
 
     compute: float = 0.0
@@ -128,10 +129,10 @@ def simulate(
         received_per_second: bytes per second from other chips.
         host_per_second: bytes per second between device and host, in each direction.
     """
-    player = _Simulator(received_per_second, host_per_second)
+    simulator = _Simulator(received_per_second, host_per_second)
     events = _Schedule(module, costs, spans).events(module.entry)
-    player.run(_merge_events(events))
-    return player.timeline
+    simulator.run(_merge_events(events))
+    return simulator.timeline
 
 
 class _Schedule:

@@ -122,7 +122,7 @@ def _check_estimates(all_operations: list[TpuOperation]) -> None:
     fusions = [operation for operation in all_operations if operation.instruction.opcode == "fusion"]
     if fusions and all(fusion.estimate is None for fusion in fusions):
         raise ValueError(
-            "the program's text has no estimated_cycles: expected that of the executable, compiled for TPU"
+            "the program's text has no estimated_cycles; expected the text of an executable compiled for TPU"
         )
 
 

@@ -1,8 +1,7 @@
 """Lists the operations of a program: the source of each, what it computes and moves, and its time.
 
 Each operation has three times. `estimate` is the compiler's, on which it bases its fusions. `roof` is the longer of
-FLOPs at the peak and bytes at the peak HBM bandwidth, a lower bound. `seconds` is the best estimate; see
-step_time.rates.
+FLOPs at the peak and bytes at the peak HBM bandwidth, a lower bound. `seconds` is the best estimate; see `tpu_rates`.
 """
 
 from __future__ import annotations
@@ -63,7 +62,12 @@ class TpuOperation:
 
 
 def iter_operations(module: Module, rates: TpuRates) -> Iterator[TpuOperation]:
-    """Yield every operation that a program executes, in the order of its text."""
+    """Yield every operation that a program executes, in the order of its text.
+
+    Args:
+        module: the program, compiled for TPU.
+        rates: rates of the chip.
+    """
     flops = Flops(module)
     traffic = Traffic(module)
     for instruction, runs in iter_executed(module):

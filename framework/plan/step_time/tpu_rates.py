@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from plimsoll.framework.devices.accelerators import AcceleratorSpec
 
-# Thin operations take this factor times their HBM bytes at peak bandwidth, or their VMEM bytes at
-# the rate below, whichever is longer, but never more than the compiler's estimate.
+# Thin operations take this factor times their HBM bytes at peak bandwidth, or their VMEM bytes at the rate below,
+# whichever is longer, but never more than the compiler's estimate.
 ELEMENTWISE_OVER_HBM = 1.25
 VMEM_BYTES_PER_CYCLE = 1400
 # Attention kernels have no compiler estimate. They are assumed to reach this fraction of the peak, reduced in
@@ -75,7 +75,7 @@ class TpuRates(NamedTuple):
         )
         published = [float(figure) for figure in figures if figure is not None]
         if spec.platform != "tpu" or len(published) < len(figures):
-            raise ValueError(f"{spec.name}: the time of a step is counted for TPUs whose rates are known only")
+            raise ValueError(f"{spec.name}: step time is counted only for TPUs whose rates are known")
         flops, flops_per_cycle, hbm, all_links, link, pcie = published
         return TpuRates(
             name=spec.name,

@@ -36,6 +36,10 @@ def tpu_time(module: Module, rates: TpuRates) -> ProgramTime:
     Collectives use all links of a chip in the best case and two in the worst. The result is the middle of the two and
     includes the exposed part of asynchronous collectives.
 
+    Args:
+        module: the program.
+        rates: rates of the chip.
+
     Raises:
         ValueError: the text has no compiler estimates.
     """

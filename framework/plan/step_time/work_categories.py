@@ -65,7 +65,13 @@ def is_work(instruction: Instruction) -> bool:
 
 
 def categorize(module: Module, flops: Flops, instruction: Instruction) -> WorkCategory:
-    """Return the kind of work of an instruction."""
+    """Return the kind of work of an instruction.
+
+    Args:
+        module: the program.
+        flops: FLOPs of its instructions.
+        instruction: the instruction to classify.
+    """
     # Fusions may be host transfers too, so check this first.
     if host_transfers.find_transfer(module, instruction):
         return "host transfer"

@@ -1,4 +1,4 @@
-"""The backward pass by layer programs, from the head to the embedding, and what happens to its gradients."""
+"""Runs the backward pass by layer programs, from the head to the embedding, and stores or applies its gradients."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class LayerwiseBackward(Pass[LayerFunctions]):
         Args:
             start: results of the forward pass and of the head.
             grad_stats: see `BackwardCarry`.
-            purpose: what happens to the gradients.
+            purpose: whether the gradients are stored, applied immediately, or only measured.
         """
         carry = BackwardCarry(start.ct, grad_stats, start.residuals[-1])
         self._process_head_grads(carry, purpose)
@@ -112,7 +112,12 @@ class LayerwiseBackward(Pass[LayerFunctions]):
             )
 
     def _group_backward(self, number: int, residuals: list[Residuals], carry: BackwardCarry, purpose: Purpose) -> None:
-        """Run the group of layers with that index backward; without memory.remat = sqrt a group is a single layer."""
+        """Run a group of layers backward; without memory.remat = sqrt a group is a single layer.
+
+        Args:
+            number: index of the group.
+            residuals, carry, purpose: see `backward`.
+        """
         residual_plan = self.f.residual_plan
         group = residual_plan.groups[number]
         first, size = group
@@ -169,8 +174,14 @@ class LayerwiseBackward(Pass[LayerFunctions]):
     def process_grads(
         self, update_unit: UpdateUnit, grads: Nested, grad_stats: GradStats | None, purpose: Purpose
     ) -> None:
-        """Update by gradients, or store them for a later update."""
-        # Completely frozen parts have no gradients.
+        """Update by gradients, or store them for a later update.
+
+        Args:
+            update_unit: the stage or layer.
+            grads: its gradients, on the device; {} if it is completely frozen.
+            grad_stats: statistics of the gradients so far, these included.
+            purpose: see `backward`.
+        """
         if not grads:
             return
         if purpose.decision is None:
@@ -216,7 +227,14 @@ class LayerwiseBackward(Pass[LayerFunctions]):
         return ct, tie_grads, loss_and_metrics
 
     def layer_backward(self, index: int, layer_residuals: Residuals, carry: BackwardCarry, purpose: Purpose) -> Nested:
-        """Run a layer backward, see `LayerFunctions.layer_backward`; return its gradients."""
+        """Run a layer backward, see `LayerFunctions.layer_backward`; return its gradients.
+
+        Args:
+            index: index of the layer.
+            layer_residuals: the layer's residuals, in the memory in which they are stored.
+            carry: the values that pass from layer to layer; updated in place.
+            purpose: see `backward`.
+        """
         f = self.f
         update_unit = UpdateUnit.layer(index)
         weights = self.layer_weights(index)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from plimsoll.framework.layers import grad_accumulation as sums_of_uses
+from plimsoll.framework.layers import grad_accumulation
 from plimsoll.framework.layers.base import Context, Out
 from plimsoll.framework.layout import Nested, StateLayout, merge
 from plimsoll.framework.learner.learner import Learner
@@ -83,7 +83,12 @@ class LayerFunctions:
     def enter_embedding(
         self, weights: Weights, buffers: Nested, inputs: Inputs
     ) -> tuple[Carry, LossAndMetrics, Nested]:
-        """Run the embedding: (the stack's input; loss and metrics; buffers of the embedding)."""
+        """Run the embedding: (the stack's input; loss and metrics; buffers of the embedding).
+
+        Args:
+            weights, buffers: the embedding's weights and buffers.
+            inputs: inputs of the microbatch.
+        """
         ctx = self.context(inputs)
         y, out = self.stage("embed", weights, None, buffers, ctx)
         return self._enter_stack(y), (out.loss, out.metrics), out.layer_state
@@ -134,7 +139,16 @@ class LayerFunctions:
         grad_stats: GradStats | None,
         inputs: Inputs,
     ) -> tuple[Nested, GradStats | None]:
-        """Run the embedding backward: (its gradients, gradient statistics); for `tie_grads` see `head_step`."""
+        """Run the embedding backward: (its gradients, gradient statistics).
+
+        Args:
+            weights, buffers: the embedding's weights and buffers.
+            ct: the cotangent of the stack's input.
+            tie_grads: gradients of tied weights, from `head_step`.
+            grad_sums: the embedding's gradients of earlier microbatches; None in the first microbatch.
+            grad_stats: see `UpdateFunctions.update_stats`.
+            inputs: inputs of the microbatch.
+        """
 
         def run(params: Nested) -> Carry:
             stage_weights = {**weights, "parameter": params}
@@ -252,7 +266,9 @@ class LayerFunctions:
             residuals_before = residuals.with_leaves(jax.tree.leaves(result.x))
         else:
             result = layer.backward(arguments, residuals, ct)
-        shared_sums = sums_of_uses.add(shared_sums or sums_of_uses.zeros(result.shared_grads), result.shared_grads)
+        shared_sums = grad_accumulation.add(
+            shared_sums or grad_accumulation.zeros(result.shared_grads), result.shared_grads
+        )
         grads = self.updates.add_gradients(STACK, _with_axis(result.grads), grad_sums)
         grad_stats = self.updates.update_stats(grad_stats, grads)
         return result.ct, grads, shared_sums, grad_stats, residuals_before
@@ -318,7 +334,7 @@ class LayerFunctions:
 
 
 class EvaluationFunctions(LayerFunctions):
-    """The same stages and layers without training, and the sums over a batch."""
+    """The functions of stages and layers for evaluation, and the sums over a batch."""
 
     def context(self, inputs: Inputs) -> Context:
         """Return the context of a microbatch: no dropout, sums instead of means."""
@@ -331,7 +347,13 @@ class EvaluationFunctions(LayerFunctions):
         return replace(ctx, batch=slice_layer(parts, number))
 
     def score(self, weights: Weights, buffers: Nested, x: Carry, inputs: Inputs) -> dict[str, jax.Array]:
-        """Return the sums over a microbatch; see `Chain.scores`."""
+        """Return the sums over a microbatch; see `Chain.scores`.
+
+        Args:
+            weights, buffers: the head's weights, tied ones included, and its buffers.
+            x: the output of the stack.
+            inputs: inputs of the microbatch.
+        """
         ctx = self.context(inputs)
         head_input = self.model.stack.leave(x, ctx)
         _, out = self.stage("head", weights, head_input, buffers, ctx)

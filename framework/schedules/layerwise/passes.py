@@ -1,4 +1,4 @@
-"""A forward pass and an evaluation by layer programs, which run stages and layers one after the other."""
+"""Runs the forward pass and the evaluation by layer programs: stages and layers one after the other, from Python."""
 
 from __future__ import annotations
 
@@ -66,7 +66,12 @@ class Pass(Generic[Functions]):
         self.first_inputs: list[Carry] = []
 
     def begin(self, buffers: Nested, inputs: Inputs) -> None:
-        """Start a microbatch."""
+        """Start a microbatch.
+
+        Args:
+            buffers: the model's buffers before it.
+            inputs: the batch, the counters, and the index of the microbatch.
+        """
         self.buffers = buffers
         self.new_buffers = copy_containers(buffers)
         self.inputs = inputs
@@ -178,7 +183,14 @@ class Pass(Generic[Functions]):
     def layer_forward(
         self, index: int, x: Carry, save_policy: SavePolicy, next_index: int
     ) -> tuple[Carry, LayerResiduals, LossAndMetrics]:
-        """Run one layer forward, and fetch the weights of the next one: (y, residuals, loss and metrics)."""
+        """Run one layer forward, and fetch the weights of the next one: (y, residuals, loss and metrics).
+
+        Args:
+            index: index of the layer.
+            x: the layer's input.
+            save_policy: which residuals are saved, and where.
+            next_index: index of the layer that runs next; -1 if there is none.
+        """
         f = self.f
         weights = self.layer_weights(index)
         self.request_layer(next_index)
@@ -211,7 +223,13 @@ class Evaluation(Pass[EvaluationFunctions]):
     keeps_inputs = False
 
     def __call__(self, weights: Weights, buffers: Nested, batch: Nested) -> Metrics:
-        """Return sums over the batch."""
+        """Return sums over the batch.
+
+        Args:
+            weights: "parameter" and "frozen", by stage.
+            buffers: the model's buffers, by stage.
+            batch: arrays of the global batch.
+        """
         f = self.f
         self.state = weights
         sums = None
@@ -234,4 +252,5 @@ def copy_containers(tree: Nested) -> Nested:
 
 
 def add_trees(a: Any, b: Any) -> Any:
+    """Add two trees leaf by leaf."""
     return jax.tree.map(jnp.add, a, b)

@@ -1,7 +1,8 @@
-"""A step that consists of several programs, each compiled once and called from Python, with support for a dry run.
+"""Compiles and calls the programs of a step that consists of several, and dry-runs such a step.
 
-A dry run executes the same Python code with abstract arrays. It compiles every program that is called, and adds up
-the memory of all live arrays at each call. This gives the memory needed before any array exists.
+Each program is compiled once and then called from Python. A dry run executes the same Python code with abstract arrays:
+it compiles every program that is called, and adds up the memory of all live arrays at each call. So the memory of a
+step is known before any array exists.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class CompiledProgram(NamedTuple):
         run: runs it on arrays.
         peak: bytes that it needs on the device, arguments included.
         about: further information from the compiler.
-        results: the shapes and the Places of its results.
+        results: the shapes and the `ArrayPlacement`s of its results.
         jaxpr: the program's jaxpr.
         host_temp: bytes of its temporaries in host memory, if the compiler reports them.
         moved: bytes that it moves between host and device, if the program's text shows them.
@@ -44,7 +45,9 @@ class CompiledProgram(NamedTuple):
     moved: int = 0
 
 
-Compile = Callable[[Any, HostBytes], CompiledProgram]  # (jax.stages.Lowered, its bytes in host memory) -> Compiled
+Compile = Callable[
+    [Any, HostBytes], CompiledProgram
+]  # (jax.stages.Lowered, its bytes in host memory) -> compiled program
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class ArrayPlacement:
 
     @staticmethod
     def from_array(x: Array) -> ArrayPlacement:
-        """Return the place of an array, or of an object with shape and sharding."""
+        """Return the placement of an array, or of an object with shape and sharding."""
         if isinstance(x, AbstractArray):
             return x.placement
         return ArrayPlacement(x.sharding, x.sharding.memory_kind or "device")
@@ -68,7 +71,14 @@ class ArrayPlacement:
 
 
 class AbstractArray:
-    """An abstract array, without data; it is alive until it is donated or no references to it remain."""
+    """An array without data; it is alive until it is donated or no references to it remain.
+
+    Args:
+        like: an object with the array's shape and dtype.
+        placement: the array's placement.
+        tracker: the memory tracker that counts it while it is alive.
+        label: its name in reports.
+    """
 
     def __init__(self, like: Array, placement: ArrayPlacement, tracker: MemoryTracker, label: str):
         self.shape = like.shape
@@ -80,7 +90,7 @@ class AbstractArray:
         tracker.alive[id(self)] = label, placement.kind, self.nbytes
 
     def delete(self) -> None:
-        """Remove it from the ledger, after it was donated or lost its last reference."""
+        """Remove the array from the memory tracker, after it was donated or lost its last reference."""
         if self._tracker.alive.pop(id(self), None):
             self._tracker.live[self.placement.kind] -= self.nbytes
 
@@ -88,11 +98,11 @@ class AbstractArray:
 
 
 class MemoryTracker:
-    """The memory tracker of a dry run; counts bytes per device, or of its host's memory.
+    """Counts the memory of a dry run: bytes per device, and of the device's host memory.
 
     Attributes:
         live: bytes of the arrays that are alive now, by memory kind.
-        alive: these arrays, by the ids of their ghosts.
+        alive: label, memory kind and bytes of these arrays, by the id of the `AbstractArray`.
         calls: the programs, in order.
         peak: bytes on the device during the call that needs the most.
         host_peak: maximum bytes in host memory.
@@ -143,11 +153,16 @@ class Programs:
         return len(self._compiled)
 
     def dry_run(self, driver: Callable[..., Any], *trees: Tree) -> MemoryTracker:
-        """Dry-run `driver` with ghosts of the arrays or TensorSpecs in `trees`, and compile each program it calls."""
+        """Dry-run `driver`, and compile each program it calls.
+
+        Args:
+            driver: the Python code of the step.
+            trees: its arguments, as arrays or TensorSpecs; it gets abstract arrays instead.
+        """
         tracker = MemoryTracker()
         self._tracker = tracker
         try:
-            # The ghosts have no name here: only the driver may hold references to them.
+            # The abstract arrays are not bound to a name here: only the driver may hold references to them.
             driver(*_make_abstract_arrays(tracker, "", trees, jax.tree.map(self._get_placement, trees)))
         finally:
             self._tracker = None
@@ -168,8 +183,8 @@ class Programs:
             function: a pure function.
             args: trees of arrays.
             donate: indices of the arguments that are donated, and invalid afterwards.
-            out: TensorSpecs or Places of the results, or a function that returns them given the results' shapes.
-                Where there is only a memory kind, the compiler chooses the sharding.
+            out: TensorSpecs or `ArrayPlacement`s of the results, or a function that returns them given the results'
+                shapes. Where there is only a memory kind, the compiler chooses the sharding.
         """
         # Shapes are not part of the key: calls with the same name differ only in the structure of their arguments.
         key = name, jax.tree.structure(args)
@@ -192,8 +207,8 @@ class Programs:
         if callable(out):
             out = out(jax.eval_shape(function, *abstract_args))
         placements = self._result_placements(function, abstract_args, out)
-        # Every argument is kept, because all are counted. Every result has a sharding: donated memory is only given
-        # to a result of the same memory kind if all kinds are known.
+        # Unused arguments stay, because the tracker counts all arguments. Every result has a sharding: donated memory
+        # is only given to a result of the same memory kind if all kinds are known.
         shardings = jax.tree.map(lambda placement: placement.sharding, placements)
         jitted = self._jit(function, donate_argnums=donate, out_shardings=shardings, keep_unused=True)
         traced = jitted.trace(*abstract_args)
@@ -208,7 +223,7 @@ class Programs:
         self._compiled[key] = compiled._replace(results=(traced.out_info, placements), jaxpr=traced.jaxpr)
 
     def _result_placements(self, function: Callable[..., Any], abstract_args: Tree, out: Any) -> Tree:
-        """Return the Places of a program's results, from `out`, which is no longer a function; see `__call__`."""
+        """Return the placements of a program's results, from `out`, which is no longer a function; see `__call__`."""
         if any(isinstance(leaf, str) for leaf in jax.tree.leaves(out)):
             # The compiler chooses shardings when it compiles, so the program is compiled twice: the second time with
             # these shardings, in the memory kinds of `out`.
@@ -222,7 +237,7 @@ class Programs:
         return jax.tree.map(lambda x: x if isinstance(x, ArrayPlacement) else self._get_placement(x), out)
 
     def _dry_run(self, tracker: MemoryTracker, key: Any, args: Tree, donate: tuple[int, ...]) -> Tree:
-        """Record a call of a compiled program; return the ghosts of its results."""
+        """Record a call of a compiled program; return its results as abstract arrays."""
         compiled = self._compiled[key]
         # An array that is passed twice is counted once.
         array_by_id = {id(abstract_array): abstract_array for abstract_array in jax.tree.leaves(args)}
@@ -244,7 +259,7 @@ class Programs:
 
 
 def _make_abstract_arrays(tracker: MemoryTracker, name: str, trees: Tree, placements: Tree) -> Tree:
-    """Create ghosts for trees of shapes, labeled by name and path."""
+    """Create abstract arrays for trees of shapes, labeled by name and path."""
 
     def abstract_array(keypath: Any, x: Array, placement: ArrayPlacement) -> AbstractArray:
         return AbstractArray(x, placement, tracker, f"{name}/{path_name(keypath)}")
@@ -253,4 +268,5 @@ def _make_abstract_arrays(tracker: MemoryTracker, name: str, trees: Tree, placem
 
 
 def _offloaded_bytes(tree: Tree) -> int:
+    """Return the bytes of a tree's abstract arrays that are in host memory."""
     return sum(x.nbytes for x in jax.tree.leaves(tree) if x.placement.kind != "device")

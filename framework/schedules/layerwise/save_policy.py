@@ -1,4 +1,4 @@
-"""The residuals that layer programs save for each layer's backward pass, and the memory they are stored in."""
+"""Decides which residuals layer programs save for each layer's backward pass, and in which memory."""
 
 from __future__ import annotations
 

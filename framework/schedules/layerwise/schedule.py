@@ -3,8 +3,8 @@
 Dispatch is asynchronous: Python runs ahead of the devices, and norm, finiteness and metrics are scalars that stay
 there. The number of programs does not depend on the number of layers, so neither does the compile time. Each layer
 has its own arrays (`framework.schedules.stack_parts`), and updated arrays are donated. The programs of the previous and
-the next layer move a layer's offloaded arrays (`moves.Moves`). Nothing is sliced, so this also works on GPUs, whose
-compiler cannot slice host memory.
+the next layer move a layer's offloaded arrays (`transfers.TransferQueue`). Nothing is sliced, so this also works on
+GPUs, whose compiler cannot slice host memory.
 
 Gradients wait, on the device or on the host, until their norm is known, and a second pass through the layers updates.
 With `memory.gradients = none` each layer is updated immediately, as under `in_backward` and with its limits.
@@ -32,6 +32,10 @@ from plimsoll.framework.schedules.step import Metrics, State
 def check(learner: Learner, memory: Memory) -> None:
     """Check that learner and memory settings work with layer programs.
 
+    Args:
+        learner: the learner to check.
+        memory: the memory settings to check.
+
     Raises:
         ValueError: a setting needs more than layer programs support.
     """
@@ -39,13 +43,14 @@ def check(learner: Learner, memory: Memory) -> None:
         in_backward.check(learner, "memory.gradients = none")
     if "offload" in memory.remat:
         raise ValueError(
-            f"memory.remat = {memory.remat} with memory.update = layer_programs: expected what is kept as memory.remat "
-            "(full, say), and memory.activations = pinned_host, which keeps that in host memory"
+            f"memory.remat = {memory.remat} with memory.update = layer_programs, which has no offload policies; "
+            "expected another policy, for example memory.remat = full, with memory.activations = pinned_host, which "
+            "offloads the residuals that the policy saves"
         )
 
 
 class LayerPrograms:
-    """The training step of a state whose stacks are in parts.
+    """The training step and the evaluation of a state whose stacks are in parts.
 
     Args:
         model, learner, layout, memory: the components of the step.
@@ -73,7 +78,12 @@ class LayerPrograms:
             self._numbers = [jax.device_put(np.int32(i), sharding) for i in range(count)]
 
     def dry_run(self, state: Any, batch: Any, compile: Compile | None = None) -> MemoryTracker:
-        """Dry-run a step with the specs of state and batch, and compile its programs; return the memory it needs."""
+        """Dry-run a step with the specs of state and batch, and compile its programs; return the memory it needs.
+
+        Args:
+            state, batch: specs of the training state and of a batch.
+            compile: replaces the function that compiles programs, from now on; None keeps it.
+        """
         self.programs.compile = compile or self.programs.compile
 
         def step(numbers: list[Any], *trees: Any) -> tuple[State, Metrics]:
@@ -88,7 +98,9 @@ class LayerPrograms:
     def evaluate(self, weights: Weights, buffers: Nested, batch: Nested, compile: Compile | None = None) -> Any:
         """Return sums over a batch, see `Program.evaluate`.
 
-        With `compile`, only dry-run with specs, and return the memory needed.
+        Args:
+            weights, buffers, batch: arrays, or specs for a dry run.
+            compile: compiles the programs of a dry run, whose memory is then returned instead of sums.
         """
         programs = self._evaluation
         functions = self._scoring

@@ -1,4 +1,4 @@
-"""A training step by layer programs: microbatches forward and backward, the decision, and the update."""
+"""One training step by layer programs: microbatches forward and backward, the decision, and the update."""
 
 from __future__ import annotations
 
@@ -81,7 +81,13 @@ class LayerwiseStep(LayerwiseBackward):
         return self.run("decide", f.updates.decide, total["loss"], squares, counter, out=f.specs.everywhere)
 
     def finish_step(self, decision: Decision, total: Nested, grad_stats: GradStats) -> tuple[State, Metrics]:
-        """Return the new state and the metrics."""
+        """Return the new state and the metrics.
+
+        Args:
+            decision: the step's decision.
+            total: sums of losses and metrics over the microbatches.
+            grad_stats: gradient statistics of the last backward pass.
+        """
         f = self.f
         finish = partial(f.updates.finish, at_once=self.at_once)
         counter = self.state["counter"]

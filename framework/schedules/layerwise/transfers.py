@@ -1,4 +1,4 @@
-"""Transfers that layer programs carry out for each other: while one computes, it moves arrays of others."""
+"""Transfers between host and device that layer programs carry out for each other while they compute."""
 
 from __future__ import annotations
 
@@ -48,13 +48,23 @@ class TransferQueue:
         self._staying: dict[TransferKey, list[Array]] = {}
 
     def request(self, key: TransferKey, tree: Tree) -> None:
-        """Request that the next call fetches the offloaded leaves of a tree to the device."""
+        """Request that the next call fetches the offloaded leaves of a tree to the device.
+
+        Args:
+            key: name of the tree.
+            tree: its arrays, in the memory in which they are stored.
+        """
         offloaded = _index_offloaded_leaves(tree)
         if offloaded:
             self._requested[key] = offloaded
 
     def take(self, key: TransferKey, tree: Tree) -> Tree:
-        """Return a requested tree on the device."""
+        """Return a requested tree on the device.
+
+        Args:
+            key: name of the tree.
+            tree: its arrays, in the memory in which they are stored.
+        """
         offloaded = _index_offloaded_leaves(tree)
         if not offloaded:
             return tree
@@ -69,7 +79,13 @@ class TransferQueue:
         return jax.tree.unflatten(treedef, leaves)
 
     def put(self, key: TransferKey, new: Tree, old: Tree) -> None:
-        """Replace `old` with `new`, which is on the device; the next call writes offloaded leaves to host memory."""
+        """Replace `old` with `new`; the next call writes offloaded leaves to host memory.
+
+        Args:
+            key: name of the tree.
+            new: the new arrays, on the device.
+            old: the old arrays, in the memory in which they are stored; those in host memory are overwritten.
+        """
         leaves = jax.tree.leaves(new)
         destinations = _index_offloaded_leaves(old)
         if destinations:

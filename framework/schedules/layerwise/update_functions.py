@@ -1,4 +1,4 @@
-"""Functions of gradients in layer programs: sums over microbatches, the decision, the update, and metrics."""
+"""The computations of layer programs that follow the backward pass: gradient sums, decision, update and metrics."""
 
 from __future__ import annotations
 
@@ -40,7 +40,13 @@ class UpdateFunctions:
         self._parameter_specs = {name: flatten(specs) for name, specs in model.parameter_specs().items()}
 
     def add_gradients(self, stage: str, grads: Nested, grad_sums: Nested | None) -> Nested:
-        """Add gradients to the sums of earlier microbatches, in their parameters' sharding and in the sums' dtype."""
+        """Add gradients to the sums of earlier microbatches, in their parameters' sharding and in the sums' dtype.
+
+        Args:
+            stage: name of the stage.
+            grads: its gradients, or some of them.
+            grad_sums: the sums of earlier microbatches; None in the first one.
+        """
         grad_by_path = flatten(grads)
         sum_by_path = {} if grad_sums is None else flatten(grad_sums)
         for path, grad in grad_by_path.items():
@@ -58,12 +64,25 @@ class UpdateFunctions:
         return add_grad_stats(grad_stats, check_finite(self.learner, grad_stats["ok"], grads))
 
     def decide(self, loss: jax.Array, squares: jax.Array, counter: Nested) -> tuple[Decision, GradStats]:
-        """Return the decision, and initial gradient statistics."""
+        """Return the decision, and initial gradient statistics.
+
+        Args:
+            loss: f32 scalar, of the whole batch.
+            squares: sum of the squares of all gradients, or zero if they are not known yet.
+            counter: the state's counters.
+        """
         decision = self.learner.decide(loss, jnp.sqrt(squares), counter)
         return decision, GradStats(ok=decision.ok, squares=jnp.zeros_like(squares), updated=jnp.int32(0))
 
     def update(self, stage: str, old: LayerUpdate, grads: Nested, decision: Decision) -> LayerUpdate:
-        """Return new parameters, optimizer state and averages of one stage, or of one layer of the stack."""
+        """Return new parameters, optimizer state and averages of one stage, or of one layer of the stack.
+
+        Args:
+            stage: name of the stage.
+            old: its parameters, optimizer state and averages, on the device.
+            grads: its gradients, on the device.
+            decision: see `Learner.decide`.
+        """
         weight_specs = self.specs.part("parameter", stage)
         entry_specs = self.specs.part("optimizer", stage)
         average_specs = self.specs.part("ema", stage)
@@ -86,7 +105,12 @@ class UpdateFunctions:
         return params[stage], optimizer[stage], ema.get(stage, {})
 
     def total(self, parts: dict[str, LossAndMetrics], earlier: Nested | None) -> Nested:
-        """Add a microbatch's loss and metrics to those of earlier ones; a stack's metrics are means over its layers."""
+        """Add a microbatch's loss and metrics to those of earlier ones; a stack's metrics are means over its layers.
+
+        Args:
+            parts: loss and metrics of the microbatch, by stage; those of a stack are sums over its layers.
+            earlier: the total of earlier microbatches; None in the first one.
+        """
         outs = {}
         # Losses of layers add up; the division turns the summed metrics into a mean, as in `Stack.combine`.
         for name, (loss, metrics) in parts.items():

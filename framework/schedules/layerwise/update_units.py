@@ -1,4 +1,4 @@
-"""Stages and layers that a step by layer programs runs: their parts of trees, and the keys for moving them."""
+"""Update units, which are stages or single layers: their parts of the state, and the keys of their transfers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class UpdateUnit(NamedTuple):
 
     @staticmethod
     def layer(index: int) -> UpdateUnit:
-        """Return the part for the layer of the stack at `index`."""
+        """Return the update unit of the layer of the stack at `index`."""
         return UpdateUnit(STACK, index)
 
     def select(self, tree: Nested) -> Nested:
-        """Return this part of a tree by stages, which has stacks as lists of their layers; {} if it has none."""
+        """Return this unit's part of a tree by stages, in which a stack is a list of layers; {} if it has none."""
         stage_tree = tree.get(self.stage, {})
         return stage_tree[self.index] if self.index is not None and stage_tree else stage_tree
 
     def put(self, tree: Nested, new: Nested) -> None:
-        """Replace this part of a tree by stages."""
+        """Replace this unit's part of a tree by stages."""
         if self.index is None:
             tree[self.stage] = new
         else:
