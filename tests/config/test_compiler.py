@@ -56,8 +56,8 @@ def tpu():
         ({"xla_backend_optimization_level": 1.5}, r"'1\.5' is not a valid int32"),
         (
             {"xla_tpu_enable_latency_hiding_scheduler": True},
-            r"latency_hiding_scheduler: an option for TPUs, but these devices are CPUs; set it .* with "
-            r"accelerator_rules",
+            r"latency_hiding_scheduler: an option for TPUs, but these devices are CPUs; set it for one "
+            r"kind with accelerator_rules",
         ),
         ({"xla_gpu_enable_triton_gemm": True}, r"xla_gpu_enable_triton_gemm: an option for GPUs"),
     ],

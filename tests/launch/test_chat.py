@@ -63,7 +63,7 @@ def test_dropping_the_oldest_messages_prints_a_line(
         (b"a\n/take 3\n", "no answer '3'"),
         (b"a\n/reset\n/take 1\n", "there is no answer yet"),
         (b"a\nb \xff\n", "stdin, line 2: not UTF-8"),
-        (b"a\n" + b"z" * 300, "has room for 100 beside"),
+        (b"a\n" + b"z" * 300, "has room for 100 in addition to max_new_tokens = 100"),
     ],
 )
 def test_unanswerable_message_ends_piped_input(monkeypatch, capsys, data: bytes, message: str) -> None:

@@ -72,7 +72,7 @@ def test_dry_run(tmp_path: Path) -> None:
     assert found["machine"]["versions"]["jax"]
     expected = [row["name"] for row in rows_on(found["machine"]["limit_bytes"]) if row.get("dry")]
     assert [row["name"] for row in found["rows"]] == expected
-    table = [line for line in done.stdout.partition("mean nothing")[2].splitlines() if line.startswith("|")][2:]
+    table = [line for line in done.stdout.partition("are not measurements")[2].splitlines() if line.startswith("|")][2:]
     assert [line.split(" | ")[1] for line in table] == expected
     for row in found["rows"]:
         if row["part"] == "exact":
