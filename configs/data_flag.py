@@ -112,9 +112,13 @@ def _choose_objective(config: Config, overridden: Sequence[str]) -> list[str]:
     if not _is_set("model.head.objective", overridden):
         config.model.head.objective = config_for(objective)
         settings.append(f"model.head.objective={objective.__name__}")
-    if config.takes("companion") and config.companion is None and not _is_set("companion", overridden):
-        config.companion = config_for(Reference)
-        settings.append("companion=Reference")
+    if (
+        config.takes("batch_transform")
+        and config.batch_transform is None
+        and not _is_set("batch_transform", overridden)
+    ):
+        config.batch_transform = config_for(Reference)
+        settings.append("batch_transform=Reference")
     if not config.trainer.sample_tokens and not _is_set("trainer.sample_tokens", overridden):
         # Without samples, a run on labeled answers would not end with its table of answers.
         config.trainer.sample_tokens = _SAMPLE_TOKENS

@@ -7,7 +7,7 @@ The first command trains the teacher, stores its scores, and then trains the stu
 
     plimsoll train --config=distil-tiny-teacher --workdir=runs/teacher
     plimsoll score --workdir=runs/teacher --config=distil-tiny --top_k=32 --out=runs/scores
-    plimsoll train --config=distil-tiny --config.companion.path=runs/scores --workdir=runs/student
+    plimsoll train --config=distil-tiny --config.batch_transform.path=runs/scores --workdir=runs/student
 
 The teacher is trained on the whole library. The student reads a fiftieth of it several times, as in a domain where
 little text exists. `python -m tools.bench.distillation` runs all of this and compares the results.
@@ -43,10 +43,10 @@ def distil_tiny_alone() -> Config:
 
 
 def distil_tiny() -> Config:
-    """A 0.5M-parameter student of distil-tiny-teacher, which is trained first unless companion.path has its scores."""
+    """A 0.5M-parameter student of distil-tiny-teacher, which is trained first unless batch_transform.path has its scores."""
     config = distil_tiny_alone()
     config.model.head.objective = config_for(Distillation, alpha=0.0, temperature=2.0)
-    config.companion = config_for(
+    config.batch_transform = config_for(
         Teacher, path="runs/distil-tiny-scores", top_k=_TOP_K, train_first="distil-tiny-teacher"
     )
     return config

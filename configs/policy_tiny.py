@@ -41,7 +41,7 @@ def grpo_tiny() -> Config:
             group_size=16,
             global_batch_size=256,
         ),
-        companion=config_for(
+        batch_transform=config_for(
             Rollouts, reward="plimsoll.framework.batch_transforms.rewards.exact", demonstrations=60, table_every=200
         ),
         mesh=config_for(MeshShape, data=-1, fsdp=1),

@@ -20,7 +20,7 @@ def dpo_tiny() -> Config:
     config.data.source = config_for(StdlibPairs, split="train", every=8)
     config.data.validation = {"pairs": config_for(StdlibPairs, split="validation", every=8)}
     config.model.head.objective = config_for(DPO, beta=0.1)
-    config.companion = config_for(Reference)
+    config.batch_transform = config_for(Reference)
     config.learner.optimizer = adamw(peak=3e-3, warmup=0.1, weight_decay=0.0)
     config.learner.rules = []
     config.accelerator_rules = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from plimsoll.framework.config import Config, config_for
-from plimsoll.framework.data.scored import LabelledSource, RankedSource
+from plimsoll.framework.data.scored import LabeledSource, RankedSource
 from plimsoll.framework.families import scores
 from plimsoll.framework.objectives.rewards import Classification, PairwiseReward
 
@@ -52,7 +52,7 @@ def as_classifier(config: Config, facts: dict[str, Any]) -> Config:
         raise ValueError("config.json: its model has one label; expected at least two, as in a classifier")
     _add_score_head(config, facts, num_labels=len(names))
     config.model.head.objective = config_for(Classification)
-    _set_data(config, facts, config_for(LabelledSource, paths=[_FILE], classes=names), "labelled")
+    _set_data(config, facts, config_for(LabeledSource, paths=[_FILE], classes=names), "labelled")
     return config
 
 

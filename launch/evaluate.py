@@ -100,7 +100,7 @@ def evaluate_validation(loaded: weights.LoadedModel) -> dict[str, dict[str, floa
         raise ValueError("--validation: the run has no validation sets (data.validation)")
     with phase("preparing data", patience=SHORT):
         data.setup(loaded.folder)
-    batch_transform = loaded.experiment.companion
+    batch_transform = loaded.experiment.batch_transform
     if batch_transform is not None:
         batch_transform.open(loaded.program, loaded.folder, is_new_run=False, log=print)
     metrics_by_set = {}

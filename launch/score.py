@@ -2,7 +2,7 @@
 
     plimsoll score --workdir=runs/teacher --config=distil-tiny --out=runs/scores
     plimsoll score --hf=ORG/NAME --config=my.py:student --data=chats.jsonl --top_k=64 --out=scores
-    plimsoll train --config=my.py:student --data=chats.jsonl --config.companion.path=scores --workdir=runs/student
+    plimsoll train --config=my.py:student --data=chats.jsonl --config.batch_transform.path=scores --workdir=runs/student
     plimsoll score --workdir=runs/reward --texts=pairs.jsonl
 
 --config names the student's config, whose data is read; overrides apply to that config. After a kill, the same
@@ -24,7 +24,7 @@ from plimsoll.launch import cli, weights
 
 # The flag that requests scores of a reward model or a classifier.
 _TEXTS_FLAG = "--texts"
-# Tokens stored per position by default; the same as the default of companion.top_k.
+# Tokens stored per position by default; the same as the default of batch_transform.top_k.
 _TOP_K = 64
 
 
@@ -124,10 +124,10 @@ def _score(args: argparse.Namespace, config: Config) -> int:
     scorer = TeacherScorer(teacher.program, teacher.state, facts, averaged=teacher.averaged, batch_size=args.batch_size)
     num_added, num_rows = store(scorer, row_list, folder)
     # Training reads the default number of tokens without a flag.
-    top_k_flag = "" if args.top_k == _TOP_K else f" --config.companion.top_k={args.top_k}"
+    top_k_flag = "" if args.top_k == _TOP_K else f" --config.batch_transform.top_k={args.top_k}"
     print(
         f"{folder}: {num_rows:,} rows, {num_added:,} of them new; train with "
-        f"--config.companion.path={folder}{top_k_flag}"
+        f"--config.batch_transform.path={folder}{top_k_flag}"
     )
     return ExitCode.DONE
 

@@ -3,7 +3,7 @@
     PATH/model         the teacher's run
     PATH/teacher.json  and the files next to it: the teacher's scores of the student's rows, by `plimsoll score`
 
-PATH is companion.path. Both steps are separate commands, each in its own process. JAX has not started in this
+PATH is batch_transform.path. Both steps are separate commands, each in its own process. JAX has not started in this
 process, so the devices are free. After a kill, the same command continues with the step that was not finished.
 """
 
@@ -31,15 +31,15 @@ def prepare(job: Job, command: cli.Command) -> int:
         0, or the exit code of the command that failed.
 
     Raises:
-        UsageError: companion.train_first does not name a config.
+        UsageError: batch_transform.train_first does not name a config.
     """
-    teacher = job.experiment.companion
+    teacher = job.experiment.batch_transform
     if job.dry_run or not isinstance(teacher, Teacher) or teacher.train_first is None:
         return 0
     # Accept only names of configs. A stored config is untrusted, so it must not run files of code.
     if teacher.train_first not in configs.names():
         raise cli.UsageError(
-            f"companion.train_first={teacher.train_first!r}: expected the name of a config (`plimsoll configs list`)"
+            f"batch_transform.train_first={teacher.train_first!r}: expected the name of a config (`plimsoll configs list`)"
         )
     folder = Path(teacher.path).expanduser()
     model = folder / _MODEL

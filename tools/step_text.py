@@ -37,7 +37,7 @@ SETTINGS = {
     "streamed": {"update": "streamed", "gradients": "pinned_host", "optimizer_state": "pinned_host", "remat": "full"},
     "offloaded": {"update": "streamed", "parameters": "pinned_host", "activations": "pinned_host", "remat": "full"},
     "in_backward": {"update": "in_backward", "optimizer_state": "pinned_host", "remat": "full"},
-    "layer ahead": {"update": "in_backward", "optimizer_state": "pinned_host", "prefetch": "unit"},
+    "layer ahead": {"update": "in_backward", "optimizer_state": "pinned_host", "prefetch": "layer"},
     "layer_programs": {"update": "layer_programs", "optimizer_state": "pinned_host", "remat": "full"},
 }
 # Names of Python functions, in jaxprs and in StableHLO, and memory addresses.

@@ -42,13 +42,13 @@ def encode_demonstrations(data: Prompts, host_batch: dict[str, np.ndarray]) -> S
         row = get_row(data, host_batch, index)
         if "answer" not in row:
             raise ValueError(
-                f'companion.demonstrations: expected rows with a field "answer", given one with {", ".join(row)}'
+                f'batch_transform.demonstrations: expected rows with a field "answer", given one with {", ".join(row)}'
             )
         (encoded,) = data.tokenizer.encode_batch([str(row["answer"])])
         answer = [*encoded.tolist(), data.end_id]
         if len(answer) > data.answer_tokens:
             raise ValueError(
-                f"companion.demonstrations: an answer of {len(answer)} tokens is over data.answer_tokens = "
+                f"batch_transform.demonstrations: an answer of {len(answer)} tokens is over data.answer_tokens = "
                 f"{data.answer_tokens}: {row['answer']!r}"
             )
         tokens_BA[index, : len(answer)] = answer

@@ -37,7 +37,7 @@ class AuxiliaryModel:
         program: program of the run.
         function: computes the results from the input of the model's head; see `framework.batch_transforms.forward`.
         path: directory of a published model, or hf://ORG/NAME; None for the run's own model with its initial weights.
-        name: option that names the model, such as "companion.pretrained"; error messages start with it.
+        name: option that names the model, such as "batch_transform.pretrained"; error messages start with it.
         what: name of the model in messages, such as "the reference".
         offloaded: offload the weights to host memory; otherwise they stay on the devices.
 
@@ -51,7 +51,7 @@ class AuxiliaryModel:
         function: HeadFunction,
         *,
         path: str | None = None,
-        name: str = "companion.pretrained",
+        name: str = "batch_transform.pretrained",
         what: str = "the other model",
         offloaded: bool = True,
     ):

@@ -5,7 +5,7 @@ device memory; none of the kinds here does:
 
     adapter_off   the model itself with its adapters disabled: one more forward pass per step
     stored        computed once for all rows before training, and stored in the workdir: no cost per step
-    hosted        offloaded weights, copied in layer by layer: one more forward pass per step, plus the transfers
+    offloaded        offloaded weights, copied in layer by layer: one more forward pass per step, plus the transfers
     none          nothing is added
 """
 
@@ -34,7 +34,7 @@ from plimsoll.framework.program.rows import Batch
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker
 
 ARRAY = "reference"
-ReferenceKind = Literal["adapter_off", "stored", "hosted", "none"]
+ReferenceKind = Literal["adapter_off", "stored", "offloaded", "none"]
 
 
 class ReferenceChoice(NamedTuple):
@@ -49,7 +49,7 @@ class Reference(BatchTransform):
     """Adds `reference`, f32[B, S]: the log-probability of each target under the reference; 0 where the weight is 0.
 
     Args:
-        kind: "adapter_off", "stored", "hosted" or "none", as described above. "auto" selects none if the objective
+        kind: "adapter_off", "stored", "offloaded" or "none", as described above. "auto" selects none if the objective
             reads no reference, adapter_off if the model has adapters (and so is its own reference), otherwise stored.
         pretrained: directory of a published model to use as the reference, or hf://ORG/NAME; None for the weights that
             the run starts from.
@@ -58,11 +58,11 @@ class Reference(BatchTransform):
     def __init__(
         self,
         *,
-        kind: Literal["auto", "adapter_off", "stored", "hosted", "none"] = "auto",
+        kind: Literal["auto", "adapter_off", "stored", "offloaded", "none"] = "auto",
         pretrained: str | None = None,
     ):
         if pretrained is not None and kind in ("adapter_off", "none"):
-            raise ValueError(f"pretrained = {pretrained} with kind = {kind}; expected kind = stored or hosted")
+            raise ValueError(f"pretrained = {pretrained} with kind = {kind}; expected kind = stored or offloaded")
         self.kind: ReferenceKind | Literal["auto"] = kind
         self.pretrained = pretrained
         self._experiment: Experiment | None = None
@@ -80,14 +80,14 @@ class Reference(BatchTransform):
     def choice(self) -> ReferenceChoice:
         """The kind in effect, with the reason."""
         if self.kind != "auto":
-            return ReferenceChoice(self.kind, "set by companion.kind")
+            return ReferenceChoice(self.kind, "set by batch_transform.kind")
         assert self._experiment is not None, "join() first"
         model = self._experiment.model
         objective = model.head.objective if isinstance(model, CausalLM) else None
         if objective is None or ARRAY not in objective.arrays:
             return ReferenceChoice("none", "the objective reads no reference")
         if self.pretrained is not None:
-            return ReferenceChoice("stored", "log-probabilities under companion.pretrained are computed once")
+            return ReferenceChoice("stored", "log-probabilities under batch_transform.pretrained are computed once")
         if model.lora is None:
             return ReferenceChoice(
                 "stored", "all weights are trained; log-probabilities under the initial ones are computed once"
@@ -113,22 +113,24 @@ class Reference(BatchTransform):
         # The property raises ValueError if the model is not a language model.
         model = experiment.language_model
         if kind == "adapter_off" and model.lora is None:
-            raise ValueError("companion.kind = adapter_off, but model.lora is not set; expected stored or hosted")
+            raise ValueError(
+                "batch_transform.kind = adapter_off, but model.lora is not set; expected stored or offloaded"
+            )
         if kind == "adapter_off" and experiment.memory.traits.is_many_programs:
             raise ValueError(
-                "companion.kind = adapter_off with memory.update = layer_programs, which runs no forward pass "
-                "outside its step; expected companion.kind = stored or hosted"
+                "batch_transform.kind = adapter_off with memory.update = layer_programs, which runs no forward pass "
+                "outside its step; expected batch_transform.kind = stored or offloaded"
             )
         if kind == "adapter_off" and model.buffer_specs():
             raise ValueError(
-                "companion.kind = adapter_off, but training steps change the model's buffers (a router's bias), so it "
-                "is not the model that the run started from; expected companion.kind = stored or hosted"
+                "batch_transform.kind = adapter_off, but training steps change the model's buffers (a router's bias), so it "
+                "is not the model that the run started from; expected batch_transform.kind = stored or offloaded"
             )
 
     def check_files(self, program: Program, workdir: Path, *, is_new_run: bool) -> None:
         """See `BatchTransform`: check the reference's weights and tokenizer, and a resumed run's stored values."""
         kind = self.choice.kind
-        if kind in ("stored", "hosted"):
+        if kind in ("stored", "offloaded"):
             self._get_other_model(program).check_files()
         # In a new run, `open` recomputes values that do not match instead of refusing them.
         if kind == "stored" and not is_new_run:
@@ -150,7 +152,7 @@ class Reference(BatchTransform):
             elif not scoring.attach_stored():
                 log("the workdir has no stored reference for these weights and data; loading the reference model")
                 self._get_other_model(program).load()
-        elif choice.kind == "hosted":
+        elif choice.kind == "offloaded":
             self._get_other_model(program).load()
         self._program = program
 
@@ -172,7 +174,7 @@ class Reference(BatchTransform):
 
     def host_bytes(self, program: Program) -> int:
         """See `BatchTransform`: the weights of an offloaded reference."""
-        return self._get_other_model(program).offloaded_bytes if self.choice.kind == "hosted" else 0
+        return self._get_other_model(program).offloaded_bytes if self.choice.kind == "offloaded" else 0
 
     def passes(self, experiment: Experiment, mesh: Any) -> ForwardCost:
         """See `BatchTransform`: one forward pass; adapter_off runs it with the run's own weights."""
@@ -180,7 +182,7 @@ class Reference(BatchTransform):
         if kind == "adapter_off":
             # The weights are the run's own, whose memory the plan counts already.
             return estimate_forward(experiment, experiment, mesh, offloaded=False)._replace(offloaded_bytes=0)
-        if kind == "hosted":
+        if kind == "offloaded":
             other = auxiliary_experiment(experiment, self.pretrained)
             return estimate_forward(experiment, other, mesh, offloaded=True)
         return ForwardCost()
@@ -195,7 +197,7 @@ class Reference(BatchTransform):
             forward = self._without_adapters(program, "parameter")
             return {ARRAY: forward.dry_run(compile, other_bytes=state_bytes - forward.resident_bytes)}
         other = self._get_other_model(program)
-        if choice.kind == "hosted":
+        if choice.kind == "offloaded":
             return {ARRAY: other.dry_run(compile, other_bytes=state_bytes)}
         # A stored reference is computed before the training state exists.
         tracker = other.dry_run(compile, other_bytes=0)
@@ -226,7 +228,7 @@ class Reference(BatchTransform):
                 _compute_log_probs,
                 path=self.pretrained,
                 what="the reference",
-                offloaded=self.choice.kind == "hosted",
+                offloaded=self.choice.kind == "offloaded",
             )
         return self._other
 

@@ -70,7 +70,7 @@ class ReferenceScoring:
         if not distributed.is_true_on_all(stored.difference is None):
             raise ValueError(
                 f"{self._folder}: another process does not see the files that process 0 wrote; expected a folder "
-                "that all hosts share, or companion.kind = hosted"
+                "that all hosts share, or batch_transform.kind = offloaded"
             )
         self._data.attach("reference", stored.open())
 
@@ -84,7 +84,7 @@ class ReferenceScoring:
         if 2 * rows_read < training_rows:
             log(
                 f"computing the reference of all {training_rows:,} rows, but the run reads only {rows_read:,} of "
-                "them; companion.kind=hosted computes only those, in each step"
+                "them; batch_transform.kind=offloaded computes only those, in each step"
             )
 
     def check(self) -> None:
@@ -99,7 +99,7 @@ class ReferenceScoring:
     def _check(self, difference: str | None) -> None:
         if difference in (None, "", DAMAGED):
             return
-        same = "data" if difference == "data" else "pretrained, companion.pretrained and trainer.seed"
+        same = "data" if difference == "data" else "pretrained, batch_transform.pretrained and trainer.seed"
         raise ValueError(
             f"{self._folder} holds a reference for different {difference} than those that this run started with; "
             f"expected the same {same} as before, or another --workdir"

@@ -64,7 +64,7 @@ class RewardFunction:
 
     @property
     def _label(self) -> str:
-        return f"companion.reward = {self.name}"
+        return f"batch_transform.reward = {self.name}"
 
     def check(self) -> None:
         """Check that the function exists, without running any of the user's code.

@@ -1,8 +1,8 @@
 """Reward functions for rows that have the correct answer in a field "answer".
 
-Set companion.reward to one of these, or to your own function:
+Set batch_transform.reward to one of these, or to your own function:
 
-    --config.companion.reward=plimsoll.framework.batch_transforms.rewards.exact
+    --config.batch_transform.reward=plimsoll.framework.batch_transforms.rewards.exact
 """
 
 from __future__ import annotations

@@ -98,9 +98,11 @@ class Rollouts(BatchTransform):
 
     @property
     def reward(self) -> RewardFunction:
-        """The reward function. Raises ValueError if companion.reward is None."""
+        """The reward function. Raises ValueError if batch_transform.reward is None."""
         if self._reward is None:
-            raise ValueError("companion.reward is None; expected the function that scores answers, FILE.py:FUNCTION")
+            raise ValueError(
+                "batch_transform.reward is None; expected the function that scores answers, FILE.py:FUNCTION"
+            )
         return self._reward
 
     def arrays(self, delivered: Shapes, *, evaluation: bool = False) -> Shapes:
@@ -125,11 +127,13 @@ class Rollouts(BatchTransform):
         data = experiment.data
         if not isinstance(data, Prompts):
             raise ValueError(
-                f"companion is Rollouts, which answers prompts; data is a {type(data).__name__}, not Prompts"
+                f"batch_transform is Rollouts, which answers prompts; data is a {type(data).__name__}, not Prompts"
             )
         objective = experiment.model.head.objective if isinstance(experiment.model, CausalLM) else None
         if not isinstance(objective, GRPO):
-            raise ValueError("companion is Rollouts; expected model.head.objective = GRPO, which trains on its rewards")
+            raise ValueError(
+                "batch_transform is Rollouts; expected model.head.objective = GRPO, which trains on its rewards"
+            )
         if objective.answer_tokens not in (None, data.answer_tokens):
             raise ValueError(
                 f"model.head.objective.answer_tokens = {objective.answer_tokens}; expected data.answer_tokens = "
@@ -137,18 +141,18 @@ class Rollouts(BatchTransform):
             )
         if (objective.beta > 0) != (self.reference is not None):
             raise ValueError(
-                f"model.head.objective.beta = {objective.beta}: expected a companion.reference if, and only if, it is "
+                f"model.head.objective.beta = {objective.beta}: expected a batch_transform.reference if, and only if, it is "
                 "over 0"
             )
         memory = experiment.memory
         if memory.traits.is_many_programs:
             raise ValueError(
-                "memory.update = layer_programs cannot sample answers; with companion = Rollouts "
+                "memory.update = layer_programs cannot sample answers; with batch transform = Rollouts "
                 "expected in_backward, streamed or after_backward"
             )
         if not all(layer_range.is_whole for layer_range in split_stacks(experiment.model, memory)):
             raise ValueError(
-                "memory settings that differ by layer, with companion = Rollouts: expected one value for all layers"
+                "memory settings that differ by layer, with batch transform = Rollouts: expected one value for all layers"
             )
         num_seq_shards = experiment.mesh.sizes["seq"]
         if num_seq_shards != 1:
@@ -158,8 +162,8 @@ class Rollouts(BatchTransform):
             return
         if isinstance(self.reference, Reference) and self.reference.choice.kind in ("stored", "none"):
             raise ValueError(
-                f"companion.reference.kind = {self.reference.choice.kind} ({self.reference.choice.reason}); expected "
-                "adapter_off (with model.lora) or hosted: each step samples new answers, which no stored reference has"
+                f"batch_transform.reference.kind = {self.reference.choice.kind} ({self.reference.choice.reason}); expected "
+                "adapter_off (with model.lora) or offloaded: each step samples new answers, which no stored reference has"
             )
         self.reference.check(experiment)
 
@@ -184,7 +188,7 @@ class Rollouts(BatchTransform):
         """See `BatchTransform`. Raises ValueError with several processes, or if the reward function does not exist."""
         if jax.process_count() > 1:
             raise ValueError(
-                f"companion = Rollouts samples in a single process: expected 1 process, given {jax.process_count()}"
+                f"batch_transform = Rollouts samples in a single process: expected 1 process, given {jax.process_count()}"
             )
         self.reward.load()
         self._log = log

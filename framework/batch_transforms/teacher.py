@@ -82,15 +82,17 @@ class Teacher(BatchTransform):
         model = experiment.model
         if not isinstance(model, CausalLM) or not isinstance(experiment.data, DataPipeline):
             raise ValueError(
-                "companion is a Teacher, which is for a CausalLM on a DataPipeline; "
+                "batch_transform is a Teacher, which is for a CausalLM on a DataPipeline; "
                 f"model is a {type(model).__name__}, data a {type(experiment.data).__name__}"
             )
         if self.top_k > model.vocab_size:
-            raise ValueError(f"companion.top_k = {self.top_k}: expected at most model.vocab_size = {model.vocab_size}")
+            raise ValueError(
+                f"batch_transform.top_k = {self.top_k}: expected at most model.vocab_size = {model.vocab_size}"
+            )
         objective = model.head.objective
         if objective is None or IDS not in objective.arrays:
             raise ValueError(
-                "companion is a Teacher, but nothing reads its arrays: expected model.head.objective = "
+                "batch_transform is a Teacher, but nothing reads its arrays: expected model.head.objective = "
                 "plimsoll.Distillation"
             )
 
@@ -133,7 +135,7 @@ class Teacher(BatchTransform):
         difference = distributed.broadcast_from_primary(difference)
         if difference:
             raise ValueError(
-                f"companion.path = {self.path}: another teacher ({difference}); expected the same one, or another "
+                f"batch_transform.path = {self.path}: another teacher ({difference}); expected the same one, or another "
                 "--workdir"
             )
 
@@ -184,10 +186,10 @@ class Teacher(BatchTransform):
         if self._model is not None and self._model.run is program:
             return self._model
         function = make_top_k_function(self.top_k, program.experiment.language_model.vocab_size)
-        model = AuxiliaryModel(program, function, path=self.path, name="companion.path", what="the teacher")
+        model = AuxiliaryModel(program, function, path=self.path, name="batch_transform.path", what="the teacher")
         vocab_size = model.program.experiment.language_model.vocab_size
         if self.top_k > vocab_size:
-            raise ValueError(f"companion.top_k = {self.top_k}: the teacher {self.path} has {vocab_size} tokens")
+            raise ValueError(f"batch_transform.top_k = {self.top_k}: the teacher {self.path} has {vocab_size} tokens")
         self._model = model
         return model
 
@@ -205,9 +207,9 @@ class Teacher(BatchTransform):
             rows = TeacherRows(Path(self.path).expanduser())
         except (FileNotFoundError, ValueError) as error:
             made = "" if self.train_first is None else "; `plimsoll train` without --dry_run creates it"
-            raise type(error)(f"companion.path: {error}{made}") from None
+            raise type(error)(f"batch_transform.path: {error}{made}") from None
         facts = rows.facts
-        where = f"companion.path = {self.path}"
+        where = f"batch_transform.path = {self.path}"
         if facts.seq_len != data.seq_len:
             raise ValueError(f"{where}: stored for data.seq_len = {facts.seq_len}, the run has {data.seq_len}")
         if facts.tokenizer != data.tokenizer.digest:
@@ -220,7 +222,9 @@ class Teacher(BatchTransform):
                 f"{where}: stored for {facts.vocab_size} ids; model.vocab_size = {vocab_size}, expected at least that"
             )
         if facts.top_k < self.top_k:
-            raise ValueError(f"{where}: stored with --top_k={facts.top_k}, companion.top_k = {self.top_k} needs more")
+            raise ValueError(
+                f"{where}: stored with --top_k={facts.top_k}, batch_transform.top_k = {self.top_k} needs more"
+            )
         stored_digests = set(facts.data.values())
         for leaf, digest in zip(data.leaves, hash_sources(data).values(), strict=True):
             # Only the content of a source matters; its name may differ.
@@ -242,7 +246,7 @@ class Teacher(BatchTransform):
         num_missing = sum(row_key(row_list.read(number)) not in self._rows for number in range(num_checked))
         if num_missing:
             raise ValueError(
-                f"companion.path = {self.path}: of {num_checked:,} of the run's rows that were checked, "
+                f"batch_transform.path = {self.path}: of {num_checked:,} of the run's rows that were checked, "
                 f"{num_missing:,} are not among its {self._rows.num_rows:,} rows; {_SCORE_AGAIN}"
             )
 
@@ -270,7 +274,7 @@ class Teacher(BatchTransform):
         number = self._rows.find_row(row_key(row))
         if number is None:
             raise ValueError(
-                f"companion.path = {self.path}: a row that the run reads is not among its "
+                f"batch_transform.path = {self.path}: a row that the run reads is not among its "
                 f"{self._rows.num_rows:,} rows; {_SCORE_AGAIN}"
             )
         return number
@@ -307,5 +311,7 @@ def _copy_to_host(array: jax.Array, rows: np.ndarray) -> np.ndarray:
         host[shard_rows, column_slice] = np.asarray(shard.data)
         filled[shard_rows, column_slice] = True
     if not filled.all():
-        raise ValueError("companion.kind = stored: mesh.seq splits rows across processes; expected each in one process")
+        raise ValueError(
+            "batch_transform.kind = stored: mesh.seq splits rows across processes; expected each in one process"
+        )
     return host

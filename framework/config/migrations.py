@@ -1,7 +1,7 @@
 """Old names of config fields, and old values: what older versions stored, and what users may still type.
 
-Stored configs load without a message. A user who types an old name gets a message with the current one, once for each
-name; the old names will be removed one release later.
+Stored configs load without a message. A user who types an old name is told the current one, once for each name; the old
+names will be removed one release later.
 """
 
 import functools
@@ -10,9 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 # {component: {old field: current field}}
-RENAMED_FIELDS: dict[str, dict[str, str]] = {"Experiment": {}}
+RENAMED_FIELDS = {
+    "Compiler": {"of_accelerator": "use_accelerator_options"},
+    "Experiment": {"companion": "batch_transform"},
+    "Health": {"canary": "offload_self_test"},
+}
 # {component: {field: {old value: current value}}}
-RENAMED_VALUES: dict[str, dict[str, dict[str, str]]] = {}
+RENAMED_VALUES = {
+    "Learner": {"scope": {"unit": "layer"}},
+    "Memory": {"prefetch": {"piece": "chunk", "unit": "layer"}},
+    "Reference": {"kind": {"hosted": "offloaded"}},
+}
 
 
 def find_current_field(target: Callable[..., Any], name: str) -> str:

@@ -38,7 +38,7 @@ TRUSTED = ("plimsoll", "optax", "jax.nn")
 # found by its own name, see `get_current_name`.
 _OLD_PACKAGES = ("framework", "configs")
 # {name of a component in a config that an older version saved: current name}. When a component is renamed, add it here.
-RENAMED = {"ThumbSource": "UnpairedSource"}
+RENAMED = {"LabelledSource": "LabeledSource", "ThumbSource": "UnpairedSource"}
 # Public names only: no part starts with an underscore.
 _DOTTED = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+\Z", re.ASCII)
 # Maximum length of a name in characters. importlib imports dotted names recursively, so a long name from a file could

@@ -10,7 +10,7 @@ from plimsoll.framework.data import hub_data, local_data
 from plimsoll.framework.data.detect_format import DetectedData
 from plimsoll.framework.data.file_formats import ROW_FORMATS, DataListing
 from plimsoll.framework.data.scored import (
-    LabelledSource,
+    LabeledSource,
     RankedSource,
     collect_class_names,
     get_class_name,
@@ -33,7 +33,7 @@ def detect_scored_format(
 
     Args:
         path: as for `detect_format`.
-        template: config of a LabelledSource or a RankedSource, whose other settings stay; None for the defaults.
+        template: config of a LabeledSource or a RankedSource, whose other settings stay; None for the defaults.
         pairs: rows are preference pairs; otherwise texts or conversations with labels.
         keeps_classes: use the classes of `template`; otherwise, those of the training files.
         validation_fraction: as for `detect_format`.
@@ -58,7 +58,7 @@ def detect_scored_format(
             template.classes if template is not None and keeps_classes else collect_class_names(listing.train)
         )
         classes = names
-        source = config_for(LabelledSource, paths=list(listing.train), classes=names)
+        source = config_for(LabeledSource, paths=list(listing.train), classes=names)
         more = ", ..." if len(names) > _NUM_SHOWN else ""
         what = f"texts of {len(names)} classes ({', '.join(names[:_NUM_SHOWN])}{more})"
     if template is not None:

@@ -89,7 +89,7 @@ class DataPipeline(Pipeline):
     A batch is a dict: tokens int32[B,S], targets int32[B,S] (the next tokens), weights float32[B,S] (0 = not
     counted), and with `document_mask` positions int32[B,S] (restart at 0 in each document) and segments int32[B,S]
     (1, 2, ... per row, 0 = padding). A PairSource or RankedSource adds ends float32[B,S]; an UnpairedSource or
-    LabelledSource adds ends and labels, both float32[B,S].
+    LabeledSource adds ends and labels, both float32[B,S].
 
     Args:
         source: config of the training source, from framework.data.sources or your own.

@@ -15,7 +15,7 @@ from plimsoll.framework.data.sources import assign_split, read_file_rows, text_f
 
 
 @component
-class LabelledSource(SequenceSource):
+class LabeledSource(SequenceSource):
     """Texts or conversations with the name or the number of a class.
 
     A row is {"text": ..., "label": ...}, or a conversation in one of ChatSource's formats with an additional "label";
@@ -29,6 +29,8 @@ class LabelledSource(SequenceSource):
         validation_fraction: approximate fraction of the rows in "validation".
         append_eos, pad_token_id, template_variables: see SequenceSource.
     """
+
+    digest_name = "LabelledSource"
 
     row_arrays = ("ends", "labels")
 
@@ -73,7 +75,7 @@ class RankedSource(SequenceSource):
     A row has "chosen" and "rejected", in the formats of PairSource. Messages need a PretrainedTokenizer.
 
     Args:
-        paths, split, validation_fraction, pad_token_id, template_variables: as for LabelledSource.
+        paths, split, validation_fraction, pad_token_id, template_variables: as for LabeledSource.
         append_eos: append the token that ends texts to each text, as TRL's RewardTrainer does.
     """
 

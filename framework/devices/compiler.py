@@ -28,24 +28,24 @@ class Compiler:
         options: compiler options by name, as in XLA_FLAGS and LIBTPU_INIT_ARGS without dashes:
             {"xla_tpu_scoped_vmem_limit_kib": 65536}. They take precedence over the defaults for the kind of device in
             framework/devices/accelerators.toml, and so do XLA_FLAGS and LIBTPU_INIT_ARGS.
-        of_accelerator: whether to use those defaults for the kind of device at all.
+        use_accelerator_options: whether to use those defaults for the kind of device at all.
     """
 
     def __init__(
         self,
         *,
         options: dict[str, bool | int | float | str] = {},  # noqa: B006
-        of_accelerator: bool = True,
+        use_accelerator_options: bool = True,
     ):
         self.options = _convert_options(options)
-        self.of_accelerator = of_accelerator
+        self.use_accelerator_options = use_accelerator_options
 
     def options_for(self, mesh: Any) -> dict[str, bool | str]:
         """Return all options for programs on the devices of a mesh."""
         from plimsoll.framework.devices.accelerators import spec_for
 
         usual: dict[str, bool | int | str] = {}
-        if self.of_accelerator:
+        if self.use_accelerator_options:
             spec = spec_for(list(mesh.devices.flat))
             usual = dict(spec.compiler_options)
         variables = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")

@@ -47,7 +47,7 @@ class Learner:
         specs: the model's parameter specs, given by the experiment.
         optimizer: any function that returns an optax transformation, for example `optax.adamw`. A norm over all
             parameters inside it would see one layer at a time: use `clip`, or `scope`.
-        scope: which parameters share an instance of the optimizer. "unit": each layer, and each stage outside the
+        scope: which parameters share an instance of the optimizer. "layer": each layer, and each stage outside the
             stack, has its own. "model", for example for Prodigy: one instance for all trainable parameters that it
             updates, with separate layers; only with memory.update = after_backward, which has all gradients together.
         rules: exceptions by path; a pattern that matches nothing is an error.
@@ -87,7 +87,7 @@ class Learner:
         *,
         specs: Nested,
         optimizer: Optimizer,
-        scope: Literal["unit", "model"] = "unit",
+        scope: Literal["layer", "model"] = "layer",
         rules: list[Config] = [],  # noqa: B006
         clip: PositiveFloat | None = 1.0,
         clip_mode: ClipMode = "global_norm",
@@ -320,7 +320,7 @@ class Learner:
         Raises:
             ValueError: the update of one parameter depends on gradients of other parameters.
         """
-        if self.scope != "unit":
+        if self.scope != "layer":
             return
         for group in self.groups:
             instance = self._instances[group.stage, group.label]

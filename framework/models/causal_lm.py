@@ -148,7 +148,7 @@ class CausalLM(Chain):
             source = type(data.train_leaves[0].source).__name__
             raise ValueError(
                 f"data.source is a {source}, but model.head is a ScoreHead, which reads the last token of a whole "
-                "sequence; expected a LabelledSource, or a RankedSource of pairs"
+                "sequence; expected a LabeledSource, or a RankedSource of pairs"
             )
         classes = getattr(data, "classes", None)
         if classes is None or not isinstance(self.head, ScoreHead) or len(classes) == self.head.num_labels:

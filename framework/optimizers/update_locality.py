@@ -21,7 +21,7 @@ from plimsoll.framework.devices import executables
 from plimsoll.framework.layout import Nested, flatten, unflatten
 from plimsoll.framework.optimizers.partition import find_owner
 
-UpdateLocality = Literal["element", "row", "tensor", "unit", "global"]
+UpdateLocality = Literal["element", "row", "tensor", "layer", "global"]
 # From the most local to the widest.
 _LOCALITIES: tuple[UpdateLocality, ...] = get_args(UpdateLocality)
 # Dimension sizes of the arrays in the trial.
@@ -37,7 +37,7 @@ def probe(optimizer: Any, specs: Nested) -> UpdateLocality:
         specs: parameters of one update unit. The trial keeps paths and numbers of dimensions, but not sizes.
 
     Returns:
-        "element"; "row", a slice along the first axis; "tensor"; "unit", all parameters that share an optimizer
+        "element"; "row", a slice along the first axis; "tensor"; "layer", all parameters that share an optimizer
         instance, if state that belongs to no parameter depends on gradients or is a PRNG key (all chunks would draw the
         same noise); "global", if one parameter's update depends on another's gradient. Vectors are never split:
         dependence within them counts only if there is nothing larger.
@@ -88,7 +88,7 @@ def _measure_spread(optimizer: Any, toy_shapes: Shapes, owners: dict[str, str | 
                 if owner is None:
                     # Leaves without an owner are counters and constants, the same for each chunk, and keys.
                     is_key = clean[name].dtype.kind == "u"
-                    localities.add("unit" if changed.any() or is_key else "element")
+                    localities.add("layer" if changed.any() or is_key else "element")
                 elif owner != path:
                     localities.add("global" if changed.any() else "element")
                 elif changed.shape == shape and len(shape) >= min_ndim:

@@ -52,7 +52,7 @@ def measure_need(program: Program) -> MemoryNeed:
 
 def _batch_transform_peak(program: Program) -> int:
     """Return the peak bytes per device while the batch transform completes a batch; 0 if there is none."""
-    batch_transform = program.experiment.companion
+    batch_transform = program.experiment.batch_transform
     if batch_transform is None:
         return 0
     trackers = batch_transform.dry_run(program, program.backend.compile_here)

@@ -63,14 +63,14 @@ def dry_run_batch_transform(program: Program, target: Target) -> dict[str, Compi
         program: the program to train with.
         target: the machine to compile for.
     """
-    batch_transform = program.experiment.companion
+    batch_transform = program.experiment.batch_transform
     if batch_transform is None:
         return {}
     compile = _TimedCompiler(target, None, "the batch transform")
     try:
         trackers = batch_transform.dry_run(program, compile)
     except RefusedError as error:
-        return {"companion": replace(error.compiled, seconds=compile.seconds)}
+        return {"batch_transform": replace(error.compiled, seconds=compile.seconds)}
     return {name: _combine_calls(tracker, compile.seconds) for name, tracker in trackers.items()}
 
 

@@ -102,7 +102,9 @@ def estimate(
     work = count_work(
         experiment, sizes, running_layout, backward_pass.traced, device_flops, host_breakdown["activations"]
     )
-    passes = ForwardCost() if experiment.companion is None else experiment.companion.passes(experiment, mesh)
+    passes = (
+        ForwardCost() if experiment.batch_transform is None else experiment.batch_transform.passes(experiment, mesh)
+    )
     host_breakdown["other"] += passes.offloaded_bytes
     return Estimate(breakdown, host_breakdown, step_flops, work, count_batch_transform_work(passes, mesh.size))
 

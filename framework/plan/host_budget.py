@@ -36,7 +36,7 @@ def check_host(program: Program, platform: str | None = None) -> None:
         # Activations are not part of the layout.
         estimate = estimate_for_target(program.experiment, resolve("local"))
         offloaded_bytes["activations"] = estimate.host_breakdown["activations"]
-    batch_transform = program.experiment.companion
+    batch_transform = program.experiment.batch_transform
     if batch_transform is not None:
         offloaded_bytes["batch transform"] = batch_transform.host_bytes(program)
     count = len(program.mesh.local_devices)

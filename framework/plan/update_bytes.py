@@ -82,10 +82,10 @@ def _chunked_update(layout: StateLayout, split_experiment: SplitExperiment) -> C
         # This may be a layer range; the learner knows only the whole stack.
         layer_range = stacks[stage].layer_range if stage in stacks else None
         home = stage if layer_range is None else layer_range.home
-        update_locality = locality_by_tensor.get(f"{home}/{owner}", "unit")
+        update_locality = locality_by_tensor.get(f"{home}/{owner}", "layer")
         layer_bytes = leaf.bytes_per_device // (stacks[stage].num_repeats if stage in stacks else 1)
         # Elementwise and per-row updates run in blocks of BLOCK elements, which have at most 4 bytes each (float32).
         chunk_bytes = min(layer_bytes, 4 * BLOCK) if update_locality in ("element", "row") else layer_bytes
         # A layer whose tensors depend on each other is one chunk.
-        bytes_by_chunk[stage if update_locality == "unit" else tensor] += chunk_bytes
+        bytes_by_chunk[stage if update_locality == "layer" else tensor] += chunk_bytes
     return Counter(optimizer_state=4 * max(bytes_by_chunk.values(), default=0))

@@ -50,7 +50,7 @@ class Health:
         replica_check_every: number of steps between comparisons of state that is replicated on several devices. It is
             also compared before every save. None disables the check.
         status_seconds: seconds between updates of WORKDIR/health.
-        canary: if anything is offloaded, run the offload self-test first, which checks on a small model that the
+        offload_self_test: if anything is offloaded, run the offload self-test first, which checks on a small model that the
             results do not change; see framework.run.offload_self_test.
     """
 
@@ -62,14 +62,14 @@ class Health:
         hang_seconds: PositiveFloat | None = 1800.0,
         replica_check_every: PositiveInt | None = 500,
         status_seconds: PositiveFloat = 10.0,
-        canary: bool = True,
+        offload_self_test: bool = True,
     ):
         self.connect_seconds = connect_seconds
         self.heartbeat_seconds = heartbeat_seconds
         self.hang_seconds = hang_seconds
         self.replica_check_every = replica_check_every
         self.status_seconds = status_seconds
-        self.canary = canary
+        self.offload_self_test = offload_self_test
 
 
 class Pulse:

@@ -35,10 +35,10 @@ _NOMINAL_STEPS = 1000
 # Sources of the batch arrays that an objective may miss, by array name.
 _ARRAY_SOURCES = {
     "ends": "ends by data.source=PairSource or UnpairedSource (RankedSource of a reward model)",
-    "labels": "labels by data.source=UnpairedSource (LabelledSource of a classifier)",
-    "reference": "reference by companion=Reference",
-    "teacher_ids": "teacher_ids by companion=Teacher",
-    "advantages": "advantages by companion=Rollouts",
+    "labels": "labels by data.source=UnpairedSource (LabeledSource of a classifier)",
+    "reference": "reference by batch_transform=Reference",
+    "teacher_ids": "teacher_ids by batch_transform=Teacher",
+    "advantages": "advantages by batch_transform=Rollouts",
 }
 
 
@@ -70,7 +70,7 @@ class Experiment:
         trainer: length of the run, and intervals and contents of its outputs.
         health: how processes monitor themselves and each other.
         pretrained: directory of the initial weights; without one they are initialized randomly.
-        companion: batch transform that completes batches before a step sees them (a reference, a teacher, rollouts),
+        batch_transform: batch transform that completes batches before a step sees them (a reference, a teacher, rollouts),
             from framework.batch_transforms; None if the data has all arrays.
         accelerator_rules: config changes by accelerator.
     """
@@ -87,7 +87,7 @@ class Experiment:
         health: Config = config_for(Health),
         compiler: Config = config_for(Compiler),
         pretrained: Config | None = None,
-        companion: Config | None = None,
+        batch_transform: Config | None = None,
         accelerator_rules: list[Config] = [],  # noqa: B006
     ):
         # Rules are applied to the config before it is built. Building them here only validates them.
@@ -107,10 +107,10 @@ class Experiment:
         self.pretrained = None
         if pretrained is not None:
             self.pretrained = pretrained.instantiate()
-        self.companion: BatchTransform | None = None
-        if companion is not None:
-            self.companion = _build_section("companion", companion, BatchTransform)
-            self.companion.join(self)
+        self.batch_transform: BatchTransform | None = None
+        if batch_transform is not None:
+            self.batch_transform = _build_section("batch_transform", batch_transform, BatchTransform)
+            self.batch_transform.join(self)
 
     def check(self, mesh: Mesh | AbstractMesh, *, update_locality: bool = True) -> None:
         """Check that mesh, batch, model, memory and data fit together.
@@ -126,7 +126,7 @@ class Experiment:
         if self.learner.scope == "model" and self.memory.traits.updates_in_chunks:
             raise ValueError(
                 f"learner.scope = model with memory.update = {self.memory.update}: one optimizer for all parameters "
-                "needs all gradients; expected memory.update = after_backward, or learner.scope = unit and learner.clip"
+                "needs all gradients; expected memory.update = after_backward, or learner.scope = layer and learner.clip"
             )
         self._check_layer_ranges()
         if update_locality:
@@ -136,8 +136,8 @@ class Experiment:
 
     def _check_objective(self) -> None:
         """Raise ValueError if batches lack an array that the head's objective reads, or are not meant for it."""
-        if self.companion is not None:
-            self.companion.check(self)
+        if self.batch_transform is not None:
+            self.batch_transform.check(self)
         objective = self.model.head.objective if isinstance(self.model, CausalLM) else None
         read = () if objective is None else objective.arrays
         unread = [name for name in ("ends", "labels") if name in self.data.arrays() and name not in read]
@@ -162,16 +162,16 @@ class Experiment:
     def _describe_sources(self, missing: Sequence[str]) -> str:
         """Name the sources of missing batch arrays; "" if the framework has none for them."""
         hints = [hint for name, hint in _ARRAY_SOURCES.items() if name in missing]
-        if "reference" in missing and getattr(self.companion, "kind", None) == "none":
-            hints[hints.index(_ARRAY_SOURCES["reference"])] = "companion.kind = none adds no reference, auto does"
+        if "reference" in missing and getattr(self.batch_transform, "kind", None) == "none":
+            hints[hints.index(_ARRAY_SOURCES["reference"])] = "batch_transform.kind = none adds no reference, auto does"
         return f": {', '.join(hints)}" if hints else ""
 
     def batch_arrays(self, *, evaluation: bool = False) -> Shapes:
         """Return the arrays of a global batch as the step, or an evaluation, sees it: {name: (shape, dtype)}."""
         delivered = self.data.arrays(evaluation=evaluation)
-        if self.companion is None:
+        if self.batch_transform is None:
             return delivered
-        return self.companion.arrays(delivered, evaluation=evaluation)
+        return self.batch_transform.arrays(delivered, evaluation=evaluation)
 
     def _check_layer_ranges(self) -> None:
         """Raise ValueError if the stacks cannot be split, or recomputed, as the memory section specifies."""

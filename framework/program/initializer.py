@@ -96,7 +96,7 @@ class StateInitializer:
         learner = self._learner
         frozen_parts = [(path,) for path in self.groups["frozen"]]
         for paths in [*learner.init_parts(), *frozen_parts]:
-            num_layers = specs[paths[0]].num_layers if learner.scope == "unit" else None
+            num_layers = specs[paths[0]].num_layers if learner.scope == "layer" else None
             yield InitPart(paths, num_layers)
 
     def make_init_function(self, given_paths: Collection[str]) -> InitFunction:

@@ -201,13 +201,13 @@ class Program:
         Raises:
             ValueError: the batch transform is not open.
         """
-        transform = self.experiment.companion
+        transform = self.experiment.batch_transform
         if transform is None:
             return batch
         if not transform.is_open(self):
             raise ValueError(
-                f"experiment.companion ({type(transform).__name__}) is not open: before the first step or evaluation, "
-                "call experiment.companion.open(program, workdir, is_new_run=..., log=print)"
+                f"experiment.batch_transform ({type(transform).__name__}) is not open: before the first step or evaluation, "
+                "call experiment.batch_transform.open(program, workdir, is_new_run=..., log=print)"
             )
         return transform.complete_batch(self, state, batch, group=group)
 

@@ -135,8 +135,8 @@ def drop_machine_settings(config: Config, log: Callable[[str], None]) -> None:
 
 def _walk_batch_transforms(config: Config) -> Iterator[tuple[str, Config]]:
     """Yield (path, config) of an experiment's batch transform, of the one nested in it, and so on."""
-    path = "companion"
-    part = config.companion if config.takes("companion") else None
+    path = "batch_transform"
+    part = config.batch_transform if config.takes("batch_transform") else None
     while isinstance(part, Config):
         yield path, part
         path = f"{path}.reference"

@@ -97,7 +97,7 @@ def check(config: Config, program: Program) -> str:
             f"offload self-test: offloaded values are computed wrong on these devices (as in openxla/xla#46231): "
             f"{worst_name} of a small model differs by {errors[worst_name]:.1e} (tolerance {TOLERANCE[bits]:g}) from "
             f"{STEPS} steps with everything on the device, as do {len(wrong_names) - 1} more; keep them on the device "
-            f"(health.canary=false trains anyway)"
+            f"(health.offload_self_test=false trains anyway)"
         )
     seconds = time.monotonic() - start
     return f"offload self-test: offloaded and resident agree to {errors[worst_name]:.0e} ({seconds:.1f} s)"

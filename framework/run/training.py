@@ -139,8 +139,8 @@ class Training:
                 self.program = Program(self.experiment)
             self.progress.set_total(self.options.max_steps)
         self._print_lines(rate_notes(self.config.learner, self.options.max_steps))
-        if self.experiment.companion is not None:
-            self.experiment.companion.check_files(self.program, self.workdir.path, is_new_run=self.is_new_run)
+        if self.experiment.batch_transform is not None:
+            self.experiment.batch_transform.check_files(self.program, self.workdir.path, is_new_run=self.is_new_run)
 
     def _prepare_data(self) -> None:
         """Prepare the data: process 0 tokenizes, and the others wait for its files."""
@@ -176,7 +176,7 @@ class Training:
         # Weights from a checkpoint or from files are not initialized randomly, and a dry run initializes none.
         if self.is_new_run and self.experiment.pretrained is None and not job.dry_run:
             begin_init(self.program)
-        if self.experiment.health.canary:
+        if self.experiment.health.offload_self_test:
             with phase("checking offloading on a small model", patience=SHORT):
                 line = offload_self_test.check(self.config, self.program)
             if line:
@@ -208,9 +208,9 @@ class Training:
         self.run = Run(self.config, self.program, self.workdir, self.progress, goodput, self.pulse)
         waits = True
         try:
-            if self.experiment.companion is not None:
+            if self.experiment.batch_transform is not None:
                 # Open it before the state exists: an auxiliary model may need the memory.
-                self.experiment.companion.open(
+                self.experiment.batch_transform.open(
                     self.program, self.workdir.path, is_new_run=self.is_new_run, log=self.progress.print
                 )
             with phase("opening the run", patience=SHORT):

@@ -120,9 +120,9 @@ def _make_prefetcher(learner: Learner, layout: StateLayout, memory: Memory, plat
     """Return the prefetcher of whole layers' state, or None if each update fetches its state chunk by chunk."""
     # On CPU whole layers are moved because of the loop, not because of a link: XLA would copy a stack that one
     # operation reads and another one writes.
-    if platform == "cpu" and (not memory.optimizer_state.uses_host or memory.prefetch == "unit"):
+    if platform == "cpu" and (not memory.optimizer_state.uses_host or memory.prefetch == "layer"):
         return OptimizerPrefetch(learner, layout, moves_all=True)
-    return OptimizerPrefetch(learner, layout) if memory.prefetch == "unit" else None
+    return OptimizerPrefetch(learner, layout) if memory.prefetch == "layer" else None
 
 
 def _get_grad_stats(backward_state: BackwardState) -> GradStats:

@@ -34,8 +34,8 @@ class Memory:
             "in_backward".
         optimizer_state: where optimizer state (master weights and moments) is stored between steps. With
             "pinned_host", vectors, scalars and leaves under 1 MiB stay on the device.
-        prefetch: how much offloaded state update = "in_backward" fetches at a time. "piece": a tensor, or a part of
-            one, once the layer's gradients are ready. "unit": all of a layer's state. The fetch starts with the
+        prefetch: how much offloaded state update = "in_backward" fetches at a time. "chunk": a tensor, or a part of
+            one, once the layer's gradients are ready. "layer": all of a layer's state. The fetch starts with the
             layer's backward pass, and the new state is written back during the next layer's backward pass, so that
             computation hides the transfers. This keeps the state of two layers on the device.
         parameters: where the weights are stored, frozen ones included. With "pinned_host" each layer's weights are
@@ -57,7 +57,7 @@ class Memory:
         update: ScheduleName = "after_backward",
         gradients: str = "device",
         optimizer_state: str = "device",
-        prefetch: Literal["piece", "unit"] = "piece",
+        prefetch: Literal["chunk", "layer"] = "chunk",
         parameters: str = "device",
         activations: str = "device",
         remat: str = "none",
@@ -118,9 +118,9 @@ def _check_needs_own_backward(name: str, placement: Placement, update: str) -> N
 def _check_prefetch(prefetch: str, update: str, optimizer_state: Placement) -> None:
     """Raise ValueError if whole layers are to be prefetched without state that this could fetch."""
     # Only state in host memory needs fetching, and only in_backward can fetch it layer by layer.
-    if prefetch == "unit" and not (SCHEDULES[update].can_prefetch_layers and optimizer_state.uses_host):
+    if prefetch == "layer" and not (SCHEDULES[update].can_prefetch_layers and optimizer_state.uses_host):
         raise ValueError(
-            "memory.prefetch = unit needs memory.update = in_backward and memory.optimizer_state = pinned_host, "
+            "memory.prefetch = layer needs memory.update = in_backward and memory.optimizer_state = pinned_host, "
             f"given {update} and {optimizer_state.text}"
         )
 

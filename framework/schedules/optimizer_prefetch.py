@@ -1,4 +1,4 @@
-"""Prefetches the optimizer state of a whole layer, for updates during the backward pass (memory.prefetch = unit).
+"""Prefetches the optimizer state of a whole layer, for updates during the backward pass (memory.prefetch = layer).
 
 On TPU only the offloaded state is moved. On CPU the weights and all their state are moved out of the stacks and back
 into them: XLA for CPU copies a stack whenever one operation of a loop reads it and another one writes it, as an

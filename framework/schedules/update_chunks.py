@@ -30,11 +30,11 @@ class UpdateChunk(NamedTuple):
 
     Attributes:
         paths: paths of its parameters within the stage.
-        by: "all" updates all layers vmapped, "unit" one layer after the other, "rows" one row block after the other.
+        by: "all" updates all layers vmapped, "layer" one layer after the other, "rows" one row block after the other.
     """
 
     paths: tuple[str, ...]
-    by: Literal["all", "unit", "rows"]
+    by: Literal["all", "layer", "rows"]
 
 
 def split_into_chunks(learner: Learner, group: ParamGroup, specs: LayerTrainState) -> list[UpdateChunk]:
@@ -47,8 +47,8 @@ def split_into_chunks(learner: Learner, group: ParamGroup, specs: LayerTrainStat
     """
     update_locality = learner.update_locality(group)
     # Some optimizers name their state differently when they see only part of their parameters.
-    if update_locality == "unit" or not learner.get_group_state(group).separable():
-        return [UpdateChunk(group.paths, "unit")]
+    if update_locality == "layer" or not learner.get_group_state(group).separable():
+        return [UpdateChunk(group.paths, "layer")]
     # Offloaded leaves always go through a loop; otherwise all of them would be on the device at the same time.
     moved_paths = _find_offloaded_paths(specs)
     layer_specs = flatten(learner.layer_specs(group))
@@ -61,7 +61,7 @@ def split_into_chunks(learner: Learner, group: ParamGroup, specs: LayerTrainStat
     if small_paths:
         chunks.append(UpdateChunk(small_paths, "all"))
     for path in large_paths:
-        by = "rows" if _splits_by_rows(weight_specs[path], update_locality, is_stacked=is_stacked) else "unit"
+        by = "rows" if _splits_by_rows(weight_specs[path], update_locality, is_stacked=is_stacked) else "layer"
         chunks.append(UpdateChunk((path,), by))
     return chunks
 

@@ -105,7 +105,7 @@ class Pretrained:
             if paths[0] not in places:
                 continue
             # An optimizer of the whole model has one state for all layers.
-            by_layer = model.base_specs[paths[0]].num_layers is not None and learner.scope == "unit"
+            by_layer = model.base_specs[paths[0]].num_layers is not None and learner.scope == "layer"
             num_layers = len(places[paths[0]]) if by_layer else 1
             write = None
             for layer in range(num_layers):

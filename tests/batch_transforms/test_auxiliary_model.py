@@ -43,7 +43,7 @@ def test_initial_weights_give_equal_log_probs_per_row(mesh, accumulate, document
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("scope", ["unit", "model"])
+@pytest.mark.parametrize("scope", ["layer", "model"])
 def test_weights_are_the_initial_bits_in_host_memory(scope):
     program = small.program(small.experiment(small.llama(), scope=scope))
     other = AuxiliaryModel(program, log_probs_as("reference"))
@@ -101,7 +101,7 @@ def test_other_weights_make_another_reference(tmp_path):
     ("other", "message"),
     [
         ({"tokenizer": "llama3"}, r"token \d+ is b.* there and b.* in data\.tokenizer; .*with the same vocabulary"),
-        ({"vocab_size": 100}, r"companion.pretrained = .*data.tokenizer has 512 ids, but model.vocab_size = 100"),
+        ({"vocab_size": 100}, r"batch_transform.pretrained = .*data.tokenizer has 512 ids, but model.vocab_size = 100"),
     ],
     ids=str,
 )
@@ -119,5 +119,7 @@ def test_incompatible_model_directory_is_a_one_line_error(other, message, tmp_pa
 
 def test_missing_directory_is_named(tmp_path):
     program = load_program(write_model(tmp_path / "run"))
-    with pytest.raises(FileNotFoundError, match=r"^companion.pretrained = .*/nowhere: no file .*nowhere/config.json"):
+    with pytest.raises(
+        FileNotFoundError, match=r"^batch_transform.pretrained = .*/nowhere: no file .*nowhere/config.json"
+    ):
         AuxiliaryModel(program, log_probs_as("reference"), path=str(tmp_path / "nowhere"))

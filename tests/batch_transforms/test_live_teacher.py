@@ -59,7 +59,7 @@ def student(folder: Path, kind: str, path: Path, **fields: object) -> Config:
     for name, value in overrides(folder).items():
         config.set_path(name, value)
     config.model.head.objective = config_for(Distillation)
-    config.companion = config_for(Teacher, kind=kind, path=str(path), top_k=TOP_K)
+    config.batch_transform = config_for(Teacher, kind=kind, path=str(path), top_k=TOP_K)
     for name, value in fields.items():
         config.set_path(name.replace("__", "."), value)
     return config
@@ -68,10 +68,10 @@ def student(folder: Path, kind: str, path: Path, **fields: object) -> Config:
 def open_program(config: Config, workdir: Path) -> Program:
     program = Program(config.instantiate(), jax.devices()[:2])
     program.experiment.data.setup(workdir)
-    companion = program.experiment.companion
-    assert companion is not None
-    companion.check_files(program, workdir, is_new_run=True)
-    companion.open(program, workdir, is_new_run=True, log=lambda line: None)
+    batch_transform = program.experiment.batch_transform
+    assert batch_transform is not None
+    batch_transform.check_files(program, workdir, is_new_run=True)
+    batch_transform.open(program, workdir, is_new_run=True, log=lambda line: None)
     return program
 
 
@@ -100,14 +100,14 @@ def test_live_teacher_equals_stored_scores_on_packed_chats(folder: Path, tmp_pat
 @pytest.mark.pairs
 def test_live_teacher_weights_are_counted_in_host_memory(folder: Path, tmp_path: Path) -> None:
     program = open_program(student(folder, "live", folder / "model"), tmp_path)
-    companion = program.experiment.companion
-    assert companion is not None
-    state = companion._model._state  # pyright: ignore
+    batch_transform = program.experiment.batch_transform
+    assert batch_transform is not None
+    state = batch_transform._model._state  # pyright: ignore
     leaves = flatten(state["parameter"])
     matrices = {path: leaf for path, leaf in leaves.items() if path.startswith("stack") and leaf.ndim == 3}
     assert matrices
     assert {leaf.sharding.memory_kind for leaf in matrices.values()} == {"pinned_host"}
-    assert companion.host_bytes(program) >= sum(leaf.nbytes for leaf in matrices.values()) // len(program.devices)
+    assert batch_transform.host_bytes(program) >= sum(leaf.nbytes for leaf in matrices.values()) // len(program.devices)
 
 
 def test_incompatible_teachers_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -119,5 +119,5 @@ def test_incompatible_teachers_are_refused(folder: Path, tmp_path: Path) -> None
     for file in (folder / "model").iterdir():
         (other / file.name).write_bytes(file.read_bytes())
     pretrained.write(other, "llama3")
-    with pytest.raises(ValueError, match=r"companion.path = .*token \d+ is .*expected a model with the same voc"):
+    with pytest.raises(ValueError, match=r"batch_transform.path = .*token \d+ is .*expected a model with the same voc"):
         open_program(student(folder, "live", other), tmp_path)

@@ -37,13 +37,13 @@ def experiment(kind: str = "auto", model: Config | None = None, **fields) -> Con
     """Return an experiment whose objective reads a reference."""
     config = small.experiment(small.llama() if model is None else model, **fields)
     config.model.head.objective = config_for(Apart)
-    config.companion = config_for(Reference, kind=kind)
+    config.batch_transform = config_for(Reference, kind=kind)
     return config
 
 
 def open_program(config: Config, tmp_path) -> Program:
     program = small.program(config)
-    program.experiment.companion.open(program, tmp_path, is_new_run=True, log=lambda line: None)
+    program.experiment.batch_transform.open(program, tmp_path, is_new_run=True, log=lambda line: None)
     return program
 
 
@@ -81,7 +81,7 @@ ADAPTERS = {
 def test_disabling_adapters_recovers_the_initial_weights(case, tmp_path):
     model, fields = ADAPTERS[case]
     program = open_program(experiment("adapter_off", model(), **fields), tmp_path)
-    offloaded = open_program(experiment("hosted", model(), **fields), tmp_path)
+    offloaded = open_program(experiment("offloaded", model(), **fields), tmp_path)
     batch = program.put(small.host_batch(program))
     expected = offloaded.complete_batch(offloaded.init(), batch)["reference"]
     state, metrics = small.run(program, 2)
@@ -96,7 +96,7 @@ def test_disabling_adapters_recovers_the_initial_weights(case, tmp_path):
 
 @pytest.mark.pairs
 def test_kl_to_the_reference_is_zero_at_the_first_step(tmp_path):
-    for kind in ("adapter_off", "hosted"):
+    for kind in ("adapter_off", "offloaded"):
         program = open_program(experiment(kind, with_lora(small.llama())), tmp_path)
         _, metrics = small.run(program, 1)
         # The objective asks for one nat above the reference.
@@ -121,20 +121,25 @@ def test_auto_selects_the_reference(fields, kind, reason):
     pretrained = fields.pop("pretrained", None)
     objective = fields.pop("objective", Apart)
     config = experiment("auto", model, **fields)
-    config.companion.pretrained = pretrained
+    config.batch_transform.pretrained = pretrained
     config.model.head.objective = None if objective is None else config_for(objective)
-    choice = config.instantiate().companion.choice
+    choice = config.instantiate().batch_transform.choice
     assert choice.kind == kind
     assert reason in choice.reason
 
 
 WRONG = [
-    ({}, "adapter_off", None, "companion.kind = adapter_off, but model.lora is not set; expected stored or hosted"),
+    (
+        {},
+        "adapter_off",
+        None,
+        "batch_transform.kind = adapter_off, but model.lora is not set; expected stored or offloaded",
+    ),
     (
         {"memory": {"update": "layer_programs"}, "clip": None},
         "adapter_off",
         "lora",
-        "companion.kind = adapter_off with memory.update = layer_programs",
+        "batch_transform.kind = adapter_off with memory.update = layer_programs",
     ),
     ({}, "none", None, "model.head.objective is Apart, which reads reference of a batch"),
 ]
@@ -151,12 +156,14 @@ def test_incompatible_settings_fail_before_compilation(fields, kind, lora, messa
 
 def test_other_model_reference_refuses_the_adapter_mode():
     config = experiment("adapter_off", with_lora(small.llama()))
-    config.companion.pretrained = "somewhere"
+    config.batch_transform.pretrained = "somewhere"
     with pytest.raises(ConfigError, match=r"pretrained = somewhere with kind = adapter_off; expected kind = stored"):
         config.instantiate()
 
 
 def test_step_error_if_the_transform_is_not_open():
-    program = small.program(experiment("hosted"))
-    with pytest.raises(ValueError, match=r"experiment.companion \(Reference\) is not open: .*companion.open\(program"):
+    program = small.program(experiment("offloaded"))
+    with pytest.raises(
+        ValueError, match=r"experiment.batch_transform \(Reference\) is not open: .*batch_transform.open\(program"
+    ):
         program.step({}, program.put(small.host_batch(program)))

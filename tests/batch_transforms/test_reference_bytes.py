@@ -25,7 +25,7 @@ def tuning(*, lora: bool, kind: str | None) -> Config:
     if kind is not None:
         config.data = config_for(Halves, **{name: config.data[name] for name in config.data})
         config.model.head.objective = config_for(DPO)
-        config.companion = config_for(Reference, kind=kind)
+        config.batch_transform = config_for(Reference, kind=kind)
     return config
 
 
@@ -46,7 +46,7 @@ def base() -> dict[bool, int]:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize(
-    ("lora", "kind", "bound"), [(True, "adapter_off", 1.02), (False, "hosted", 1.05), (False, "stored", 1.05)]
+    ("lora", "kind", "bound"), [(True, "adapter_off", 1.02), (False, "offloaded", 1.05), (False, "stored", 1.05)]
 )
 def test_preference_tuning_needs_the_memory_for_finetuning(lora, kind, bound, base):
     report = run_plan(lora=lora, kind=kind)
@@ -57,7 +57,7 @@ def test_preference_tuning_needs_the_memory_for_finetuning(lora, kind, bound, ba
     # A second copy of the weights in device memory would have been noticed.
     assert most(report) + weights > 1.1 * bound * base[lora]
     kept = report["host_peak_bytes"]
-    if kind == "hosted":
+    if kind == "offloaded":
         assert 0.95 * weights < kept <= weights
         assert report["phases"]["reference"]["host_peak_bytes"] == kept
     else:
@@ -81,15 +81,15 @@ def run_estimate(*, lora: bool, kind: str, accumulate: int) -> dict:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("kind", ["adapter_off", "hosted"])
+@pytest.mark.parametrize("kind", ["adapter_off", "offloaded"])
 def test_estimate_includes_the_reference(kind: str, accumulate: int):
     lora = kind == "adapter_off"
     report = run_estimate(lora=lora, kind=kind, accumulate=accumulate)
     # With stored values, a step computes no reference.
     without = run_estimate(lora=lora, kind="stored", accumulate=accumulate)
     program = small.program(tuning(lora=lora, kind=kind))
-    kept = program.experiment.companion.host_bytes(program)
-    assert (kept > 0) == (kind == "hosted")
+    kept = program.experiment.batch_transform.host_bytes(program)
+    assert (kept > 0) == (kind == "offloaded")
     assert report["host_peak_bytes"] - without["host_peak_bytes"] == kept
     more = {name: report["time"]["parts"][name] - seconds for name, seconds in without["time"]["parts"].items()}
     # One forward pass in addition to two of them and a backward pass. The backward pass costs as much as one forward

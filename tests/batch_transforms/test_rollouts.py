@@ -31,7 +31,7 @@ def build_program(folder: Path, devices: int = 1, **changes) -> Program:
     experiment = config.instantiate()
     program = Program(experiment, jax.devices()[:devices])
     experiment.data.setup(folder)
-    experiment.companion.open(program, folder, is_new_run=True, log=lambda line: None)
+    experiment.batch_transform.open(program, folder, is_new_run=True, log=lambda line: None)
     return program
 
 
@@ -131,7 +131,7 @@ def test_rows_end_where_the_answer_ends():
 @pytest.mark.pairs
 def test_demonstrations_get_the_supervised_gradient(tmp_path: Path):
     """The loss is the next-token cross-entropy, averaged over the answers' tokens."""
-    program = build_program(tmp_path, companion__demonstrations=1)
+    program = build_program(tmp_path, batch_transform__demonstrations=1)
     state = program.init()
     batch = complete_batch(program, state)
     assert np.isnan(batch["behavior"][batch["weights"] > 0]).all()
@@ -140,7 +140,7 @@ def test_demonstrations_get_the_supervised_gradient(tmp_path: Path):
     assert set(texts) <= {row["answer"] for row in rows}
     plain = grpo.build_grpo_config()
     plain.model.head.objective = None
-    plain.companion = None
+    plain.batch_transform = None
     supervised = Program(plain.instantiate(), jax.devices()[:1], training=False)
 
     def gradients(program: Program):
@@ -167,7 +167,7 @@ def test_one_program_samples_for_all_steps_and_evaluations(tmp_path: Path):
     with program.experiment.data.eval_batches("sums", program.rows) as batches:
         for batch in batches:
             program.evaluate(state, program.put(batch))
-    samplers = program.experiment.companion._samplers
+    samplers = program.experiment.batch_transform._samplers
     assert {group: sampler._cache_size() for group, sampler in samplers.items()} == {"parameter": 1}
 
 
@@ -178,7 +178,7 @@ def test_plan_includes_the_kv_cache(program: Program):
         config.data.seq_len = answer_tokens + 4
         config.data.answer_tokens = answer_tokens
         longer = Program(config.instantiate(), jax.devices()[:1])
-        ledgers = longer.experiment.companion.dry_run(longer, longer.backend.compile_here)
+        ledgers = longer.experiment.batch_transform.dry_run(longer, longer.backend.compile_here)
         peaks[name] = ledgers["rollouts"].peak
     # Keys and values of two layers, two heads of width 8 each, float32, for 16 rows.
     per_token = 16 * 2 * 2 * 2 * 8 * 4
@@ -187,7 +187,7 @@ def test_plan_includes_the_kv_cache(program: Program):
 
 def test_estimate_reads_the_weights_once_per_token(program: Program):
     experiment = program.experiment
-    passes = experiment.companion.passes(experiment, program.mesh)
+    passes = experiment.batch_transform.passes(experiment, program.mesh)
     weights = program.layout.bytes_per_device("parameter") + program.layout.bytes_per_device("buffer")
     assert passes.read_bytes == experiment.data.answer_tokens * weights
     tokens = experiment.data.global_batch_size * experiment.data.seq_len
@@ -232,18 +232,18 @@ def test_rewards_rise(tmp_path: Path):
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("kind", ["hosted", pytest.param("adapter_off", marks=pytest.mark.pairs)])
+@pytest.mark.parametrize("kind", ["offloaded", pytest.param("adapter_off", marks=pytest.mark.pairs)])
 def test_reference_is_the_initial_model(kind: str, tmp_path: Path):
     """At first the divergence from the reference is zero, and behavior equals reference; later they differ."""
     config = grpo.build_grpo_config()
     config.model.head.objective.beta = 0.1
-    config.companion.reference = config_for(Reference, kind=kind)
+    config.batch_transform.reference = config_for(Reference, kind=kind)
     if kind == "adapter_off":
         config.model.lora = config_for(LoRA, rank=4)
     experiment = config.instantiate()
     program = Program(experiment, jax.devices()[:1])
     experiment.data.setup(tmp_path)
-    experiment.companion.open(program, tmp_path, is_new_run=True, log=lambda line: None)
+    experiment.batch_transform.open(program, tmp_path, is_new_run=True, log=lambda line: None)
     state = program.init()
     divergences = []
     for index in range(4):
@@ -262,16 +262,16 @@ REFUSED = {
     "does not divide data.global_batch_size = 16": {"data__group_size": 5},
     "leaves no room for a prompt": {"data__answer_tokens": 9},
     "leave room for 4": {"data__answer_tokens": 5},
-    "there is no package 'nowhere'": {"companion__reward": "nowhere.exact"},
-    "nowhere.py does not exist": {"companion__reward": "nowhere.py:exact"},
-    'expected "path/to/file.py:function"': {"companion__reward": "exact"},
+    "there is no package 'nowhere'": {"batch_transform__reward": "nowhere.exact"},
+    "nowhere.py does not exist": {"batch_transform__reward": "nowhere.py:exact"},
+    'expected "path/to/file.py:function"': {"batch_transform__reward": "exact"},
     "cannot be imported: ModuleNotFoundError": {
-        "companion__reward": "plimsoll.framework.batch_transforms.nowhere.exact"
+        "batch_transform__reward": "plimsoll.framework.batch_transforms.nowhere.exact"
     },
-    "there is no function 'exakt'": {"companion__reward": "plimsoll.framework.batch_transforms.rewards.exakt"},
+    "there is no function 'exakt'": {"batch_transform__reward": "plimsoll.framework.batch_transforms.rewards.exakt"},
     "memory.update = layer_programs cannot sample answers": {"memory__update": "layer_programs"},
     "mesh.seq = 2": {"mesh__seq": 2},
-    "beta = 0.1: expected a companion.reference": {"model__head__objective__beta": 0.1},
+    "beta = 0.1: expected a batch_transform.reference": {"model__head__objective__beta": 0.1},
     "expected less than 1": {"model__head__objective__epsilon": 1.0},
     "expected a number with dr_grpo": {"model__head__objective__normalization": "dr_grpo"},
     "has 3 prompts, too few for the 4": {"data__source__count": 3},
@@ -297,10 +297,10 @@ def test_user_errors_are_one_line(message: str, tmp_path: Path):
 )
 def test_a_reward_function_that_fails_is_named(function: str, message: str, program: Program, state):
     reward = grpo.REWARD.replace("high_bytes", function)
-    companion = Rollouts(reward=reward)
+    batch_transform = Rollouts(reward=reward)
     batch = program.experiment.data.train_batch(0, program.rows)
-    with pytest.raises(ValueError, match=r"companion\.reward = ") as raised:
-        companion.complete_batch(program, state, program.put(batch))
+    with pytest.raises(ValueError, match=r"batch_transform\.reward = ") as raised:
+        batch_transform.complete_batch(program, state, program.put(batch))
     assert message in str(raised.value)
     assert f":{function}: " in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -309,10 +309,10 @@ def test_a_reward_function_that_fails_is_named(function: str, message: str, prog
 @pytest.mark.parametrize("function", ["too_few", "failing"])
 def test_reward_function_is_tested_before_the_run(function: str, program: Program, tmp_path: Path):
     """It is called before the demonstrations, after which its first call would otherwise come."""
-    program.experiment.companion.check_files(program, tmp_path, is_new_run=True)
-    companion = Rollouts(reward=grpo.REWARD.replace("high_bytes", function), demonstrations=5)
-    with pytest.raises(ValueError, match=rf"companion\.reward = .*:{function}: "):
-        companion.check_files(program, tmp_path, is_new_run=True)
+    program.experiment.batch_transform.check_files(program, tmp_path, is_new_run=True)
+    batch_transform = Rollouts(reward=grpo.REWARD.replace("high_bytes", function), demonstrations=5)
+    with pytest.raises(ValueError, match=rf"batch_transform\.reward = .*:{function}: "):
+        batch_transform.check_files(program, tmp_path, is_new_run=True)
 
 
 def test_other_data_is_refused():
@@ -352,7 +352,7 @@ def test_resumes_bit_exactly_after_a_kill_during_rollouts(tmp_path: Path, monkey
     monkeypatch.setenv("REWARDED", str(tmp_path))
     kind = {"config": "rewarded", "file": grpo.__file__}
     reward = grpo.REWARD.replace("high_bytes", "kill_at_eighth_call")
-    flags = (f"--config.companion.reward={reward}", "--config.trainer.max_steps=10")
+    flags = (f"--config.batch_transform.reward={reward}", "--config.trainer.max_steps=10")
     killed = tmp_path / "killed"
     # The eighth call is in the eighth step, after its answers. The checkpoint of the third step is on disk, because
     # the next save waits for it; that of the sixth may be.

@@ -20,7 +20,7 @@ def program_with_reference(tmp_path: Path, monkeypatch) -> Program:
     write_text(tmp_path / "text")
     program = fresh(tmp_path)
     said: list[str] = []
-    program.experiment.companion.open(program, tmp_path / "run", is_new_run=True, log=said.append)
+    program.experiment.batch_transform.open(program, tmp_path / "run", is_new_run=True, log=said.append)
     reason = "all weights are trained; log-probabilities under the initial ones are computed once"
     assert said[0] == f"reference: stored ({reason})"
     return program
@@ -29,7 +29,7 @@ def program_with_reference(tmp_path: Path, monkeypatch) -> Program:
 def fresh(tmp_path: Path, kind: str = "auto", **fields) -> Program:
     """Return the program of a new start, with its data ready."""
     config = dpo()
-    config.companion.kind = kind
+    config.batch_transform.kind = kind
     for path, value in fields.items():
         config.set_path(path.replace("__", "."), value)
     program = Program(config.instantiate(), jax.devices()[:1])
@@ -39,8 +39,8 @@ def fresh(tmp_path: Path, kind: str = "auto", **fields) -> Program:
 
 @pytest.mark.pairs
 def test_batches_contain_the_stored_values_for_their_rows(program_with_reference: Program, tmp_path: Path):
-    offloaded = fresh(tmp_path, "hosted")
-    offloaded.experiment.companion.open(offloaded, tmp_path / "hosted", is_new_run=True, log=lambda line: None)
+    offloaded = fresh(tmp_path, "offloaded")
+    offloaded.experiment.batch_transform.open(offloaded, tmp_path / "offloaded", is_new_run=True, log=lambda line: None)
     data = program_with_reference.experiment.data
     batches = [data.train_batch(number, program_with_reference.rows) for number in (0, 7, 33)]
     with data.eval_batches("held", program_with_reference.rows) as evaluations:
@@ -54,7 +54,7 @@ def test_batches_contain_the_stored_values_for_their_rows(program_with_reference
     # Rows past the end of a validation set are padding.
     assert any((batch["weights"][-1] == 0).all() for batch in batches)
     assert (
-        program_with_reference.experiment.companion.complete_batch(
+        program_with_reference.experiment.batch_transform.complete_batch(
             program_with_reference, {}, program_with_reference.put(batches[0])
         ).keys()
         == batches[0].keys()
@@ -66,7 +66,7 @@ def test_resumed_run_reads_stored_values_without_the_model(
 ):
     monkeypatch.setattr(AuxiliaryModel, "load", lambda self: pytest.fail("the model is loaded"))
     program = fresh(tmp_path)
-    program.experiment.companion.open(program, tmp_path / "run", is_new_run=False, log=lambda line: None)
+    program.experiment.batch_transform.open(program, tmp_path / "run", is_new_run=False, log=lambda line: None)
     first = [one.experiment.data.train_batch(3, one.rows)["reference"] for one in (program_with_reference, program)]
     np.testing.assert_array_equal(*first)
 
@@ -80,12 +80,12 @@ def test_stored_values_from_other_weights_or_data_are_refused(
     with pytest.raises(
         ValueError, match=f"run/reference holds a reference for different {what} than those that this run started with"
     ) as e:
-        program.experiment.companion.open(program, tmp_path / "run", is_new_run=False, log=lambda line: None)
+        program.experiment.batch_transform.open(program, tmp_path / "run", is_new_run=False, log=lambda line: None)
     assert "\n" not in str(e.value)
     values = tmp_path / "run" / "reference" / "train.f32"
     before = values.read_bytes()
     said: list[str] = []
-    program.experiment.companion.open(program, tmp_path / "run", is_new_run=True, log=said.append)
+    program.experiment.batch_transform.open(program, tmp_path / "run", is_new_run=True, log=said.append)
     assert f"holds a reference for different {what}; computing it again" in said[1]
     # Another data seed only changes the order of the same rows of text.
     assert (values.read_bytes() == before) == (what == "data")
@@ -95,7 +95,7 @@ def test_stored_values_from_other_weights_or_data_are_refused(
 def test_values_are_recomputed_if_the_program_differs(program_with_reference: Program, tmp_path: Path):
     program = fresh(tmp_path, model__stack__pattern__0__attention__num_heads=4)
     said: list[str] = []
-    program.experiment.companion.open(program, tmp_path / "run", is_new_run=True, log=said.append)
+    program.experiment.batch_transform.open(program, tmp_path / "run", is_new_run=True, log=said.append)
     assert "holds a reference computed by a different program; computing it again" in said[1]
     done = json.loads((tmp_path / "run" / "reference" / "reference.json").read_text())["done"]
     assert done == {name: rows.num_rows for name, rows in program.experiment.data.row_sets().items()}
@@ -108,9 +108,11 @@ def test_warning_if_few_stored_rows_are_used(max_steps: int, says: bool, tmp_pat
     write_text(tmp_path / "text")
     program = fresh(tmp_path, trainer__max_steps=max_steps)
     said: list[str] = []
-    program.experiment.companion.open(program, tmp_path / "run", is_new_run=True, log=said.append)
+    program.experiment.batch_transform.open(program, tmp_path / "run", is_new_run=True, log=said.append)
     read = max_steps * program.experiment.data.global_batch_size
-    lines = [line for line in said if f"but the run reads only {read:,} of them; companion.kind=hosted" in line]
+    lines = [
+        line for line in said if f"but the run reads only {read:,} of them; batch_transform.kind=offloaded" in line
+    ]
     assert len(lines) == says
 
 
@@ -129,14 +131,14 @@ def test_damaged_values_are_recomputed(program_with_reference: Program, damage: 
     program = fresh(tmp_path)
     inference = Program(program.experiment, jax.devices()[:1], training=False)
     said: list[str] = []
-    program.experiment.companion.open(inference, tmp_path / "run", is_new_run=False, log=said.append)
+    program.experiment.batch_transform.open(inference, tmp_path / "run", is_new_run=False, log=said.append)
     assert "the workdir has no stored reference for these weights and data; loading the reference model" in said[1]
     assert file.exists() == (damage != "removed")
 
     program = fresh(tmp_path)
     said.clear()
-    program.experiment.companion.check_files(program, tmp_path / "run", is_new_run=False)
-    program.experiment.companion.open(program, tmp_path / "run", is_new_run=False, log=said.append)
+    program.experiment.batch_transform.check_files(program, tmp_path / "run", is_new_run=False)
+    program.experiment.batch_transform.open(program, tmp_path / "run", is_new_run=False, log=said.append)
     assert said[1].endswith("reference is damaged; computing the reference again")
     assert file.read_bytes() == values
 
@@ -144,4 +146,4 @@ def test_damaged_values_are_recomputed(program_with_reference: Program, damage: 
 def test_resuming_with_another_reference_is_refused_early(program_with_reference: Program, tmp_path: Path):
     program = fresh(tmp_path, trainer__seed=5)
     with pytest.raises(ValueError, match=r"different weights than those that this run started with; expected the"):
-        program.experiment.companion.check_files(program, tmp_path / "run", is_new_run=False)
+        program.experiment.batch_transform.check_files(program, tmp_path / "run", is_new_run=False)

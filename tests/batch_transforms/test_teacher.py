@@ -69,7 +69,7 @@ def student(folder: Path, scores: Path, *, top_k: int = TOP_K, **fields) -> Conf
     """Return the config of a student that reads the scores."""
     config = experiment(folder, layers=1, **fields)
     config.model.head.objective = config_for(Distillation, alpha=0.0)
-    config.companion = config_for(Teacher, path=str(scores), top_k=top_k)
+    config.batch_transform = config_for(Teacher, path=str(scores), top_k=top_k)
     return config
 
 
@@ -106,9 +106,9 @@ def teacher_scores(request, tmp_path_factory) -> tuple[Path, Path, Program, dict
 def open_program(config: Config, workdir: Path) -> Program:
     program = small.program(config)
     program.experiment.data.setup(workdir)
-    companion = program.experiment.companion
-    assert companion is not None
-    companion.open(program, workdir, is_new_run=True, log=lambda line: None)
+    batch_transform = program.experiment.batch_transform
+    assert batch_transform is not None
+    batch_transform.open(program, workdir, is_new_run=True, log=lambda line: None)
     return program
 
 
@@ -201,8 +201,10 @@ def test_incompatible_teacher_files_are_refused(teacher_scores, tmp_path):
 
     assert "holds no teacher.json: expected a folder that `plimsoll score`" in line(keep, path=tmp_path / "none")
     assert "stored for data.seq_len = 32, the run has 16" in line(lambda c: c.data.set_path("seq_len", 16))
-    assert f"stored with --top_k={TOP_K}, companion.top_k = 9 needs" in line(lambda c: c.companion.set_path("top_k", 9))
-    assert "companion.top_k = 300: expected at most" in line(lambda c: c.companion.set_path("top_k", 300))
+    assert f"stored with --top_k={TOP_K}, batch_transform.top_k = 9 needs" in line(
+        lambda c: c.batch_transform.set_path("top_k", 9)
+    )
+    assert "batch_transform.top_k = 300: expected at most" in line(lambda c: c.batch_transform.set_path("top_k", 300))
     others = write_texts(tmp_path / "others", words=1999)
     assert re.search(r"stored for other data than data.source \(\w{12}; stored: train", line(keep, folder=others))
     assert "nothing reads its arrays" in line(lambda c: c.model.head.set_path("objective", None))
@@ -226,7 +228,7 @@ def test_missing_rows_fail_before_compilation(teacher_scores, tmp_path):
     config = student(texts, scores, masked=masked)
     num_stored = TeacherRows(scores).num_rows
     program = open_program(config, tmp_path)
-    program.experiment.companion.check_files(program, tmp_path, is_new_run=True)
+    program.experiment.batch_transform.check_files(program, tmp_path, is_new_run=True)
     few = tmp_path / "few"
     rows = TeacherRows(scores)
     writer = TeacherWriter(few, rows.facts)
@@ -236,7 +238,7 @@ def test_missing_rows_fail_before_compilation(teacher_scores, tmp_path):
     program = open_program(student(texts, few, masked=masked), tmp_path)
     message = rf"3 are not among its {num_stored - 3:,} rows; run `plimsoll score`"
     with pytest.raises(ValueError, match=message) as raised:
-        program.experiment.companion.check_files(program, tmp_path, is_new_run=True)
+        program.experiment.batch_transform.check_files(program, tmp_path, is_new_run=True)
     assert "\n" not in str(raised.value)
 
 
@@ -253,17 +255,17 @@ def test_resumed_run_requires_the_same_teacher(teacher_scores, tmp_path):
         writer.commit()
     program = small.program(student(texts, other, masked=masked))
     program.experiment.data.setup(workdir)
-    companion = program.experiment.companion
+    batch_transform = program.experiment.batch_transform
     with pytest.raises(ValueError, match=r"another teacher \(weights xxxxxxxxxxxx; the run started with"):
-        companion.check_files(program, workdir, is_new_run=False)
+        batch_transform.check_files(program, workdir, is_new_run=False)
     # An evaluation opens the given teacher, and writes nothing.
-    companion.open(program, workdir, is_new_run=False, log=lambda line: None)
+    batch_transform.open(program, workdir, is_new_run=False, log=lambda line: None)
     assert (workdir / "teacher.json").read_text() == record
-    companion.check_files(program, workdir, is_new_run=True)
+    batch_transform.check_files(program, workdir, is_new_run=True)
     for damaged in ("[]", "{}", '{"weights": 1}', "["):
         (workdir / "teacher.json").write_text(damaged)
         with pytest.raises(ValueError, match=r"teacher\.json|Expecting value"):
-            companion.check_files(program, workdir, is_new_run=False)
+            batch_transform.check_files(program, workdir, is_new_run=False)
 
 
 FACTS = TeacherFacts("w" * 64, "t" * 64, VOCAB, 4, 2, {"train": "d" * 64})

@@ -157,7 +157,7 @@ def test_config_options_override_accelerator_defaults(tpu):
     devices, name = mesh("v6e-8"), "xla_tpu_enable_sparse_core_collective_offload_all_gather"
     assert Compiler().options_for(devices)[name] is True
     assert Compiler(options={name: False}).options_for(devices)[name] is False
-    assert Compiler(options={name: False}, of_accelerator=False).options_for(devices) == {name: False}
+    assert Compiler(options={name: False}, use_accelerator_options=False).options_for(devices) == {name: False}
 
 
 def test_environment_options_override_accelerator_defaults(tpu, monkeypatch: pytest.MonkeyPatch):

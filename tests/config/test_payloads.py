@@ -468,17 +468,18 @@ def test_stored_config_cannot_choose_a_reward_function(folder, experiment, rewar
 
     reward = reward.format(dir=folder)
     rollouts = {"$class": "plimsoll.Rollouts"}
-    companion = {**rollouts, "reward": reward, "reference": {**rollouts, "reward": reward}}
-    (folder / "config.json").write_text(json.dumps({**experiment, "companion": companion}))
+    batch_transform = {**rollouts, "reward": reward, "reference": {**rollouts, "reward": reward}}
+    (folder / "config.json").write_text(json.dumps({**experiment, "batch_transform": batch_transform}))
     lines: list[str] = []
     config = stored_config.read(folder, lines.append)
-    assert config.companion.reward is None
-    assert config.companion.reference.reward is None
-    assert [line.partition("=")[0] for line in lines] == ["companion.reward", "companion.reference.reward"]
-    companion = {**rollouts, "reward": "plimsoll.framework.batch_transforms.rewards.exact"}
-    (folder / "config.json").write_text(json.dumps({**experiment, "companion": companion}))
+    assert config.batch_transform.reward is None
+    assert config.batch_transform.reference.reward is None
+    assert [line.partition("=")[0] for line in lines] == ["batch_transform.reward", "batch_transform.reference.reward"]
+    batch_transform = {**rollouts, "reward": "plimsoll.framework.batch_transforms.rewards.exact"}
+    (folder / "config.json").write_text(json.dumps({**experiment, "batch_transform": batch_transform}))
     assert (
-        stored_config.read(folder, lines.append).companion.reward == "plimsoll.framework.batch_transforms.rewards.exact"
+        stored_config.read(folder, lines.append).batch_transform.reward
+        == "plimsoll.framework.batch_transforms.rewards.exact"
     )
     assert len(lines) == 2
 

@@ -114,9 +114,11 @@ def test_the_config_gets_an_objective_and_a_reference(rows: str, objective: type
     file = write_rows(tmp_path / "a.jsonl", ROWS[rows])
     config, lines = with_data(configs.load("stdlib-tiny"), str(file), [])
     assert get_target(config.model.head.objective) is objective
-    assert get_target(config.companion) is Reference
+    assert get_target(config.batch_transform) is Reference
     name = objective.__name__
-    assert f"objective: model.head.objective={name}, companion=Reference, because the data compares answers" in lines
+    assert (
+        f"objective: model.head.objective={name}, batch_transform=Reference, because the data compares answers" in lines
+    )
     # This config has its own samples at the end of a run.
     assert config.trainer.sample_tokens == 160
     # The tokenizer is trained on the text of prompts and answers.
@@ -128,25 +130,25 @@ def test_explicit_settings_are_not_overridden(tmp_path: Path):
     named = configs.load("stdlib-tiny")
     config, lines = with_data(named, file, ["model.head.objective"])
     assert config.model.head.objective is None
-    assert get_target(config.companion) is Reference
-    assert "objective: companion=Reference, because the data compares answers" in lines
-    config, lines = with_data(named, file, ["model.head.objective", "companion"])
-    assert config.companion is None
+    assert get_target(config.batch_transform) is Reference
+    assert "objective: batch_transform=Reference, because the data compares answers" in lines
+    config, lines = with_data(named, file, ["model.head.objective", "batch_transform"])
+    assert config.batch_transform is None
     assert not any(line.startswith("objective") for line in lines)
     named.model.head.objective = config_for(ORPO)
     config, lines = with_data(named, file, [])
     assert get_target(config.model.head.objective) is ORPO
-    assert config.companion is None
+    assert config.batch_transform is None
     assert not any(line.startswith("objective") for line in lines)
 
 
 def test_nested_objective_and_reference_settings_are_kept(tmp_path: Path):
     file = write_rows(tmp_path / "a.jsonl", ROWS["pairs"])
-    flags = ["--config=stdlib-tiny", f"--data={file}", "--config.companion.kind=hosted"]
+    flags = ["--config=stdlib-tiny", f"--data={file}", "--config.batch_transform.kind=offloaded"]
     parser = cli.Parser("train")
     parser.add_data()
     command = parser.parse([*flags, "--config.model.head.objective.beta=0.2"])
-    assert (get_target(command.config.companion), command.config.companion.kind) == (Reference, "hosted")
+    assert (get_target(command.config.batch_transform), command.config.batch_transform.kind) == (Reference, "offloaded")
     assert (get_target(command.config.model.head.objective), command.config.model.head.objective.beta) == (DPO, 0.2)
     # If the command line sets a field as a whole, it also owns the settings below it.
     command = parser.parse([*flags[:2], "--config.model.head.objective=IPO", "--config.model.head.objective.beta=0.2"])
@@ -159,7 +161,7 @@ def test_run_ends_with_an_answer_table_by_default(tmp_path: Path):
     named.trainer.sample_tokens = 0
     config, lines = with_data(named, file, [])
     assert config.trainer.sample_tokens == 64
-    said = "model.head.objective=KTO, companion=Reference, trainer.sample_tokens=64, because the data compares answers"
+    said = "model.head.objective=KTO, batch_transform=Reference, trainer.sample_tokens=64, because the data compares answers"
     assert f"objective: {said}" in lines
     config, lines = with_data(named, file, ["trainer.sample_tokens"])
     assert config.trainer.sample_tokens == 0
@@ -185,7 +187,7 @@ def check_experiment(source: type, objective: type | None, *, reference: bool = 
     config.data.source = config_for(source, paths=["never-read.jsonl"])
     config.data.tokenizer = config_for(ByteTokenizer)
     config.model.head.objective = None if objective is None else config_for(objective)
-    config.companion = config_for(Reference, kind=kind) if reference else None
+    config.batch_transform = config_for(Reference, kind=kind) if reference else None
     experiment = config.instantiate()
     experiment.check(experiment.mesh.build(jax.devices()[:1]), update_locality=False)
 
@@ -214,9 +216,11 @@ def test_compatible_data_and_objective_are_accepted():
     check_experiment(PairSource, DPO)
     check_experiment(UnpairedSource, KTO)
     check_experiment(PairSource, ORPO, reference=False)
-    with pytest.raises(ValueError, match=r"reads reference of a batch; .*adds them: reference by companion=Reference$"):
+    with pytest.raises(
+        ValueError, match=r"reads reference of a batch; .*adds them: reference by batch_transform=Reference$"
+    ):
         check_experiment(PairSource, DPO, reference=False)
-    with pytest.raises(ValueError, match=r"adds them: companion.kind = none adds no reference, auto does$"):
+    with pytest.raises(ValueError, match=r"adds them: batch_transform.kind = none adds no reference, auto does$"):
         check_experiment(PairSource, DPO, kind="none")
 
 

@@ -12,7 +12,7 @@ from tests.support import runs
 STUDENT = (
     "--config.model.head.objective=plimsoll.Distillation",
     "--config.model.head.objective.alpha=0",
-    "--config.companion=plimsoll.Teacher",
+    "--config.batch_transform=plimsoll.Teacher",
 )
 # `plimsoll score` that kills its process with SIGKILL after rows that are written, but not committed.
 KILLED = """
@@ -37,7 +37,7 @@ score.main()
 
 def flags(folder: Path, scores: Path, *more: str) -> list[str]:
     """Return the flags of `plimsoll score` for the student."""
-    config = [f"--config={runs.CONFIG}:tiny", *STUDENT, f"--config.companion.path={scores}"]
+    config = [f"--config={runs.CONFIG}:tiny", *STUDENT, f"--config.batch_transform.path={scores}"]
     return [f"--workdir={folder}/teacher", f"--out={scores}", *config, *more]
 
 
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.pairs
 def test_student_trains_on_stored_scores(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = f"--config.companion.path={folder}/scores"
+    place = f"--config.batch_transform.path={folder}/scores"
     assert runs.train(folder / "student", *STUDENT, place, "--config.trainer.eval_every=6") == 0
     assert f"teacher: {folder}/scores has " in capsys.readouterr().out
     rows = runs.rows(folder / "student")
@@ -88,10 +88,10 @@ def test_error_names_the_flag_for_another_token_count(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert score.main(flags(folder, folder / "scores")) == 0
-    assert capsys.readouterr().out.endswith(f"train with --config.companion.path={folder}/scores\n")
+    assert capsys.readouterr().out.endswith(f"train with --config.batch_transform.path={folder}/scores\n")
     assert score.main(flags(folder, tmp_path / "few", "--top_k=3")) == 0
-    path = f"--config.companion.path={tmp_path}/few"
-    assert capsys.readouterr().out.endswith(f"train with {path} --config.companion.top_k=3\n")
+    path = f"--config.batch_transform.path={tmp_path}/few"
+    assert capsys.readouterr().out.endswith(f"train with {path} --config.batch_transform.top_k=3\n")
 
 
 def test_the_help_names_the_other_use(capsys: pytest.CaptureFixture[str]) -> None:

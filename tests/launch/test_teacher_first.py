@@ -29,8 +29,8 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 
 def student(folder: Path, *more: str) -> list[str]:
     """Return the overrides of a student that expects its teacher's answers in folder/scores."""
-    place = [f"--config.companion.path={folder}/scores", f"--config.companion.train_first={TEACHER}"]
-    return [*STUDENT, *place, "--config.companion.top_k=16", "--config.trainer.max_steps=4", *more]
+    place = [f"--config.batch_transform.path={folder}/scores", f"--config.batch_transform.train_first={TEACHER}"]
+    return [*STUDENT, *place, "--config.batch_transform.top_k=16", "--config.trainer.max_steps=4", *more]
 
 
 @pytest.mark.pairs
@@ -84,8 +84,8 @@ def test_a_dry_run_trains_no_teacher(
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--config.companion.train_first=mine.py:teacher", "expected the name of a config"),
-        ("--config.companion.kind=live", "expected kind = stored"),
+        ("--config.batch_transform.train_first=mine.py:teacher", "expected the name of a config"),
+        ("--config.batch_transform.kind=live", "expected kind = stored"),
     ],
 )
 def test_user_errors(

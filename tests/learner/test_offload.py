@@ -115,7 +115,7 @@ def test_nothing_is_moved_twice() -> None:
     assert [str(step.jaxpr).count("device_put") for step in steps] == [0, 2 * len(MU), 4 * len(MU), 4 * len(MU)]
 
 
-@pytest.mark.parametrize("scope", ["unit", "model"])
+@pytest.mark.parametrize("scope", ["layer", "model"])
 def test_patterns_match_full_model_paths_and_chains_build(scope: str) -> None:
     parts = [
         wrap_optimizer("high", config_for(optax.scale_by_adam)),

@@ -70,6 +70,6 @@ def test_program_state_follows_the_layout():
 
 def test_global_optimizers_are_refused_in_layer_scope():
     with pytest.raises(ValueError, match=r"learner\.optimizer \(default\): .*learner\.clip .*learner\.scope = model"):
-        small.program(experiment("unit"))
+        small.program(experiment("layer"))
     with pytest.raises(ValueError, match=r"learner\.scope = model with memory\.update = streamed: .*after_backward"):
         small.program(experiment("model", update="streamed"))

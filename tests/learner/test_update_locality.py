@@ -41,7 +41,7 @@ CASES: dict[str, tuple[Any, str]] = {
     "factored": (optax.scale_by_factored_rms(min_dim_size_to_factor=32), "tensor"),
     "clip_by_block_rms": (optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(0.1)), "tensor"),
     "adaptive_grad_clip": (optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)), "tensor"),
-    "noisy_sgd": (optax.noisy_sgd(0.1, key=3), "unit"),
+    "noisy_sgd": (optax.noisy_sgd(0.1, key=3), "layer"),
     "clip_by_global_norm": (optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), "global"),
     "apply_if_finite": (optax.apply_if_finite(optax.adamw(1e-3), 3), "global"),
     "normalize": (contrib.normalize(), "global"),
@@ -68,10 +68,10 @@ CASES |= {
     "own rows": (each(lambda g: g / jnp.sum(g, axis=tuple(range(1, g.ndim)) or 0, keepdims=True)), "row"),
     "own mean": (each(lambda g: jnp.sign(g - g.mean())), "tensor"),
     "own blocks": (user_optimizer(lambda g, s: (g, s), lambda p: jax.tree.map(lambda x: x.ravel()[:8], p)), "tensor"),
-    "own, an unused norm": (user_optimizer(lambda g, s: (g, optax.tree.norm(g))), "unit"),
+    "own, an unused norm": (user_optimizer(lambda g, s: (g, optax.tree.norm(g))), "layer"),
     "own, a raw key": (
         user_optimizer(lambda g, key: (g, jax.random.split(key)[0]), lambda p: jax.random.PRNGKey(0)),
-        "unit",
+        "layer",
     ),
     "own, the previous step's norm": (
         user_optimizer(lambda g, s: (optax.tree.scale(s, g), optax.tree.norm(g))),

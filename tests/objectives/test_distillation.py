@@ -216,7 +216,7 @@ def train(memory: dict | None = None, mesh: dict | None = None, steps: int = 3, 
     """Train a distilled llama for a few steps and return (losses, final weights)."""
     model = small.llama(head__objective=config_for(Distillation, divergence="jsd", temperature=2.0))
     config = small.experiment(model, documents=True, memory=memory, mesh=mesh, **learner)
-    config.companion = config_for(RandomTeacher)
+    config.batch_transform = config_for(RandomTeacher)
     program = small.program(config)
     state, metrics = small.run(program, steps)
     stored = program.to_checkpoint(state)

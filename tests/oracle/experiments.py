@@ -150,7 +150,7 @@ class Learner:
     """
 
     optimizer: Optimizer
-    scope: Literal["unit", "model"] = "unit"
+    scope: Literal["layer", "model"] = "layer"
     rules: tuple[Rule, ...] = ()
     clip: float | None = None
     clip_mode: str = "global_norm"

@@ -193,7 +193,7 @@ def _phase(dice: Dice, start: int, model: plain.Model, learner: plain.Learner, d
     }
     # The group size would have to divide the length of every layer range.
     has_groups = remat.startswith("sqrt:")
-    if learner.scope == "unit" and model.repeats > 1 and not has_groups and dice.chance(0.5):
+    if learner.scope == "layer" and model.repeats > 1 and not has_groups and dice.chance(0.5):
         places = {field: _place_some_layers(dice, model, place) for field, place in places.items()}
         remat = _limit_policy(dice, model, remat, update)
     return plain.Phase(

@@ -78,7 +78,7 @@ def draw_learner(
         clip = dice.log_uniform(0.1, 3.0) if clip is None else clip
     return plain.Learner(
         optimizer,
-        scope="model" if whole else "unit",
+        scope="model" if whole else "layer",
         rules=_rules(dice, optimizer, model, paths, precision),
         clip=clip,
         clip_mode=clip_mode,

@@ -185,7 +185,7 @@ _EXPERTS = [
     ("words", "part", "waited", "seconds"),
     [
         (_IN_BACKWARD, "host link", 0.671, 2.33),
-        ([*_IN_BACKWARD, "--config.memory.prefetch=unit"], "host link", 0.162, 1.82),
+        ([*_IN_BACKWARD, "--config.memory.prefetch=layer"], "host link", 0.162, 1.82),
         (["--config=mixtral-8x7b", *_EXPERTS], "links", 1.36, 10.5),
         (["--config=hf:Qwen/Qwen3-235B-A22B", *_EXPERTS], "links", 6.9, 30.5),
     ],

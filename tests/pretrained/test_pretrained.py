@@ -88,13 +88,13 @@ def test_import_then_export_round_trips(name, tmp_path):
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("scope", ["unit", "model", "layers"])
+@pytest.mark.parametrize("scope", ["layer", "model", "layers"])
 def test_weights_are_equal_on_any_mesh_and_placement(scope, tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 1024}  # stacks large enough to be offloaded
     source = directory(tmp_path / "in", dtype=ml_dtypes.bfloat16, torch_dtype="bfloat16", **sizes)
-    layers, scope = scope == "layers", "unit" if scope == "layers" else scope
+    layers, scope = scope == "layers", "layer" if scope == "layers" else scope
     fields = {"learner__scope": scope, "learner__ema": 0.9, "learner__rules": []}
-    if scope == "unit":
+    if scope == "layer":
         fields |= {"memory__update": "streamed", "memory__optimizer_state": "pinned_host"}
         fields |= {"memory__parameters": "pinned_host"}
     if layers:
@@ -104,14 +104,14 @@ def test_weights_are_equal_on_any_mesh_and_placement(scope, tmp_path):
     alone, together = (p.experiment.pretrained.init(p) for p in (one, eight))
     eight.layout.check(together)
     offloaded = {leaf.path for leaf in eight.layout if leaf.spec.memory_kind == "pinned_host"}
-    assert any(path.endswith("master/block0/mlp/up/weight") for path in offloaded) == (scope == "unit")
-    assert any(path.startswith("parameter/stack") for path in offloaded) == (scope == "unit")
+    assert any(path.endswith("master/block0/mlp/up/weight") for path in offloaded) == (scope == "layer")
+    assert any(path.startswith("parameter/stack") for path in offloaded) == (scope == "layer")
     alone, together = flatten(one.to_checkpoint(alone)), flatten(eight.to_checkpoint(together))
     for path in alone:
         np.testing.assert_array_equal(alone[path], together[path], err_msg=path)
     masters = [path for path in alone if "/master/" in path]
     assert masters
-    for path in masters if scope == "unit" else ():  # one optimizer for the whole model has unstacked layers
+    for path in masters if scope == "layer" else ():  # one optimizer for the whole model has unstacked layers
         found = [p for p in alone if p.startswith("parameter/") and alone[p].shape == alone[path].shape]
         values = [np.asarray(alone[p], np.float32) for p in found]
         assert any(np.array_equal(np.asarray(alone[path]), value) for value in values), path

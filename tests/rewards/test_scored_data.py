@@ -14,7 +14,7 @@ from plimsoll.configs.data_flag import with_data
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.data.pipeline import DataPipeline
 from plimsoll.framework.data.pretrained_tokenizer import PretrainedTokenizer
-from plimsoll.framework.data.scored import LabelledSource, RankedSource, collect_class_names
+from plimsoll.framework.data.scored import LabeledSource, RankedSource, collect_class_names
 from plimsoll.framework.data.sources import TextFiles
 from plimsoll.framework.data.tokenizers import ByteTokenizer
 from tests.support import pretrained
@@ -61,14 +61,14 @@ def get_sequences(data: DataPipeline) -> list[tuple[list[int], float]]:
 
 def test_labels_by_name_and_number_with_the_whole_text_as_input(tmp_path: Path):
     file = write_rows(tmp_path / "a.jsonl", {"text": "abc", "label": "no"}, {"text": "defg", "label": 1})
-    source = config_for(LabelledSource, paths=[str(file)], classes=["no", "yes"])
+    source = config_for(LabeledSource, paths=[str(file)], classes=["no", "yes"])
     expected = [([SEPARATOR, *b"abc"], 0.0), ([SEPARATOR, *b"defg"], 1.0)]
     assert sorted(get_sequences(pipeline(tmp_path, source))) == sorted(expected)
 
 
 def test_a_long_text_is_cut_and_counted(tmp_path: Path):
     file = write_rows(tmp_path / "a.jsonl", {"text": "a" * 30, "label": "x"}, {"text": "b", "label": "y"})
-    data = pipeline(tmp_path, config_for(LabelledSource, paths=[str(file)], classes=["x", "y"]))
+    data = pipeline(tmp_path, config_for(LabeledSource, paths=[str(file)], classes=["x", "y"]))
     assert sorted(get_sequences(data)) == [([SEPARATOR, *b"a" * 15], 0.0), ([SEPARATOR, *b"b"], 1.0)]
     assert "1 sequences truncated to 16 tokens" in data.source_report()[0].note
 
@@ -102,7 +102,7 @@ def test_conversations_are_rendered_whole_and_texts_encoded_as_transformers_does
     tokenizer = config_for(PretrainedTokenizer, path=str(folder), vocab_size=512)
     messages = [{"role": "user", "content": "who are you"}, {"role": "assistant", "content": "a model"}]
     file = write_rows(tmp_path / "a.jsonl", {"messages": messages, "label": 0}, {"text": "the fox", "label": 1})
-    source = config_for(LabelledSource, paths=[str(file)], classes=["0", "1"])
+    source = config_for(LabeledSource, paths=[str(file)], classes=["0", "1"])
     data = pipeline(tmp_path, source, tokenizer=tokenizer, seq_len=64)
     rendered, _ = data.tokenizer.render(messages)
     (encoding,) = data.tokenizer.encode_rendered([rendered])
@@ -115,7 +115,7 @@ def test_splits_are_disjoint_and_parquet_is_read(tmp_path: Path):
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     parts = []
     for split in ("train", "validation"):
-        source = LabelledSource(
+        source = LabeledSource(
             paths=[str(tmp_path / "a.parquet")], classes=["0", "1"], split=split, validation_fraction=0.3
         )
         parts.append({json.loads(document)[1][0] for document in source.documents()})
@@ -164,7 +164,7 @@ def test_classes_are_a_files_sorted_names(tmp_path: Path):
 def test_a_bad_row_is_named(tmp_path: Path, row: Any, message: str):
     file = write_rows(tmp_path / "a.jsonl", {"text": "x", "label": "a"}, row)
     with pytest.raises(ValueError, match=rf"data.source: .*a.jsonl, {message}"):
-        pipeline(tmp_path, config_for(LabelledSource, paths=[str(file)], classes=["a", "b"]))
+        pipeline(tmp_path, config_for(LabeledSource, paths=[str(file)], classes=["a", "b"]))
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_a_bad_pair_is_named(tmp_path: Path, row: Any, message: str):
 
 
 def test_sources_that_do_not_go_together_are_refused(tmp_path: Path):
-    labelled = config_for(LabelledSource, paths=["a"], classes=["a", "b"])
-    other = config_for(LabelledSource, paths=["a"], classes=["a", "c"])
+    labelled = config_for(LabeledSource, paths=["a"], classes=["a", "b"])
+    other = config_for(LabeledSource, paths=["a"], classes=["a", "c"])
     for validation, message in [
         (other, r"data.validation.x.classes = \['a', 'c'\]; expected \['a', 'b'\]"),
         (config_for(TextFiles, paths=["a"]), "data.validation.x"),

@@ -21,7 +21,7 @@ STREAMED = {"memory.update": "streamed", "memory.optimizer_state": "pinned_host"
         IN_BACKWARD,
         {**IN_BACKWARD, "learner.ema": "0.9"},
         {**IN_BACKWARD, "memory.remat": "full"},
-        {**IN_BACKWARD, "memory.optimizer_state": "pinned_host", "memory.prefetch": "unit"},
+        {**IN_BACKWARD, "memory.optimizer_state": "pinned_host", "memory.prefetch": "layer"},
         STREAMED,
         {**STREAMED, "memory.gradients": "pinned_host", "memory.parameters": "pinned_host"},
     ],

@@ -15,7 +15,7 @@ from tests.support import small
 OFFLOADED = {"update": "streamed", "gradients": "pinned_host", "optimizer_state": "pinned_host"}
 IN_BACKWARD = {"update": "in_backward"}
 FROZEN_STACK = [config_for(Rule, pattern="^stack", freeze=True)]
-LAYER_PREFETCHED = {**IN_BACKWARD, "optimizer_state": "pinned_host", "prefetch": "unit"}
+LAYER_PREFETCHED = {**IN_BACKWARD, "optimizer_state": "pinned_host", "prefetch": "layer"}
 
 
 def experiment(memory: dict[str, str], layers: int = 8, **learner: Any) -> Config:

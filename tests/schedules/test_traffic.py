@@ -62,11 +62,11 @@ def test_weights_are_gathered_twice_and_their_gradients_scattered_once(schedule)
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize(("prefetch", "fetched_layers"), [("piece", LAYERS), ("unit", LAYERS + 1)])
+@pytest.mark.parametrize(("prefetch", "fetched_layers"), [("chunk", LAYERS), ("layer", LAYERS + 1)])
 def test_offloaded_state_is_transferred_once_each_way(prefetch, fetched_layers):
     """The offloaded state is master weights and two float32 moments of the stack and the token table.
 
-    The state of the position table is too small to be offloaded. With prefetch = unit, the loop starts with a layer
+    The state of the position table is too small to be offloaded. With prefetch = layer, the loop starts with a layer
     whose state is written back unchanged.
     """
     step = module(**IN_BACKWARD, **OFFLOADED, **{"memory.prefetch": prefetch})

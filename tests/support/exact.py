@@ -60,7 +60,7 @@ LAYER_PROGRAMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 # The same with a layer's state fetched during its backward pass; only with offloaded optimizer state.
 AHEAD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    f"{name}_ahead": ({**MEMORY[name][0], "prefetch": "unit"}, MEMORY[name][1]) for name in ("in_backward", "two_pass")
+    f"{name}_ahead": ({**MEMORY[name][0], "prefetch": "layer"}, MEMORY[name][1]) for name in ("in_backward", "two_pass")
 }
 SCHEDULES = MEMORY | LAYER_PROGRAMS | AHEAD
 NO_PARTS = (*AHEAD, "in_backward", "two_pass", "layers_at_once", "layers_two_pass")

@@ -1,6 +1,6 @@
 """A user config file: a model of a few layers that answers sums and is trained on rewards.
 
-The reward functions of the tests are in this file too, so `companion.reward` names it. One of them uses the folder
+The reward functions of the tests are in this file too, so `batch_transform.reward` names it. One of them uses the folder
 $REWARDED.
 """
 
@@ -42,7 +42,7 @@ def build_grpo_config() -> Config:
             group_size=4,
             global_batch_size=16,
         ),
-        companion=config_for(Rollouts, reward=REWARD, table_every=4),
+        batch_transform=config_for(Rollouts, reward=REWARD, table_every=4),
         mesh=config_for(MeshShape),
         learner=config_for(Learner, optimizer=config_for(optax.adamw, learning_rate=3e-3)),
         trainer=config_for(

@@ -68,7 +68,7 @@ def dpo() -> Config:
     config = tiny()
     config.data = config_for(Halves, **{**{name: config.data[name] for name in config.data}, "document_mask": True})
     config.model.head = config_for(LMHead, norm=config_for(LayerNorm), tied=True, objective=config_for(DPO))
-    config.companion = config_for(Reference)
+    config.batch_transform = config_for(Reference)
     config.trainer.eval_every = 6
     return config
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from plimsoll.framework.config import Config, config_for
-from plimsoll.framework.data.scored import LabelledSource, RankedSource
+from plimsoll.framework.data.scored import LabeledSource, RankedSource
 from plimsoll.framework.layers.lora import LoRA
 from plimsoll.framework.layers.score_head import ScoreHead
 from plimsoll.framework.objectives.rewards import Classification, PairwiseReward
@@ -29,7 +29,7 @@ def experiment(kind: str, *, lora: str | None = None, **fields: Any) -> Config:
         source = config_for(RankedSource, paths=["never-read.jsonl"])
     else:
         head = config_for(ScoreHead, num_labels=len(CLASSES), objective=config_for(Classification))
-        source = config_for(LabelledSource, paths=["never-read.jsonl"], classes=CLASSES)
+        source = config_for(LabeledSource, paths=["never-read.jsonl"], classes=CLASSES)
     head.init.stddev = 0.2
     model.head = head
     if lora is not None:

@@ -30,5 +30,5 @@ def test_students_differ_only_in_the_teacher():
     distilled = configs.load(distillation.DISTILLED).to_dict()
     left, right = flatten(alone), flatten(distilled)
     changed = {path for path in {*left, *right} if left.get(path) != right.get(path)}
-    assert {path for path in changed if not path.startswith(("model/head/objective", "companion"))} == set()
-    assert configs.load(distillation.DISTILLED).companion.top_k == distillation.TOP_K
+    assert {path for path in changed if not path.startswith(("model/head/objective", "batch_transform"))} == set()
+    assert configs.load(distillation.DISTILLED).batch_transform.top_k == distillation.TOP_K

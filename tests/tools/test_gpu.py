@@ -115,10 +115,12 @@ def test_invalid_row_is_reported(
 @pytest.mark.pairs
 def test_wrong_values_and_crashed_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A schedule that computes different numbers, or NaN, is WRONG."""
-    monkeypatch.setattr(gpu_rows.canary, "compare", lambda ours, plain: {"loss of step 0": 0.0, "parameter/x": 0.5})
+    monkeypatch.setattr(
+        gpu_rows.offload_self_test, "compare", lambda ours, plain: {"loss of step 0": 0.0, "parameter/x": 0.5}
+    )
     found = gpu_rows.exact(row({}), True)
     assert (found["status"], found["off_by"], found["at"]) == ("WRONG", 0.5, "parameter/x")
-    monkeypatch.setattr(gpu_rows.canary, "compare", lambda ours, plain: {"loss of step 0": float("nan")})
+    monkeypatch.setattr(gpu_rows.offload_self_test, "compare", lambda ours, plain: {"loss of step 0": float("nan")})
     assert gpu_rows.exact(row({}), True)["status"] == "WRONG"
 
 

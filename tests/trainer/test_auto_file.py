@@ -39,7 +39,7 @@ def test_stored_choice_is_reused(tmp_path: Path) -> None:
     [
         ("model", "evil.py:make"),
         ("learner.optimizer", "evil.make"),
-        ("companion.reward", "evil.py:reward"),
+        ("batch_transform.reward", "evil.py:reward"),
         ("data.source", "evil.Source"),
         ("trainer.hooks", '[{"$class": "evil.Hook"}]'),
         ("trainer.compilation_cache", "elsewhere"),

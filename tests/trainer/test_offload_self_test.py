@@ -184,8 +184,8 @@ def test_launch_train_runs_the_self_test(
     said = output(capfd)
     assert "error: offload self-test: offloaded values are computed wrong" in said
     assert "the step compiles" not in said
-    assert train(tmp_path / "run", *flags, "--config.health.canary=false") == 0
-    assert "canary" not in output(capfd)
+    assert train(tmp_path / "run", *flags, "--config.health.offload_self_test=false") == 0
+    assert "self-test" not in output(capfd)
 
 
 def output(capfd: Any) -> str:

@@ -30,7 +30,7 @@ MEMORY_FIELDS: tuple[dict[str, str], ...] = (
     {"memory.update": "streamed", **_HOSTED_STATE, "memory.gradients": "pinned_host"},
     {"memory.update": "streamed", **_HOSTED_STATE, "memory.parameters": "pinned_host"},
     _PREVIOUS_NORM,
-    {**_PREVIOUS_NORM, **_HOSTED_STATE, "memory.prefetch": "unit"},
+    {**_PREVIOUS_NORM, **_HOSTED_STATE, "memory.prefetch": "layer"},
     {"memory.update": "in_backward", "learner.clip_mode": "two_pass"},
     {"memory.update": "layer_programs"},
 )

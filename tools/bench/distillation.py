@@ -81,7 +81,7 @@ def outcome(seed: int, workdir: Path) -> Outcome:
     teacher_losses = train_or_load(TEACHER, teacher, "loss", *seeded)
     baseline_losses = train_or_load(ALONE, workdir / f"{ALONE}-{seed}", "loss", *seeded)
     # Adds nothing if all rows are already stored.
-    place = f"--config.companion.path={scores}"
+    place = f"--config.batch_transform.path={scores}"
     plimsoll(
         "score", f"--workdir={teacher}", f"--config={DISTILLED}", f"--top_k={TOP_K}", f"--out={scores}", place, *seeded
     )

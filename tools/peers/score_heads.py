@@ -19,7 +19,7 @@ import optax
 from plimsoll.framework.config import config_for
 from plimsoll.framework.data.packing import Batch
 from plimsoll.framework.data.pipeline import DataPipeline
-from plimsoll.framework.data.scored import LabelledSource, RankedSource
+from plimsoll.framework.data.scored import LabeledSource, RankedSource
 from plimsoll.framework.data.tokenizers import NoTokenizer
 from plimsoll.framework.families import scores
 from plimsoll.framework.layout import Nested, flatten
@@ -129,7 +129,7 @@ def build_program(family: PeerFamily, kind: Task, **model: Any) -> Program:
     source = config_for(RankedSource, paths=["not-there.jsonl"])
     config.head.objective = config_for(PairwiseReward, margin=MARGIN, centering=CENTERING)
     if kind == "classify":
-        source = config_for(LabelledSource, paths=["not-there.jsonl"], classes=CLASSES)
+        source = config_for(LabeledSource, paths=["not-there.jsonl"], classes=CLASSES)
         config.head.objective = config_for(Classification)
     optimizer = config_for(
         optax.adamw, learning_rate=LEARNING_RATE, b1=BETAS[0], b2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY

@@ -241,7 +241,7 @@ def _get_hideable_share(experiment: Experiment) -> float:
     memory = experiment.memory
     if memory.traits.is_many_programs:
         return 1.0
-    return _HIDEABLE_BY_BACKWARD if memory.prefetch == "unit" else 0.0
+    return _HIDEABLE_BY_BACKWARD if memory.prefetch == "layer" else 0.0
 
 
 def _get_min_exposed_share(experiment: Experiment) -> float:
@@ -249,7 +249,7 @@ def _get_min_exposed_share(experiment: Experiment) -> float:
     memory = experiment.memory
     if memory.traits.is_many_programs or not memory.traits.updates_in_backward:
         return 0.0
-    return _EXPOSED_WITH_PREFETCH if memory.prefetch == "unit" else _EXPOSED_IN_CHUNKS
+    return _EXPOSED_WITH_PREFETCH if memory.prefetch == "layer" else _EXPOSED_IN_CHUNKS
 
 
 def estimate_time(work: StepWork, spec: AcceleratorSpec, num_devices: int, dtype: str) -> StepTime | None:
