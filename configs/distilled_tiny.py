@@ -43,7 +43,7 @@ def distil_tiny_alone() -> Config:
 
 
 def distil_tiny() -> Config:
-    """A 0.5M-parameter student of distil-tiny-teacher, which is trained first unless batch_transform.path has its scores."""
+    """A 0.5M-parameter student of distil-tiny-teacher, which is trained first unless its scores are there."""
     config = distil_tiny_alone()
     config.model.head.objective = config_for(Distillation, alpha=0.0, temperature=2.0)
     config.batch_transform = config_for(

@@ -39,7 +39,8 @@ def prepare(job: Job, command: cli.Command) -> int:
     # Accept only names of configs. A stored config is untrusted, so it must not run files of code.
     if teacher.train_first not in configs.names():
         raise cli.UsageError(
-            f"batch_transform.train_first={teacher.train_first!r}: expected the name of a config (`plimsoll configs list`)"
+            f"batch_transform.train_first={teacher.train_first!r}: expected the name of a config (`plimsoll configs "
+            "list`)"
         )
     folder = Path(teacher.path).expanduser()
     model = folder / _MODEL

@@ -141,8 +141,8 @@ class Rollouts(BatchTransform):
             )
         if (objective.beta > 0) != (self.reference is not None):
             raise ValueError(
-                f"model.head.objective.beta = {objective.beta}: expected a batch_transform.reference if, and only if, it is "
-                "over 0"
+                f"model.head.objective.beta = {objective.beta}: expected a batch_transform.reference if, and only if, it "
+                "is over 0"
             )
         memory = experiment.memory
         if memory.traits.is_many_programs:
@@ -152,7 +152,8 @@ class Rollouts(BatchTransform):
             )
         if not all(layer_range.is_whole for layer_range in split_stacks(experiment.model, memory)):
             raise ValueError(
-                "memory settings that differ by layer, with batch transform = Rollouts: expected one value for all layers"
+                "memory settings that differ by layer, with batch_transform = Rollouts: expected one value for all "
+                "layers"
             )
         num_seq_shards = experiment.mesh.sizes["seq"]
         if num_seq_shards != 1:
@@ -162,8 +163,9 @@ class Rollouts(BatchTransform):
             return
         if isinstance(self.reference, Reference) and self.reference.choice.kind in ("stored", "none"):
             raise ValueError(
-                f"batch_transform.reference.kind = {self.reference.choice.kind} ({self.reference.choice.reason}); expected "
-                "adapter_off (with model.lora) or offloaded: each step samples new answers, which no stored reference has"
+                f"batch_transform.reference.kind = {self.reference.choice.kind} ({self.reference.choice.reason}); "
+                "expected adapter_off (with model.lora) or offloaded: each step samples new answers, which no stored "
+                "reference has"
             )
         self.reference.check(experiment)
 
@@ -188,7 +190,8 @@ class Rollouts(BatchTransform):
         """See `BatchTransform`. Raises ValueError with several processes, or if the reward function does not exist."""
         if jax.process_count() > 1:
             raise ValueError(
-                f"batch_transform = Rollouts samples in a single process: expected 1 process, given {jax.process_count()}"
+                "batch_transform = Rollouts samples in a single process: expected 1 process, given "
+                f"{jax.process_count()}"
             )
         self.reward.load()
         self._log = log

@@ -135,8 +135,8 @@ class Teacher(BatchTransform):
         difference = distributed.broadcast_from_primary(difference)
         if difference:
             raise ValueError(
-                f"batch_transform.path = {self.path}: another teacher ({difference}); expected the same one, or another "
-                "--workdir"
+                f"batch_transform.path = {self.path}: another teacher ({difference}); expected the same one, or "
+                "another --workdir"
             )
 
     def _weights(self, program: Program, workdir: Path) -> str:

@@ -50,8 +50,8 @@ class Health:
         replica_check_every: number of steps between comparisons of state that is replicated on several devices. It is
             also compared before every save. None disables the check.
         status_seconds: seconds between updates of WORKDIR/health.
-        offload_self_test: if anything is offloaded, run the offload self-test first, which checks on a small model that the
-            results do not change; see framework.run.offload_self_test.
+        offload_self_test: if anything is offloaded, run the offload self-test first, which checks on a small model that
+            the results do not change; see framework.run.offload_self_test.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ class Experiment:
         trainer: length of the run, and intervals and contents of its outputs.
         health: how processes monitor themselves and each other.
         pretrained: directory of the initial weights; without one they are initialized randomly.
-        batch_transform: batch transform that completes batches before a step sees them (a reference, a teacher, rollouts),
+        batch_transform: config of what completes batches before a step sees them (a reference, a teacher, rollouts),
             from framework.batch_transforms; None if the data has all arrays.
         accelerator_rules: config changes by accelerator.
     """
@@ -126,7 +126,8 @@ class Experiment:
         if self.learner.scope == "model" and self.memory.traits.updates_in_chunks:
             raise ValueError(
                 f"learner.scope = model with memory.update = {self.memory.update}: one optimizer for all parameters "
-                "needs all gradients; expected memory.update = after_backward, or learner.scope = layer and learner.clip"
+                "needs all gradients; expected memory.update = after_backward, or learner.scope = layer and "
+                "learner.clip"
             )
         self._check_layer_ranges()
         if update_locality:

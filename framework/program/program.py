@@ -206,8 +206,8 @@ class Program:
             return batch
         if not transform.is_open(self):
             raise ValueError(
-                f"experiment.batch_transform ({type(transform).__name__}) is not open: before the first step or evaluation, "
-                "call experiment.batch_transform.open(program, workdir, is_new_run=..., log=print)"
+                f"experiment.batch_transform ({type(transform).__name__}) is not open: before the first step or "
+                "evaluation, call experiment.batch_transform.open(program, workdir, is_new_run=..., log=print)"
             )
         return transform.complete_batch(self, state, batch, group=group)
 

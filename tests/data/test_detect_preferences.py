@@ -161,7 +161,8 @@ def test_run_ends_with_an_answer_table_by_default(tmp_path: Path):
     named.trainer.sample_tokens = 0
     config, lines = with_data(named, file, [])
     assert config.trainer.sample_tokens == 64
-    said = "model.head.objective=KTO, batch_transform=Reference, trainer.sample_tokens=64, because the data compares answers"
+    changes = "model.head.objective=KTO, batch_transform=Reference, trainer.sample_tokens=64"
+    said = f"{changes}, because the data compares answers"
     assert f"objective: {said}" in lines
     config, lines = with_data(named, file, ["trainer.sample_tokens"])
     assert config.trainer.sample_tokens == 0

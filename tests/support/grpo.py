@@ -1,7 +1,7 @@
 """A user config file: a model of a few layers that answers sums and is trained on rewards.
 
-The reward functions of the tests are in this file too, so `batch_transform.reward` names it. One of them uses the folder
-$REWARDED.
+The reward functions of the tests are in this file too, so `batch_transform.reward` names it. One of them uses the
+folder $REWARDED.
 """
 
 import os
