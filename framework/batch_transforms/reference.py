@@ -123,8 +123,8 @@ class Reference(BatchTransform):
             )
         if kind == "adapter_off" and model.buffer_specs():
             raise ValueError(
-                "batch_transform.kind = adapter_off, but training steps change the model's buffers (a router's bias), so "
-                "it is not the model that the run started from; expected batch_transform.kind = stored or offloaded"
+                "batch_transform.kind = adapter_off, but training steps change the model's buffers (a router's bias), "
+                "so it is not the model that the run started from; expected batch_transform.kind = stored or offloaded"
             )
 
     def check_files(self, program: Program, workdir: Path, *, is_new_run: bool) -> None:

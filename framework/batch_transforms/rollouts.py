@@ -141,8 +141,8 @@ class Rollouts(BatchTransform):
             )
         if (objective.beta > 0) != (self.reference is not None):
             raise ValueError(
-                f"model.head.objective.beta = {objective.beta}: expected a batch_transform.reference if, and only if, it "
-                "is over 0"
+                f"model.head.objective.beta = {objective.beta}: expected a batch_transform.reference if, and only if, "
+                "it is over 0"
             )
         memory = experiment.memory
         if memory.traits.is_many_programs:
