@@ -28,7 +28,7 @@ import jax
 from plimsoll import configs
 from plimsoll.framework.config import ConfigError
 from plimsoll.framework.program.program import Program
-from plimsoll.framework.schedules.layerwise.programs import CompiledProgram
+from plimsoll.framework.schedules.layerwise.programs import LayerProgram
 from tests.support import exact
 
 # Overrides to try with every named config.
@@ -52,9 +52,9 @@ def texts(program: Program) -> list[str]:
         return [str(jaxpr) for jaxpr in jaxprs]
     lowered_texts: list[str] = []
 
-    def compile(lowered: jax.stages.Lowered, offloaded: object) -> CompiledProgram:
+    def compile(lowered: jax.stages.Lowered, offloaded: object) -> LayerProgram:
         lowered_texts.append(lowered.as_text())
-        return CompiledProgram(None, 0, None)
+        return LayerProgram(None, 0, None)
 
     program.backend.dry_run_step(compile)
     return lowered_texts

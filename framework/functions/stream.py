@@ -15,7 +15,7 @@ import optax
 
 from plimsoll.framework.functions.encoding import Tree
 from plimsoll.framework.functions.streamed_update import ResultFunction, StreamedUpdate
-from plimsoll.framework.functions.update_chunks import UpdatePlanner
+from plimsoll.framework.functions.weight_chunks import UpdatePlanner
 from plimsoll.framework.layout import flatten, store_leaf
 
 

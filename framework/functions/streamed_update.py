@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from plimsoll.framework.functions.encoding import Tree
-from plimsoll.framework.functions.update_chunks import Leaves, UpdateChunk, UpdatePlan, isolate_leaf
+from plimsoll.framework.functions.weight_chunks import Leaves, UpdatePlan, WeightChunk, isolate_leaf
 from plimsoll.framework.layout import fetch_leaf, flatten, store_leaf
 
 # (parameter, update) -> an array of the same shape.
@@ -77,7 +77,7 @@ class StreamedUpdate:
         new_state = jax.tree.unflatten(jax.tree.structure(state), new_leaves.values())
         return jax.tree.unflatten(structure, updates), new_state
 
-    def _update_chunk(self, chunk: UpdateChunk, gradient: jax.Array, state: Leaves) -> tuple[jax.Array, Leaves]:
+    def _update_chunk(self, chunk: WeightChunk, gradient: jax.Array, state: Leaves) -> tuple[jax.Array, Leaves]:
         """Return a parameter's update and its new state."""
         param = jax.tree.leaves(self.params)[chunk.number]
         stacks = {path: _reshape_to_slices(leaf, self._slice_shape(chunk, path)) for path, leaf in state.items()}
@@ -92,7 +92,7 @@ class StreamedUpdate:
         return update, {path: stack.reshape(state[path].shape) for path, stack in new_stacks.items()}
 
     def _update_by_slices(
-        self, chunk: UpdateChunk, gradient: jax.Array, stacks: Leaves, param: jax.Array
+        self, chunk: WeightChunk, gradient: jax.Array, stacks: Leaves, param: jax.Array
     ) -> tuple[jax.Array, Leaves]:
         gradient_slices = _reshape_to_slices(gradient, chunk.slice_shape)
         param_slices = _reshape_to_slices(param, chunk.slice_shape)
@@ -112,7 +112,7 @@ class StreamedUpdate:
         return result.reshape(gradient.shape), carry.state
 
     def _update_slice(
-        self, chunk: UpdateChunk, params: jax.Array, old_stacks: Leaves, index: jax.Array, carry: _ChunkCarry
+        self, chunk: WeightChunk, params: jax.Array, old_stacks: Leaves, index: jax.Array, carry: _ChunkCarry
     ) -> _ChunkCarry:
         """Update one slice: fetch its state, and write it back."""
 
@@ -135,7 +135,7 @@ class StreamedUpdate:
         return _ChunkCarry(carry.gradient, _with_slice(carry.update, update, index), new_leaves)
 
     def _update_param(
-        self, chunk: UpdateChunk, gradient: jax.Array, state: Leaves, param: jax.Array
+        self, chunk: WeightChunk, gradient: jax.Array, state: Leaves, param: jax.Array
     ) -> tuple[jax.Array, Leaves]:
         """Return the result for one parameter or slice, as the only one that the optimizer sees; state is on device."""
         if self.gradient_factor is not None:
@@ -156,7 +156,7 @@ class StreamedUpdate:
         [update] = jax.tree.leaves(updates)
         return self.result(param, update), new_leaves
 
-    def _update_dtype(self, chunk: UpdateChunk, gradient: jax.Array, param: jax.Array) -> Any:
+    def _update_dtype(self, chunk: WeightChunk, gradient: jax.Array, param: jax.Array) -> Any:
         # Shapes only: unlike arrays, they have no memory space.
         def shape(leaf: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -165,7 +165,7 @@ class StreamedUpdate:
         update, _ = jax.eval_shape(partial(self._update_param, chunk), shape(gradient), state, shape(param))
         return update.dtype
 
-    def _slice_shape(self, chunk: UpdateChunk, path: str) -> tuple[int, ...]:
+    def _slice_shape(self, chunk: WeightChunk, path: str) -> tuple[int, ...]:
         """Return the shape of the part of a state leaf that goes with one slice; the full shape if it is not sliced."""
         is_sliced = path in chunk.state_slice_shapes
         return chunk.state_slice_shapes[path] if is_sliced else self.plan.specs[path].shape

@@ -86,7 +86,7 @@ class _TimedCompiler:
         self._description = description
         self.seconds = 0.0
 
-    def __call__(self, lowered: Any, offloaded: HostBytes) -> programs.CompiledProgram:
+    def __call__(self, lowered: Any, offloaded: HostBytes) -> programs.LayerProgram:
         target = self._target
         description = f"{self._description} for {target.name}"
         with compile_times.compiling(description, lowered, about=target.name, times=times_folder()):
@@ -98,7 +98,7 @@ class _TimedCompiler:
         moved = 0
         if compiled.buffers is not None:
             moved = compiled.buffers.module.host_bytes()
-        return programs.CompiledProgram(None, compiled.peak, compiled, host_temp=compiled.host_temp, moved=moved)
+        return programs.LayerProgram(None, compiled.peak, compiled, host_temp=compiled.host_temp, moved=moved)
 
 
 def _combine_calls(tracker: MemoryTracker, seconds: float) -> CompiledProgram:

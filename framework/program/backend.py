@@ -23,7 +23,7 @@ from plimsoll.framework.program.compile_thread import CompileThread
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.initializer import StateInitializer
 from plimsoll.framework.program.rows import Batch, BatchRows
-from plimsoll.framework.schedules.layerwise.programs import Compile, CompiledProgram, MemoryTracker
+from plimsoll.framework.schedules.layerwise.programs import Compile, LayerProgram, MemoryTracker
 from plimsoll.framework.schedules.stack_parts import StackParts
 from plimsoll.framework.schedules.step import Metrics, State
 
@@ -82,7 +82,7 @@ class StepBackend(ABC):
         """The platform of the mesh's devices: tpu, gpu or cpu."""
         return self.mesh.devices.flat[0].platform
 
-    def compile_here(self, lowered: Any, offloaded: executables.HostBytes) -> CompiledProgram:
+    def compile_here(self, lowered: Any, offloaded: executables.HostBytes) -> LayerProgram:
         """Compile a lowered program for the mesh; return it with the peak memory of one device in bytes.
 
         Args:
@@ -91,7 +91,7 @@ class StepBackend(ABC):
         """
         run = executables.compile_or_load(lowered, self.compiler_options)
         peak = executables.peak_bytes(run.memory_analysis(), self.platform, offloaded)
-        return CompiledProgram(run, peak)
+        return LayerProgram(run, peak)
 
     # --- the state at step 0 ------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ Tree = Any  # a pytree of these, or of shapes
 LiveArray = tuple[str, str, int]  # label, memory kind, bytes per device
 
 
-class CompiledProgram(NamedTuple):
+class LayerProgram(NamedTuple):
     """A compiled program.
 
     Attributes:
@@ -45,9 +45,7 @@ class CompiledProgram(NamedTuple):
     moved: int = 0
 
 
-Compile = Callable[
-    [Any, HostBytes], CompiledProgram
-]  # (jax.stages.Lowered, its bytes in host memory) -> compiled program
+Compile = Callable[[Any, HostBytes], LayerProgram]  # (jax.stages.Lowered, its bytes in host memory) -> compiled program
 
 
 @dataclass(frozen=True)
@@ -114,14 +112,14 @@ class MemoryTracker:
     def __init__(self) -> None:
         self.live: BytesByMemoryKind = {"device": 0, "pinned_host": 0}
         self.alive: dict[int, LiveArray] = {}
-        self.calls: list[CompiledProgram] = []
+        self.calls: list[LayerProgram] = []
         self.peak = 0
         self.host_peak = 0
         self.moved = 0
-        self.worst: tuple[CompiledProgram, list[LiveArray]] | None = None
+        self.worst: tuple[LayerProgram, list[LiveArray]] | None = None
         self.once = False
 
-    def count(self, program: CompiledProgram, peak: int) -> None:
+    def count(self, program: LayerProgram, peak: int) -> None:
         """Record a call during which the device holds `peak` bytes."""
         self.calls.append(program)
         if peak > self.peak:
@@ -142,7 +140,7 @@ class Programs:
         self._jit = jit
         self.compile = compile
         self._layout = layout
-        self._compiled: dict[Any, CompiledProgram] = {}
+        self._compiled: dict[Any, LayerProgram] = {}
         self._tracker: MemoryTracker | None = None
         # The devices of a CPU share a thread pool, and in a collective each device holds a thread until all have
         # arrived. Programs that run concurrently could wait for each other's threads, until XLA aborts the process.

@@ -20,7 +20,7 @@ Leaves = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class UpdateChunk:
+class WeightChunk:
     """One parameter, and how its update is split into slices.
 
     Attributes:
@@ -51,7 +51,7 @@ class UpdatePlan:
     """
 
     specs: Leaves
-    chunks: list[UpdateChunk]
+    chunks: list[WeightChunk]
 
 
 class UpdatePlanner:
@@ -87,10 +87,10 @@ class UpdatePlanner:
         self._check(shapes, state, chunks)
         return UpdatePlan(specs, chunks)
 
-    def _make_chunk(self, shapes: Tree, number: int) -> UpdateChunk:
+    def _make_chunk(self, shapes: Tree, number: int) -> WeightChunk:
         param = jax.tree.leaves(shapes)[number]
         state = self._compute_state_shapes(shapes, number, param)
-        unsliced = UpdateChunk(number, 1, param.shape, jax.tree.structure(state), tuple(flatten(state)), {})
+        unsliced = WeightChunk(number, 1, param.shape, jax.tree.structure(state), tuple(flatten(state)), {})
         if len(param.shape) < 2 or _num_bytes(param) <= self.chunk_bytes:
             return unsliced
         update_locality = self._find_locality(param)
@@ -116,7 +116,7 @@ class UpdatePlanner:
             self._localities[param.shape] = probe(self.optimizer, {"parameter": TensorSpec(param.shape, param.dtype)})
         return self._localities[param.shape]
 
-    def _check(self, shapes: Tree, state: Tree, chunks: list[UpdateChunk]) -> None:
+    def _check(self, shapes: Tree, state: Tree, chunks: list[WeightChunk]) -> None:
         """Raise ValueError if the chunks cannot be updated one after another."""
 
         def update(params: Tree, gradients: Tree, state: Tree) -> tuple[Tree, Tree]:
