@@ -132,7 +132,7 @@ class AuxiliaryModel:
         self._state = None
 
     def __call__(self, batch: Batch, after: object = ()) -> Batch:
-        """Return the function's results for the rows of a batch, on the devices; `after` as for `Forward`."""
+        """Return the function's results for the rows of a batch, on the devices; `after`: see `AuxiliaryForward`."""
         if self._state is None:
             raise ValueError(
                 f"{self.what} is not loaded: call the batch transform's open() before a step or an evaluation"

@@ -124,7 +124,7 @@ class Teacher(BatchTransform):
         )
 
     def _check_teacher(self, program: Program, workdir: Path) -> None:
-        """Raise ValueError in every process if the run started with another teacher."""
+        """Raise ValueError in every process if the run started with a different teacher."""
         difference = None
         # The digest of a live teacher reads all of its weight files, so only one process computes it.
         if distributed.is_primary() and (workdir / _RECORD).exists():
@@ -135,8 +135,8 @@ class Teacher(BatchTransform):
         difference = distributed.broadcast_from_primary(difference)
         if difference:
             raise ValueError(
-                f"batch_transform.path = {self.path}: another teacher ({difference}); expected the same one, or "
-                "another --workdir"
+                f"batch_transform.path = {self.path}: a different teacher ({difference}); expected the same teacher, "
+                "or a different --workdir"
             )
 
     def _weights(self, program: Program, workdir: Path) -> str:
@@ -246,8 +246,8 @@ class Teacher(BatchTransform):
         num_missing = sum(row_key(row_list.read(number)) not in self._rows for number in range(num_checked))
         if num_missing:
             raise ValueError(
-                f"batch_transform.path = {self.path}: of {num_checked:,} of the run's rows that were checked, "
-                f"{num_missing:,} are not among its {self._rows.num_rows:,} rows; {_SCORE_AGAIN}"
+                f"batch_transform.path = {self.path}: of the {num_checked:,} checked rows of this run, "
+                f"{num_missing:,} are not among its {self._rows.num_rows:,} stored rows; {_SCORE_AGAIN}"
             )
 
     def _load_stored(self, program: Program, batch: Batch) -> dict[str, np.ndarray]:
@@ -275,7 +275,7 @@ class Teacher(BatchTransform):
         if number is None:
             raise ValueError(
                 f"batch_transform.path = {self.path}: a row that the run reads is not among its "
-                f"{self._rows.num_rows:,} rows; {_SCORE_AGAIN}"
+                f"{self._rows.num_rows:,} stored rows; {_SCORE_AGAIN}"
             )
         return number
 

@@ -184,7 +184,7 @@ def _common_text(content_by_name: Mapping[str, TextOrMessages]) -> tuple[TextOrM
     """Returns (the common prefix of all answers, the text of each after it); an answer starts at a word boundary."""
     texts = [content for content in content_by_name.values() if isinstance(content, str)]
     if len(texts) == 1:
-        raise ValueError("no field 'prompt', and the answer is a text: expected both, or messages")
+        raise ValueError("no field 'prompt', and the answer is a string: expected both fields, or messages")
     length = 0
     while length < min(map(len, texts)) and len({text[length] for text in texts}) == 1:
         length += 1
@@ -208,7 +208,7 @@ def _split_turns(
     turns_by_name: dict[str, list[Message]] = {}
     for name, content in content_by_name.items():
         if isinstance(content, str) and prompt is None:
-            raise ValueError(f"no field 'prompt', and {name!r} is a text: expected a prompt, or messages")
+            raise ValueError(f"no field 'prompt', and {name!r} is a string: expected a prompt, or messages")
         turns_by_name[name] = [{"role": "assistant", "content": content}] if isinstance(content, str) else content
     prompt_turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     # If the first role is not the assistant's, the field is a conversation that includes the prompt.

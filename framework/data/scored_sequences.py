@@ -242,4 +242,4 @@ def check_classes(sources: dict[str, Any]) -> None:
     for label, classes in classes_by_label.items():
         first_classes = classes_by_label[first_label]
         if classes != first_classes:
-            raise ValueError(f"{label}.classes = {classes}; expected {first_classes}, those of {first_label}")
+            raise ValueError(f"{label}.classes = {classes}; expected {first_classes}, as in {first_label}")

@@ -181,7 +181,7 @@ def with_windows(model: Config, windows: list[int | None]) -> Config:
 
 
 def get_windows(model: Config) -> list[int | None]:
-    """Return the window of each layer, the inverse of `with_windows`."""
+    """Return the attention window of each layer, the inverse of `with_windows`."""
     pattern = [block.attention.window for block in model.stack.pattern]
     return pattern * (model.stack.num_layers // len(pattern))
 
@@ -226,11 +226,11 @@ def common_facts(model: Config, feed_forward: Config | None = None) -> dict[str,
 
 
 def layer_windows(kinds: list[str], window: int | None, facts: ConfigFacts) -> list[int | None]:
-    """Return the window of each layer.
+    """Return the attention window of each layer; None for full attention.
 
     Args:
         kinds: the kind of each layer, from `layer_types`.
-        window: number of tokens that a layer of sliding_attention sees.
+        window: number of tokens that a sliding_attention layer attends to.
         facts: fields of config.json.
 
     Raises:
@@ -245,7 +245,7 @@ def layer_windows(kinds: list[str], window: int | None, facts: ConfigFacts) -> l
 
 
 def layer_types(facts: ConfigFacts) -> list[str] | None:
-    """Return the field `layer_types`, None if it is absent.
+    """Return the field `layer_types`, or None if it is absent.
 
     Raises:
         ValueError: it is not a list of the two kinds of layers that we support.
@@ -260,7 +260,7 @@ def layer_types(facts: ConfigFacts) -> list[str] | None:
 
 
 def _windows(architecture: str, facts: ConfigFacts) -> list[int | None]:
-    """Return the window of each layer, as transformers determines it for the architecture."""
+    """Return the attention window of each layer, as transformers determines it for the architecture."""
     num_layers = facts.size("num_hidden_layers")
     kinds = layer_types(facts)
     if architecture in ("LlamaForCausalLM", "MistralForCausalLM"):

@@ -24,13 +24,13 @@ class Runner(Protocol):
         ...
 
     def arrays(self, values: Sequence[Any], equation: JaxprEqn | None) -> Values:
-        """Return all values as arrays. Raise AdapterError for a matrix that may not become an array."""
+        """Return all values as arrays. Raise AdapterError for a factored matrix that must not be materialized."""
         ...
 
 
 def _call(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
     """Interpret the body of a called function inline."""
-    # Custom derivative functions know nothing of factors, so the function body itself is differentiated instead.
+    # Custom derivative functions know nothing about factors, so the function body itself is differentiated instead.
     closed = equation.params["call_jaxpr"] if "call_jaxpr" in equation.params else equation.params["jaxpr"]
     return runner.run(closed.jaxpr, closed.consts, operands)
 

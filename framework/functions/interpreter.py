@@ -85,7 +85,7 @@ class Interpreter:
         """Return a value as an array.
 
         Raises:
-            AdapterError: the value is a factored matrix that may not become an array.
+            AdapterError: the value is a factored matrix that must not be materialized.
         """
         if not isinstance(value, FactoredMatrix):
             return value

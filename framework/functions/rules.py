@@ -31,7 +31,7 @@ class UpdateRule(Protocol):
 
 @dataclass(frozen=True)
 class OptaxRule:
-    """Update rule of an optax transformation.
+    """Update rule that applies an optax transformation.
 
     Attributes:
         optimizer: the transformation.

@@ -42,7 +42,7 @@ def stream(
 
     Complexity of an update of P parameters with S bytes of state: the optimizer's own arithmetic. S bytes cross the
     host link in each direction, one chunk after another. In addition to parameters, gradients and updates, the device
-    holds one chunk: `chunk_bytes` of a parameter, or a whole one that may not be sliced, with its old and new state.
+    holds one chunk: `chunk_bytes` of a parameter, or a whole one if it cannot be sliced, with its old and new state.
 
     Args:
         optimizer: any transformation whose update of a tensor depends only on that tensor's gradients, and that works

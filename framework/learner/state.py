@@ -107,7 +107,7 @@ class GroupState:
         return entry
 
     def _storage_spec(self, spec: OptStateSpec) -> OptStateSpec:
-        """Return the spec, for all layers, with which a leaf of one layer's state is stored between steps."""
+        """Return the storage spec of a leaf between steps, stacked over layers; `spec` describes one layer's leaf."""
         stored_spec = self.precision.in_storage(spec)
         length = self.group.length
         if length is None:

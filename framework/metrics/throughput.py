@@ -1,4 +1,4 @@
-"""Throughput over the last steps, and a buffer of metrics that are fetched late.
+"""Throughput over the last steps, and a buffer of metrics that are fetched later.
 
 Throughput is items (tokens, images) per second, steps per second, and model FLOPs utilization (MFU). MFU is defined as
 in PaLM (arXiv 2204.02311, appendix B): the model FLOPs for the achieved tokens per second, divided by the peak of all
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Throughput:
-    """Rates over the last `window` steps, without the first step, which compiles, and without paused time.
+    """Rates over the last `window` steps, excluding the first step, which compiles, and any paused time.
 
     Steps are dispatched ahead of the device. The rates are still correct, because the loop waits for the device when it
     fetches metrics.
@@ -21,7 +21,7 @@ class Throughput:
     Args:
         tokens_per_step: targets counted in the loss per step, over all processes.
         flops_per_token: model FLOPs per token, forward and backward.
-        peak_flops_total: peak FLOP/s of all devices together; None if unknown, and then there is no MFU.
+        peak_flops_total: peak FLOP/s of all devices together; None if unknown, in which case MFU is not reported.
         item: kind of item, such as "token" or "image". `tokens_per_step` and `flops_per_token` refer to it.
         window: number of steps.
         clock: returns seconds.
@@ -42,7 +42,7 @@ class Throughput:
         self._peak_flops_total = peak_flops_total
         self._clock = clock
         self._rate = f"train/{item}s_per_second"
-        # End times of the last steps, in seconds without pauses: one more entry than the steps between them.
+        # End times of the last steps, in seconds excluding pauses: one more entry than the steps between them.
         self._ends: deque[float] = deque(maxlen=window + 1)
         self._paused_seconds = 0.0
 
@@ -52,7 +52,7 @@ class Throughput:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Exclude the time of the context: `with throughput.pause(): evaluate()`"""
+        """Exclude the time spent in a `with` block from the rates: `with throughput.pause(): evaluate()`."""
         start = self._clock()
         try:
             yield
@@ -60,7 +60,7 @@ class Throughput:
             self._paused_seconds += self._clock() - start
 
     def metrics(self) -> dict[str, float]:
-        """Return the known rates.
+        """Return the rates that are known so far.
 
         They are `train/steps_per_second`, `train/tokens_per_second` (named after the item) and `train/mfu` (0 to 1).
         """

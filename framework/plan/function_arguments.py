@@ -107,8 +107,8 @@ def place_arguments(call: FunctionCall, dynamic: list[Any], mesh: Mesh) -> list[
 def place_jitted_arguments(call: FunctionCall, mesh: Mesh) -> list[Any]:
     """Return the arguments of a jitted function, with arrays replaced by abstract arrays.
 
-    Other leaves stay as they are, because they may be static. On the caller's own mesh, arrays without a sharding leave
-    the choice to the function.
+    Other leaves are unchanged, because they may be static. On the caller's own mesh, an array without a sharding stays
+    without one, so that the function may choose it.
 
     Args:
         call: the user's call.

@@ -184,17 +184,17 @@ class Experiment:
             return
         if self.learner.scope == "model":
             raise ValueError(
-                "learner.scope = model with memory settings that differ by layer: its one optimizer is not divided "
-                "into layers; expected one value for all layers, in memory.optimizer_state and memory.remat"
+                "learner.scope = model with memory settings that differ by layer: its single optimizer cannot be split "
+                "by layer; expected the same memory.optimizer_state and memory.remat for all layers"
             )
         if self.model.calibrates:
             raise ValueError(
                 "memory settings that differ by layer, with a model that is calibrated on its first batch: expected "
-                "one value for all layers"
+                "the same settings for all layers"
             )
 
     def _check_batch(self, mesh: Mesh | AbstractMesh) -> None:
-        """Raise ValueError if the batch cannot be split into microbatches, or these into shards."""
+        """Raise ValueError if the batch cannot be split into microbatches, or the microbatches into shards."""
         batch = self.data.global_batch_size
         accumulate = self.learner.accumulate
         # Only these axes split a batch; the others split the model's tensors.

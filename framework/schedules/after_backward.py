@@ -1,6 +1,6 @@
 """The plain schedule: the whole backward pass, then the whole update.
 
-All gradients are on the device together. Optimizer state is in the memory that the layout gives it, and offloaded
+All gradients are on the device at once. Optimizer state is in the memory that the layout assigns to it, and offloaded
 leaves are fetched whole.
 """
 

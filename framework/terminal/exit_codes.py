@@ -1,4 +1,4 @@
-"""The exit codes of all verbs. docs/operations.md has the same table, with the remedy for each code."""
+"""The exit codes of all commands. docs/operations.md has the same table, with the remedy for each code."""
 
 import enum
 from typing import Self
@@ -44,9 +44,9 @@ FINAL = (ExitCode.DONE, *HOPELESS, *STOPPED)
 
 
 class DoesNotFitError(ValueError):
-    """The request needs more memory than is available: a verb exits with ExitCode.TOO_BIG."""
+    """The request needs more memory than is available: the command exits with ExitCode.TOO_BIG."""
 
 
 def describe_exit_code(code: int) -> str:
-    """Return the human-readable meaning of an exit code; "unknown" for codes that no verb uses."""
+    """Return the human-readable meaning of an exit code; "unknown" for codes that no command uses."""
     return ExitCode(code).meaning if code in set(ExitCode) else "unknown"

@@ -108,7 +108,7 @@ CHOICES = [
     ({"model": "lora"}, "adapter_off", "without its adapters"),
     ({"model": "lora", "memory": {"update": "layer_programs"}, "clip": None}, "stored", "layer_programs"),
     ({"objective": None}, "none", "reads no reference"),
-    ({"model": "lora", "pretrained": "dir"}, "stored", "another model"),
+    ({"model": "lora", "pretrained": "dir"}, "stored", "under batch_transform.pretrained"),
 ]
 
 

@@ -218,7 +218,7 @@ def test_a_row_that_is_not_stored_is_named(teacher_scores, tmp_path):
     batch = program.experiment.data.train_batch(0, program.rows)
     batch["tokens"] = batch["tokens"] + 1
     with pytest.raises(
-        ValueError, match=r"a row that the run reads is not among its .* rows; run `plimsoll score` again"
+        ValueError, match=r"a row that the run reads is not among its .* stored rows; run `plimsoll score` again"
     ):
         program.complete_batch({}, program.put(batch))
 
@@ -236,7 +236,7 @@ def test_missing_rows_fail_before_compilation(teacher_scores, tmp_path):
         writer.append(rows.take(list(range(num_stored - 3))))
         writer.commit()
     program = open_program(student(texts, few, masked=masked), tmp_path)
-    message = rf"3 are not among its {num_stored - 3:,} rows; run `plimsoll score`"
+    message = rf"3 are not among its {num_stored - 3:,} stored rows; run `plimsoll score`"
     with pytest.raises(ValueError, match=message) as raised:
         program.experiment.batch_transform.check_files(program, tmp_path, is_new_run=True)
     assert "\n" not in str(raised.value)
@@ -256,7 +256,7 @@ def test_resumed_run_requires_the_same_teacher(teacher_scores, tmp_path):
     program = small.program(student(texts, other, masked=masked))
     program.experiment.data.setup(workdir)
     batch_transform = program.experiment.batch_transform
-    with pytest.raises(ValueError, match=r"another teacher \(weights xxxxxxxxxxxx; the run started with"):
+    with pytest.raises(ValueError, match=r"a different teacher \(weights xxxxxxxxxxxx; the run started with"):
         batch_transform.check_files(program, workdir, is_new_run=False)
     # An evaluation opens the given teacher, and writes nothing.
     batch_transform.open(program, workdir, is_new_run=False, log=lambda line: None)

@@ -338,7 +338,7 @@ VERBS = [
 
 @pytest.mark.pairs
 @pytest.mark.parametrize(("verb", "flags"), VERBS, ids=[verb for verb, _ in VERBS])
-@pytest.mark.parametrize("place", ["", "model.stack", "learner.optimizer.learning_rate", "compiler.options.x"])
+@pytest.mark.parametrize("config_path", ["", "model.stack", "learner.optimizer.learning_rate", "compiler.options.x"])
 def test_verbs_refuse_an_untrusted_workdir(verb, flags, config_path, folder, experiment, capsys):
     stranger = folder / "stranger"
     for payload in (PAYLOADS[0], PAYLOADS[25]):

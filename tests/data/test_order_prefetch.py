@@ -82,7 +82,7 @@ def test_results_come_in_order_from_any_start_and_end():
         assert next(squares, "end") == "end"
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 5])
+@pytest.mark.parametrize("depth", [1, 2, 5])
 def test_prefetch_is_bounded(depth: int):
     made, lock = [], threading.Lock()
 

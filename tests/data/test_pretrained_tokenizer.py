@@ -113,7 +113,7 @@ def test_refusals(tmp_path: Path):
     )
     assert_refused("none.jinja does not exist", FileNotFoundError, chat_template=str(tmp_path / "none.jinja"))
     (folder / "tokenizer_config.json").write_text("{}")
-    assert_refused("its eos_token is 'none that is known'")
+    assert_refused("its eos_token is 'unknown'")
     with pytest.raises(ValueError, match=r"has no chat template: put a chat_template\.jinja there"):
         load(folder, tmp_path / "run", eos_token="<|eot_id|>").render([])
     (folder / "tokenizer_config.json").write_text("[")

@@ -186,7 +186,7 @@ def test_misrouted_rows_are_detected(tpu):
     found = program("v5e-16", 32, fsdp=16)
     rows = found.rows_by_process
     rows[0], rows[1] = rows[1], rows[0]
-    with pytest.raises(AssertionError, match="rows are read by the wrong ones"):
+    with pytest.raises(AssertionError, match="reads rows that its devices do not hold"):
         startup_dry_run.assign_rows(found)
 
 

@@ -15,7 +15,7 @@ def test_the_page_has_every_code_with_its_meaning():
     assert set(documented) == {int(code) for code in ExitCode}
     for code in ExitCode:
         assert code.meaning in documented[code]
-    (words,) = re.findall(r"start all processes again after every code but (.*?) \(", page)
+    (words,) = re.findall(r"restart all processes after every code except (.*?) \(", page)
     assert {int(code) for code in re.findall(r"\d+", words)} == {int(code) for code in FINAL}
 
 

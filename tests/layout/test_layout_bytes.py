@@ -195,7 +195,7 @@ def test_a_mesh_that_does_not_fit_the_devices_names_both_numbers(sizes, devices,
             lambda: small.experiment(mesh={"expert": 2, "data": 4}),
             r"mesh\.expert = 2, but the model has no experts; expected 1",
         ),
-        (lambda: small.experiment(seq_len=64), r"data\.seq_len = 64 is over model\.embed\.max_positions = 32"),
+        (lambda: small.experiment(seq_len=64), r"data\.seq_len = 64 exceeds model\.embed\.max_positions = 32"),
     ],
     ids=["batch", "microbatch", "accumulate", "heads", "kv heads", "seq", "width", "vocab", "expert", "positions"],
 )

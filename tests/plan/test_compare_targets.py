@@ -142,7 +142,7 @@ def test_training_needs_the_files(isolated_folder: Path):
 
 
 def test_an_unknown_name_has_the_nearest():
-    with pytest.raises(OSError, match=r"has 135; did you mean meta-llama/Llama-3.1-8B"):
+    with pytest.raises(OSError, match=r"has 135 models; did you mean meta-llama/Llama-3.1-8B"):
         configs.load("hf:meta-lama/Llama-3.1-8B", shape_only=True)
     # A revision refers to the Hub, and the table has no commits.
     with pytest.raises(OSError, match="not in the cache of the Hub"):

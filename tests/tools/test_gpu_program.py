@@ -100,7 +100,7 @@ def test_saved_step(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
         (["h100"], "--config=NAME is required"),
         (
             ["v5e-4", "--config=gpt2-124m"],
-            "v5e: framework/devices/ has no GPU bandwidth and bfloat16 and TF32 peaks for it",
+            "v5e: expected a GPU with bandwidth and bfloat16 and TF32 peaks in framework/devices/",
         ),
         (["h101", "--config=gpt2-124m"], "unknown target 'h101'"),
         (["--program=nowhere"], "no compiled step in nowhere"),

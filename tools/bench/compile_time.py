@@ -88,7 +88,7 @@ def _print_by_depth(depths: tuple[int, int], target: targets.Target, rounds: int
                 compiling, total, programs[name] = _measure_compile("nanogpt-cpu", fields, target)
                 seconds.setdefault((name, depth), []).append((compiling, total))
     few, many = depths
-    print(f"| schedule | programs | {few} layers: compiling, in all | {many} layers | compiling, {many} to {few} |")
+    print(f"| schedule | programs | {few} layers: compiling, total | {many} layers | compiling, {many} to {few} |")
     print("|---|---|---|---|---|")
     for name in schedules:
         best = [tuple(map(min, zip(*seconds[name, depth], strict=True))) for depth in depths]

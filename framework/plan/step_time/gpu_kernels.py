@@ -63,7 +63,9 @@ class GpuRates:
             ValueError: the table does not have these figures, or the accelerator is not a GPU.
         """
         if spec.platform != "gpu" or not (spec.peak_bf16_flops and spec.peak_tf32_flops and spec.hbm_bytes_per_second):
-            raise ValueError(f"{spec.name}: framework/devices/ has no GPU bandwidth and bfloat16 and TF32 peaks for it")
+            raise ValueError(
+                f"{spec.name}: expected a GPU with bandwidth and bfloat16 and TF32 peaks in framework/devices/"
+            )
         flops = {"bf16": spec.peak_bf16_flops, "f16": spec.peak_bf16_flops, "f32": spec.peak_tf32_flops}
         return GpuRates(spec.name, flops, spec.hbm_bytes_per_second, spec.ici_bytes_per_second or math.nan)
 
