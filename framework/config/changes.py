@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from plimsoll.framework.config.config import Config
+from plimsoll.framework.config.migrations import migrate_fields
 from plimsoll.framework.config.names import get_current_name, get_dotted_name
 from plimsoll.framework.config.schema import ABSENT
 
@@ -39,8 +40,8 @@ def _values_by_path(config: Config) -> dict[str, Any]:
 def config_changes(old: Any, new: Any, *, path: str = "config") -> list[str]:
     """Returns a line for each leaf that differs between two configs, in the order of the old one.
 
-    Tuples equal lists and 1 equals 1.0, because JSON does not distinguish them; True does not equal 1. An old name of a
-    component equals its current name.
+    Tuples equal lists and 1 equals 1.0, because JSON does not distinguish them; True does not equal 1. Old names of
+    components, fields and values equal the current ones.
 
     Args:
         old: a config as JSON data, such as that of a checkpoint.
@@ -49,6 +50,8 @@ def config_changes(old: Any, new: Any, *, path: str = "config") -> list[str]:
     """
     lines: list[str] = []
     if isinstance(old, dict) and isinstance(new, dict):
+        old = _migrate(old)
+        new = _migrate(new)
         for key in {**old, **new}:
             old_value = old.get(key, _MISSING)
             new_value = new.get(key, _MISSING)
@@ -59,6 +62,15 @@ def config_changes(old: Any, new: Any, *, path: str = "config") -> list[str]:
     elif _current(old) != _current(new) or isinstance(old, bool) != isinstance(new, bool):
         lines.append(f"{path}: {_short(old)} -> {_short(new)}")
     return lines
+
+
+def _migrate(data: dict[str, Any]) -> dict[str, Any]:
+    """Returns the JSON data of a component with the current names of its fields and values; other dicts unchanged."""
+    name = data.get("$class")
+    if not isinstance(name, str):
+        return data
+    fields = {key: value for key, value in data.items() if key != "$class"}
+    return {"$class": name, **migrate_fields(get_current_name(name), fields)}
 
 
 def _current(value: Any) -> Any:

@@ -20,6 +20,12 @@ RENAMED_VALUES = {
     "Learner": {"scope": {"unit": "layer"}},
     "Memory": {"prefetch": {"piece": "chunk", "unit": "layer"}},
     "Reference": {"kind": {"hosted": "offloaded"}},
+    "Rollouts": {
+        "reward": {
+            f"framework.companions.rewards.{name}": f"plimsoll.framework.batch_transforms.rewards.{name}"
+            for name in ("exact", "characters")
+        }
+    },
 }
 
 

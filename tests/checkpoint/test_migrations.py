@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from plimsoll.framework.config import migrations
+from plimsoll.framework.config import Config, config_for, migrations
+from plimsoll.framework.schedules.memory import Memory
 from plimsoll.launch import evaluate, train
 from tests.support.runs import losses, write_text
 
@@ -101,6 +102,29 @@ OLD_NAMES = [
     "--config.health.canary=False",
     "--config.compiler.of_accelerator=False",
 ]
+
+
+def test_stored_names_load_without_a_warning(caplog):
+    rollouts = {"$class": "framework.companions.rollouts.Rollouts", "reward": "framework.companions.rewards.exact"}
+    reference = {"$class": "framework.companions.reference.Reference", "kind": "hosted"}
+    assert Config.from_dict(rollouts).reward == "plimsoll.framework.batch_transforms.rewards.exact"
+    config = Config.from_dict({"$class": "framework.experiment.Experiment", "companion": reference})
+    assert config.batch_transform.kind == "offloaded"
+    assert not caplog.records
+
+
+def test_typed_old_names_warn_once(caplog):
+    migrations._warn_once.cache_clear()
+    config = config_for(Memory)
+    for _ in range(2):
+        config.prefetch = "unit"
+        assert config.prefetch == "layer"
+        config.override("prefetch", "piece")
+        assert config.prefetch == "chunk"
+    assert [record.getMessage() for record in caplog.records] == [
+        "prefetch = unit was renamed; use layer",
+        "prefetch = piece was renamed; use chunk",
+    ]
 
 
 @pytest.mark.pairs
