@@ -45,7 +45,7 @@ class ChatSource(ExampleSource):
     PretrainedTokenizer.
 
     Args:
-        paths: local paths, globs or fsspec URLs, read in this order; Parquet, CSV or TSV by file ending.
+        paths: local paths, globs or fsspec URLs, read in this order; Parquet, CSV or TSV by file extension.
         split: "all", or one of two disjoint parts; the sha256 of a conversation decides which part it belongs to.
         validation_fraction: approximate fraction of the conversations in "validation".
         template_variables: variables passed to the template, such as {"enable_thinking": false}.

@@ -90,7 +90,7 @@ class DataFile:
     def chunks(self, size: int, *, decompress: bool = False) -> Iterator[bytes]:
         """Yields the content in chunks of `size` bytes; the last one may be shorter.
 
-        With `decompress`, the file ending determines the format (.gz, .bz2, .xz, .zip; .zst and .lz4 if their
+        With `decompress`, the file extension determines the format (.gz, .bz2, .xz, .zip; .zst and .lz4 if their
         packages are installed), and `size` counts decompressed bytes.
 
         Raises:

@@ -135,7 +135,7 @@ class PairSource(PreferenceSource):
     the chosen one first, and are truncated if the row has no room for them.
 
     Args:
-        paths: local paths, globs or fsspec URLs, read in this order; Parquet, CSV or TSV by file ending.
+        paths: local paths, globs or fsspec URLs, read in this order; Parquet, CSV or TSV by file extension.
         split: "all", or one of two disjoint parts; the sha256 of a prompt decides which part its answers belong to.
         validation_fraction: approximate fraction of the prompts in "validation".
         strings: "messages" applies the chat template to texts too, with a prompt as a user message.
@@ -164,7 +164,7 @@ class UnpairedSource(PreferenceSource):
     a row with its prompt followed by another answer, for KTO's estimate of the KL divergence.
 
     Args:
-        paths: local paths, globs or fsspec URLs, read in this order; Parquet, CSV or TSV by file ending.
+        paths: local paths, globs or fsspec URLs, read in this order; Parquet, CSV or TSV by file extension.
         split: "all", or one of two disjoint parts; the sha256 of a prompt decides which part its answers belong to.
         validation_fraction: approximate fraction of the prompts in "validation".
         strings: "messages" applies the chat template to texts too, with a prompt as a user message.

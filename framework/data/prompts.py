@@ -57,7 +57,7 @@ class PromptFiles(PromptSource):
     The reward function receives each row as a whole.
 
     Args:
-        paths: local paths, globs or fsspec URLs, read in this order; Parquet, CSV or TSV by file ending.
+        paths: local paths, globs or fsspec URLs, read in this order; Parquet, CSV or TSV by file extension.
         split: "all", or one of two disjoint parts; the sha256 of a prompt decides which part it belongs to.
         validation_fraction: approximate fraction of the prompts in "validation".
     """

@@ -22,7 +22,7 @@ class LabeledSource(SequenceSource):
     messages need a PretrainedTokenizer.
 
     Args:
-        paths: local paths, globs or fsspec URLs, read in this order; Parquet, CSV or TSV by file ending.
+        paths: local paths, globs or fsspec URLs, read in this order; Parquet, CSV or TSV by file extension.
         classes: names of the classes, in the order of their numbers. A label is one of the names, or a number.
         split: "all", or one of two disjoint parts; the sha256 of a row decides which part it belongs to; for a pair
             with a prompt, the sha256 of the prompt.

@@ -200,7 +200,7 @@ class TextFiles(DataSource):
     """UTF-8 text files; each file is one document, or several separated by `separator`.
 
     Args:
-        paths: local paths, globs or fsspec URLs, read in this order; decompressed by file ending.
+        paths: local paths, globs or fsspec URLs, read in this order; decompressed by file extension.
         separator: text between two documents of one file (for instance "<|endoftext|>"); it belongs to neither.
     """
 
@@ -225,7 +225,7 @@ class JsonLines(DataSource):
     """JSON lines files with one object per line; the text is in `field`.
 
     Args:
-        paths: local paths, globs or fsspec URLs, read in this order; decompressed by file ending.
+        paths: local paths, globs or fsspec URLs, read in this order; decompressed by file extension.
         field: the key of the text in each object.
     """
 
@@ -261,7 +261,7 @@ def text_field(record: Any, field: str) -> str:
 
 
 def read_file_rows(file: DataFile) -> Iterator[tuple[str, Any]]:
-    """Yields (location, row) for each row of a file: Parquet, CSV or TSV by file ending, otherwise JSON lines."""
+    """Yields (location, row) for each row of a file: Parquet, CSV or TSV by file extension, otherwise JSON lines."""
     if file.path.endswith(".parquet"):
         return parquet_rows(file)
     is_csv = FORMAT_BY_EXTENSION.get(get_extension(file.path)) == "CSV"
@@ -308,7 +308,7 @@ class Csv(DataSource):
     """A column of CSV or TSV files with a header; each row is a document.
 
     Args:
-        paths: local paths, globs or fsspec URLs, read in this order; decompressed by file ending.
+        paths: local paths, globs or fsspec URLs, read in this order; decompressed by file extension.
         column: the name of the text column.
     """
 

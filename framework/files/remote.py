@@ -245,7 +245,7 @@ class Mirror:
     def close(self) -> None:
         """Uploads one last time, then removes the lock and the local folder.
 
-        Raises OSError: the upload failed; the error names the folder, which stays.
+        Raises OSError: the upload failed; the error names the folder, which is kept.
         """
         if not self.folder.exists():
             return

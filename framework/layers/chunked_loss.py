@@ -341,7 +341,7 @@ class _ChunkedLoss:
         return strided.reshape(strided.shape[0], -1, *strided.shape[3:])
 
     def _zeros(self, h: jax.Array, table: jax.Array, inputs: Any) -> LossAndMetrics:
-        """Return zeros in the structure of the result of `compute_loss`."""
+        """Return zeros with the same structure as the result of `compute_loss`."""
 
         def whole(h: jax.Array, table: jax.Array, inputs: Any) -> LossAndMetrics:
             return self.compute_loss(logits_product(h, table), inputs)

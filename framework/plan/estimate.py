@@ -1,7 +1,7 @@
-"""Analytical estimate of a training step's memory and work: half a second instead of minutes, no device or compiler.
+"""Analytical estimate of a training step's memory and work, in half a second and without a device or compiler.
 
 The state is exact: it comes from the layout. The rest is estimated by tracing one device's share of the forward and
-backward pass (`device_trace`) and walking it under the fusions that XLA makes (`liveness`). No number is fitted.
+backward pass (`device_trace`) and walking it with the fusions that XLA makes (`liveness`). No number is fitted.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class StateInitializer:
 
     @cached_property
     def groups(self) -> dict[str, dict[str, TensorSpec]]:
-        """The specs of the state with whole stacks, {group: {path: spec}}."""
+        """The specs of the state, with all layers of a stack in one array: {group: {path: spec}}."""
         return {name: flatten(tree) for name, tree in self._checkpoint_layout.specs.items()}
 
     def to_state_tree(self, flat: GroupedArrays) -> State:
