@@ -1,4 +1,4 @@
-"""The verbs of `plimsoll VERB`. One module per verb, each with `main(argv=None) -> int`."""
+"""The commands of `plimsoll COMMAND`. One module per command, each with `main(argv=None) -> int`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`plimsoll VERB ...`: runs a verb, or lists the verbs. Imports only the verb that runs."""
+"""`plimsoll COMMAND ...`: runs a command, or lists them. Imports only the command that runs."""
 
 import ast
 import importlib
@@ -37,8 +37,8 @@ def main(argv: list[str]) -> int:
         return module.main(argv[1:])
     width = max(map(len, line_by_verb))
     lines = [f"  {verb:{width}}  {line}" for verb, line in line_by_verb.items()]
-    print("usage: plimsoll VERB ...\n", *lines, sep="\n")
-    print("\n`plimsoll VERB --help` shows the flags of a verb.")
+    print("usage: plimsoll COMMAND ...\n", *lines, sep="\n")
+    print("\n`plimsoll COMMAND --help` shows the flags of a command.")
     return ExitCode.DONE
 
 

@@ -69,7 +69,7 @@ def _holds_files(folder: Path) -> bool:
 
 
 def _execute(verb: str, *flags: str) -> int:
-    """Run `plimsoll VERB` on this machine; returns its exit code, 128 + n if signal n killed it."""
+    """Run `plimsoll COMMAND` on this machine; returns its exit code, 128 + n if signal n killed it."""
     # Flush first, so that this process's output precedes the command's, even if it goes to a file.
     sys.stdout.flush()
     words = [sys.executable, "-m", "plimsoll", verb, *flags]
