@@ -433,7 +433,7 @@ SLOW = ("orbax", "tensorstore", "grain", "tokenizers", "pyarrow", "matplotlib", 
 def test_importing_them_is_cheap(names: tuple[str, ...], late: tuple[str, ...]) -> None:
     """Orbax and other slow packages are not imported before something is saved."""
     wanted = ", ".join(f"pl.{name}" for name in names)
-    code = f"import sys, framework as pl; {wanted}; print([name for name in {late} if name in sys.modules])"
+    code = f"import sys, plimsoll as pl; {wanted}; print([name for name in {late} if name in sys.modules])"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.strip() == "[]"

@@ -98,7 +98,7 @@ def test_compiled_for_a_target_without_times(tmp_path: Path, capsys: pytest.Capt
         (["--layers=16,0"], "--layers=16,0: expected positive numbers of layers"),
         (["--layers=16,-4"], "--layers=16,-4: expected positive numbers of layers"),
         (["--layers=many"], "--layers=many: expected positive numbers of layers"),
-        (["--layers="], "--layers=: expected numbers"),
+        (["--layers="], "--layers=: expected positive numbers of layers"),
         (["--target=v5f-1"], "unknown target 'v5f-1'; nearest: v5e-1"),
         (["--target=h200x11"], "no such size; nearest: h200x8"),
         (["--policies=none,inverted"], "no policy 'inverted'; did you mean 'invert'"),

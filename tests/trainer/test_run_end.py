@@ -44,7 +44,7 @@ def test_a_kill_after_the_last_save_repeats_no_evaluation(
         raise RuntimeError("killed")
 
     with monkeypatch.context() as dying:
-        dying.setattr(Run, "saved", die)
+        dying.setattr(Run, "wait_until_saved", die)
         with pytest.raises(RuntimeError, match="killed"):
             train(tmp_path / "run", *STEPS)
     assert evaluations(tmp_path / "run") == expected_evaluations
