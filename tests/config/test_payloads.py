@@ -487,7 +487,7 @@ def test_stored_config_cannot_choose_a_reward_function(folder, experiment, rewar
 # Names that were always meant to load still do.
 
 
-@pytest.mark.parametrize("name", ["framework.rules.Rule", "plimsoll.framework.learner.Rule"])
+@pytest.mark.parametrize("name", ["framework.rules.Rule", "framework.learner.Rule", "plimsoll.Rule"])
 def test_old_config_names_load(experiment, name: str):
     older = _insert_payload(experiment, "learner.rules.0", {**experiment["learner"]["rules"][0]})
     older["learner"]["rules"][0]["$class"] = name
@@ -505,7 +505,7 @@ def test_user_class_loads_after_its_file_is_imported(folder):
     text = json.dumps(
         {"$class": "optax.adamw", "learning_rate": 0.1, "mask": {"$class": "user_config_own_classes.Mine", "x": 3}}
     )
-    with pytest.raises(ConfigError, match="give it as --config"):
+    with pytest.raises(ConfigError, match="pass it as --config"):
         Config.from_json(text)
     config = configs.load(f"{folder}/own_classes.py:mine")
     assert Config.from_json(text).mask == config.mask

@@ -105,7 +105,7 @@ def test_unpaired_formats(case: str):
         ),
         ({"prompt": "what?", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "field 'chosen' .* without the prompt"),
         ({"prompt": "who?", "chosen": [USER, GOOD], "rejected": [BAD]}, "'chosen' is a conversation and the other one"),
-        ({"chosen": "a", "rejected": [USER, BAD]}, "no field 'prompt', and 'chosen' is a text"),
+        ({"chosen": "a", "rejected": [USER, BAD]}, "no field 'prompt', and 'chosen' is a string"),
         ({**PAIR, "system": 3}, "field 'system' is int"),
         ({**PAIR, "chosen": "\ud800"}, "surrogates not allowed"),
         (["a"], "expected a JSON object, given list"),
