@@ -7,7 +7,12 @@ name is imported when it is first used, so `import plimsoll` is fast and starts 
 
 import importlib
 import importlib.metadata
+import os
 from typing import TYPE_CHECKING, Any
+
+# In a checkout, this folder has links to framework, configs and launch. A copy without links finds them next to it.
+if not os.path.isdir(os.path.join(__path__[0], "framework")):
+    __path__.append(os.path.dirname(__path__[0]))
 
 # For type checkers and editors. At run time, `__getattr__` imports a name when it is first used.
 # ruff: noqa: F401

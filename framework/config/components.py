@@ -71,7 +71,7 @@ def find_components() -> dict[str, str]:
     module_by_name = {}
     for file in sorted((_PACKAGE / "framework").rglob("*.py")):
         names = _DEFINITION.findall(file.read_text(encoding="utf-8"))
-        module_name = ".".join([_PACKAGE.name, *file.relative_to(_PACKAGE).with_suffix("").parts])
+        module_name = ".".join(["plimsoll", *file.relative_to(_PACKAGE).with_suffix("").parts])
         module_by_name |= dict.fromkeys(names, module_name.removesuffix(".__init__"))
     return module_by_name
 

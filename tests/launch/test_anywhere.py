@@ -130,3 +130,15 @@ def test_the_old_import_name_is_an_alias_in_a_checkout() -> None:
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ran.stdout == "plimsoll.framework.layers.norm\n", ran.stderr
     assert ran.stderr.count("FutureWarning: `import framework` is deprecated; use `import plimsoll`") == 1
+
+
+@pytest.mark.pairs
+def test_a_copy_without_links_works(tmp_path: Path) -> None:
+    for name in ("framework", "configs", "launch", "plimsoll/api"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in (ROOT / "plimsoll").glob("*.py"):
+        shutil.copy(file, tmp_path / "plimsoll")
+    code = "import plimsoll as pl; print(pl.__file__, pl.RMSNorm.__module__, pl.load_config('nanogpt-cpu').model.dim)"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert ran.stdout.startswith(str(tmp_path)), ran.stderr
+    assert " plimsoll.framework.layers.norm " in ran.stdout
