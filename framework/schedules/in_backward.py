@@ -28,7 +28,7 @@ from plimsoll.framework.schedules.streamed import check as check_platform
 from plimsoll.framework.schedules.streamed import train_state_specs
 
 # Key of the backward state when layer state is prefetched: the PrefetchedState of the layer that was updated last.
-_LAYER_STATE = "layer state"
+_LAYER_STATE = "staged layer state"
 
 
 def check(learner: Learner, setting: str = "memory.update = in_backward") -> None:
