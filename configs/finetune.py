@@ -51,7 +51,7 @@ def full(source: str, shape_only: bool = False) -> Config:
         shape_only: whether the shape is sufficient, as for a plan; a well-known model then needs no files.
     """
     path = shape_url(source) if shape_only else hub_models.pin_model(source)
-    model, pretrained = families.pretrained_model(path)
+    model, pretrained = families.build_pretrained_configs(path)
     facts = pretrained.facts
     # The second name is GPT-2's.
     max_length = facts.get("max_position_embeddings") or facts.get("n_positions") or 2048

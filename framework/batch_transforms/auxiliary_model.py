@@ -184,7 +184,7 @@ def auxiliary_experiment(run: Experiment, path: str | None) -> Experiment:
     model = run.model
     pretrained = run.pretrained
     if path is not None:
-        published_model, published_weights = families.pretrained_model(shape_url(path))
+        published_model, published_weights = families.build_pretrained_configs(shape_url(path))
         # The same dtypes for both models, so that their log-probabilities are rounded the same way.
         published_model.param_dtype = str(run.model.param_dtype)
         published_model.compute_dtype = str(run.model.compute_dtype)

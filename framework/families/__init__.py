@@ -142,7 +142,7 @@ def find_family(facts: dict[str, Any]) -> type[ModelFamily]:
     return family
 
 
-def pretrained_model(path: str | Path) -> tuple[Config, Config]:
+def build_pretrained_configs(path: str | Path) -> tuple[Config, Config]:
     """Build the configs of a published model and of its weights.
 
     Args:
