@@ -31,7 +31,6 @@ from plimsoll import configs
 from plimsoll.configs import data_flag
 from plimsoll.framework.config import Config, ConfigError, FieldError, did_you_mean
 from plimsoll.framework.config.accelerator_rules import apply_accelerator_rules, get_accelerator_rules, is_for
-from plimsoll.framework.config.migrations import find_current_path
 from plimsoll.framework.devices.environment import prepare_jax
 from plimsoll.framework.run import user_errors
 from plimsoll.framework.terminal import interrupts
@@ -86,6 +85,10 @@ class Command:
     overrides: Overrides
     # Lines about ignored fields of a stored config, and about the detected format of --data.
     notes: list[str] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # A path may start with an older name of a field; everything that follows compares paths.
+        self.overrides = [(self.named.current_path(path), text) for path, text in self.overrides]
 
     @functools.cached_property
     def _override_result(self) -> _Applied:
@@ -197,7 +200,7 @@ class Parser(argparse.ArgumentParser):
         notes: list[str] = []
         named = configs.load(spec, notes.append, shape_only=self._shape_is_enough)
         if getattr(args, "data", None) is not None:
-            overridden = [path for path, _ in overrides]
+            overridden = [named.current_path(path) for path, _ in overrides]
             named, data_lines = data_flag.with_data(named, args.data, overridden)
             notes += data_lines
         command = Command(args, spec, named, overrides, notes)
@@ -252,7 +255,7 @@ def split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], list[
             if value.startswith("--"):
                 raise UsageError(f"{flag} needs a value: {flag}=...")
         if flag != "--config":
-            overrides.append((find_current_path(flag.removeprefix("--config.")), value))
+            overrides.append((flag.removeprefix("--config."), value))
         elif spec is None:
             spec = value
         else:

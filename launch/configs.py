@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
         print(config.to_json())
     else:
         title = f"{names[0]}: {summary(configs.find(names[0]))}"
-        _print([title, *_show(config, rules, overrides, args.only, everything=args.all)])
+        _print([title, *_show(config, rules, commands[0].overrides, args.only, everything=args.all)])
     return ExitCode.DONE
 
 

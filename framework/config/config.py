@@ -139,6 +139,11 @@ class Config(ConfigBase):
         """Returns the current name of a field, which the caller may know by an older name."""
         return name if name in self._schema else find_current_field(self._target, name)
 
+    def current_path(self, path: str) -> str:
+        """Returns a dotted path with the current name of its first field, which a user may know by an older name."""
+        first, dot, rest = path.partition(".")
+        return f"{self._current(first)}{dot}{rest}"
+
     def _field(self, name: str, path: str | None = None) -> Field:
         if name not in self._schema:
             suggestion = did_you_mean(str(name), self._schema)

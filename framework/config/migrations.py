@@ -1,13 +1,15 @@
 """Old names of config fields, and old values: what older versions stored, and what users may still type.
 
-Stored configs load without a message. A user who types an old name is told the current one, once for each name; the old
-names will be removed one release later.
+Stored configs load without a message. When a user types an old name, a warning shows the current one, once per name.
+The old names will be removed one release later.
 """
 
 import functools
 import logging
 from collections.abc import Callable
 from typing import Any
+
+from plimsoll.framework.config.components import is_component, is_ours
 
 # {component: {old field: current field}}
 RENAMED_FIELDS = {
@@ -31,7 +33,7 @@ RENAMED_VALUES = {
 
 def find_current_field(target: Callable[..., Any], name: str) -> str:
     """Returns the current name of a field that a user has typed; a name that was never renamed stays as it is."""
-    current = RENAMED_FIELDS.get(target.__name__, {}).get(name, name)
+    current = RENAMED_FIELDS.get(_component_name(target), {}).get(name, name)
     if current != name:
         _warn_once(f"{name} was renamed; use {current}")
     return current
@@ -39,19 +41,10 @@ def find_current_field(target: Callable[..., Any], name: str) -> str:
 
 def find_current_value(target: Callable[..., Any], field: str, value: Any) -> Any:
     """Returns the current form of a value that a user has set."""
-    current = _migrate_value(target.__name__, field, value)
+    current = _migrate_value(_component_name(target), field, value)
     if current is not value:
         _warn_once(f"{field} = {value} was renamed; use {current}")
     return current
-
-
-def find_current_path(path: str) -> str:
-    """Returns a dotted path in an experiment's config with the current name of its first field."""
-    first, dot, rest = path.partition(".")
-    current = RENAMED_FIELDS["Experiment"].get(first, first)
-    if current != first:
-        _warn_once(f"{first} was renamed; use {current}")
-    return f"{current}{dot}{rest}"
 
 
 def migrate_fields(name: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -75,6 +68,11 @@ def migrate_fields(name: str, fields: dict[str, Any]) -> dict[str, Any]:
         if hosted_layers is not None:
             migrated["parameters"] = f"{migrated.get('parameters', 'pinned_host')}:{hosted_layers}"
     return migrated
+
+
+def _component_name(target: Callable[..., Any]) -> str:
+    """Returns the name of a component of Plimsoll; "" for any other class, which may have the same name."""
+    return target.__name__ if is_ours(target) and is_component(target) else ""
 
 
 def _migrate_value(component: str, field: str, value: Any) -> Any:

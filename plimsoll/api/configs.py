@@ -12,7 +12,6 @@ from plimsoll import configs
 from plimsoll.configs.data_flag import with_data
 from plimsoll.framework.config import Config, diff, get_target
 from plimsoll.framework.config.accelerator_rules import apply_accelerator_rules
-from plimsoll.framework.config.migrations import find_current_path
 from plimsoll.framework.program import stored_config
 from plimsoll.framework.terminal.escaping import escape_control_chars
 
@@ -65,7 +64,7 @@ def load_config(
         named = stored_config.read_to_train(Path(spec).expanduser(), notes.append)
     else:
         named = configs.load(spec, notes.append, shape_only=shape_only)
-    changes = {find_current_path(path): value for path, value in (overrides or {}).items()}
+    changes = {named.current_path(path): value for path, value in (overrides or {}).items()}
     if data is not None:
         named, data_notes = with_data(named, str(data), list(changes))
         notes += data_notes

@@ -1,6 +1,7 @@
 """A run of an older version, whose config names modules that have moved since: it can be evaluated and resumed."""
 
 import json
+import re
 import tarfile
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from plimsoll.framework.config import Config, config_for, migrations
 from plimsoll.framework.schedules.memory import Memory
+from plimsoll.launch import configs as configs_command
 from plimsoll.launch import evaluate, train
 from tests.support.runs import losses, write_text
 
@@ -147,3 +149,18 @@ def test_run_with_old_field_names_resumes(
     expected = [] if names is CURRENT_NAMES else ["companion", "prefetch = unit", "scope = unit", "canary"]
     assert all(sum(name in warning for warning in warnings) == 1 for name in expected), warnings
     assert bool(warnings) == (names is OLD_NAMES)
+
+
+def test_a_users_class_of_the_same_name_keeps_its_fields_and_values(caplog):
+    class Memory:
+        def __init__(self, *, prefetch: str = "none", companion: str = ""): ...
+
+    config = config_for(Memory, prefetch="unit")
+    config.override("prefetch", "piece")
+    assert (config.prefetch, config.current_path("companion.x")) == ("piece", "companion.x")
+    assert not caplog.records
+
+
+def test_an_old_path_on_the_command_line_is_shown_under_its_current_name(capsys: pytest.CaptureFixture[str]):
+    assert configs_command.main(["show", "dpo-tiny", "--config.companion.kind=hosted"]) == 0
+    assert re.search(r"batch_transform\.kind = offloaded +<- command line", capsys.readouterr().out)
