@@ -36,6 +36,7 @@ OURS = ("plimsoll", "tools")
 OPTAX = ("optax", "optax.contrib", "optax.schedules", "optax.transforms")
 INITIALIZERS = "jax.nn.initializers"
 FUNCTIONS = "jax.nn"
+FOREIGN_MODULES = (*OPTAX, INITIALIZERS, FUNCTIONS)
 # Functions of optax that return a transformation but have no return annotation. The code of each was reviewed, in
 # optax 0.2.8.
 _NOT_ANNOTATED = {"monitor", "scale_by_factored_rms", "dog", "dowg", "hutchinson_estimator_diag_hessian"}

@@ -5,7 +5,7 @@ Saved configs and the command line are untrusted input. A name is therefore reso
 2. code of this process has called `config_for` on that exact object (as a user's config file does), and the object is
    not part of Plimsoll. Objects of Plimsoll that are not components stay out of reach, even if something has configured
    them.
-Resolving a name never imports a module outside those packages.
+Resolving a name imports only the module that defines the component; a name that is refused imports nothing.
 
 A saved config names a component of Plimsoll as `plimsoll.NAME`, without its module, so that modules can move. Configs
 of older versions have the module too (`framework.any.module.NAME`). Such a module may no longer exist, so the component
@@ -21,9 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from plimsoll.framework.config.components import (
-    FUNCTIONS,
-    INITIALIZERS,
-    OPTAX,
+    FOREIGN_MODULES,
     OURS,
     find_components,
     is_component,
@@ -168,15 +166,15 @@ def get_current_name(name: str) -> str:
 
     For a component, `framework.any.module.NAME` becomes `plimsoll.NAME`, whatever the module.
     """
-    module_name, _, attribute = name.rpartition(".")
-    is_old = module_name.partition(".")[0] in _OLD_PACKAGES
-    if not is_old and module_name != "plimsoll":
+    package = name.partition(".")[0]
+    if package not in ("plimsoll", *_OLD_PACKAGES):
         return name
+    attribute = name.rpartition(".")[2]
     attribute = RENAMED.get(attribute, attribute)
     if attribute in find_components():
         return f"plimsoll.{attribute}"
     # Not a component; `resolve` rejects it.
-    return f"plimsoll.{name}" if is_old else name
+    return name if package == "plimsoll" else f"plimsoll.{name}"
 
 
 def is_trusted(name: str) -> bool:
@@ -210,15 +208,21 @@ def resolve(name: Any, path: str = "", *, passed: bool = False) -> Any:
     if name in _configured and not is_ours(_configured[name]):
         return _configured[name]
     module_name, _, attribute = get_current_name(name).rpartition(".")
-    if module_name == "plimsoll":
-        module_name = find_components().get(attribute, module_name)
-    module = _import_module(name, module_name, path)
+    if module_name.partition(".")[0] in OURS:
+        module_by_name = find_components()
+        if attribute not in module_by_name:
+            hint = did_you_mean(attribute, module_by_name)
+            raise ConfigError(f"{name!r} is refused: it is not a component (see docs/configs.md){hint}", path=path)
+        module_name = module_by_name[attribute]
+    elif module_name not in FOREIGN_MODULES:
+        modules = ", ".join(FOREIGN_MODULES)
+        raise ConfigError(f"{name!r} is refused: names of other packages must be inside {modules}", path=path)
+    module = importlib.import_module(module_name)
     # vars instead of getattr: a module's __getattr__ would run code.
     members = vars(module)
     if attribute in members and _is_nameable(module_name, members[attribute], passed):
         return members[attribute]
-    choices = find_components() if module_name == "plimsoll" else choices_in(module, passed)
-    hint = did_you_mean(attribute, choices)
+    hint = did_you_mean(attribute, choices_in(module, passed))
     if attribute not in members:
         raise ConfigError(f"{name!r} does not exist{hint}", path=path)
     raise ConfigError(f"{name!r} is refused: it is not a component (see docs/configs.md){hint}", path=path)
@@ -235,23 +239,3 @@ def _is_nameable(module_name: str, target: Any, passed: bool) -> bool:
         return is_component(target)
     is_function = passed and is_foreign_function(module_name, target)
     return is_function or is_foreign_component(module_name, target)
-
-
-def _import_module(name: str, module_name: str, path: str) -> ModuleType:
-    """Imports the module of a dotted name.
-
-    For other packages, only the few modules listed in `framework.config.components` are allowed. Raises ConfigError.
-    """
-    package = module_name.partition(".")[0]
-    foreign_modules = (*OPTAX, INITIALIZERS, FUNCTIONS)
-    if package not in OURS and module_name not in foreign_modules:
-        choices = ", ".join(foreign_modules)
-        raise ConfigError(f"{name!r} is refused: names of other packages must be inside {choices}", path=path)
-    try:
-        # `plimsoll.framework.x.os` is an attribute, not a module, so this does not import os.
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        # If the missing module is a different one, this one exists, and an import inside it has failed.
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise ConfigError(f"{name!r} does not exist: no module {error.name!r}", path=path) from None

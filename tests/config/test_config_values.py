@@ -193,7 +193,7 @@ BAD_TEXTS = [
     (
         "optimizer",
         "plimsoll.framework.config.names.sys.exit",
-        "optimizer: 'plimsoll.framework.config.names.sys.exit' does not exist",
+        "optimizer: 'plimsoll.framework.config.names.sys.exit' is refused",
     ),
     ("loose", "optax.adamww", "'optax.adamww' does not exist; did you mean 'adamw'?"),
     ("layers", '[{"$class": "optax.sgd", "rate": 1}]', "layers.0.rate: no such field in optax.sgd"),

@@ -311,7 +311,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_component():
         ("plimsoll.framework.data.sources.TextFile", "TextFiles"),
         ("optax.warmup_cosine_decay", "warmup_cosine_decay_schedule"),
         ("jax.nn.initializers.normall", "normal"),
-        ("plimsoll.framework.layers.base.Layer", None),
+        ("plimsoll.framework.files.workdir.Workdir", None),
     ]:
         with pytest.raises(ConfigError) as caught:
             config_for(optax.adamw, learning_rate=0.1).override("mask", name)
