@@ -7,16 +7,16 @@ pixel 3.40, one with full covariance 2.97 (dequantized in the same way, fitted o
 from __future__ import annotations
 
 from plimsoll.configs.parts import adamw, no_decay
+from plimsoll.extras.flows.coupling import AdditiveCoupling, AffineCoupling
+from plimsoll.extras.flows.image_source import DigitsSource, ImageFolder, ImagePipeline
+from plimsoll.extras.flows.linear import ActNorm, InvertibleConv, Permutation
+from plimsoll.extras.flows.model import Flow
+from plimsoll.extras.flows.nets import ConvNet
+from plimsoll.extras.flows.residual import ResidualBlock
 from plimsoll.framework.config import Config, config_for
-from plimsoll.framework.data.images import DigitsSource, ImageFolder, ImagePipeline
 from plimsoll.framework.devices.mesh import MeshShape
-from plimsoll.framework.layers.flow.coupling import AdditiveCoupling, AffineCoupling
-from plimsoll.framework.layers.flow.linear import ActNorm, InvertibleConv, Permutation
-from plimsoll.framework.layers.flow.nets import ConvNet
-from plimsoll.framework.layers.flow.residual import ResidualBlock
 from plimsoll.framework.layers.stack import Stack
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.models.flow import Flow
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.options import TrainerOptions
 from plimsoll.framework.schedules.memory import Memory

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     import jax
 
     from plimsoll.framework.devices.accelerators import spec_for
-    from plimsoll.framework.plan.calibration import rates_store
+    from plimsoll.framework.plan.step_time import rates_store
 
     devices = jax.local_devices()
     name = spec_for(devices).name
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
         if rates is None:
             raise cli.UsageError(f"no stored rates for {name} on this machine; run plimsoll calibrate")
     else:
-        from plimsoll.framework.plan.calibration.measure import measure_rates
+        from plimsoll.extras.calibration.measure import measure_rates
 
         rates = measure_rates(devices)
         rates_store.save(rates)

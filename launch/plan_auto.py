@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from plimsoll.framework.plan.auto import allowed_changes
+from plimsoll.extras.autotune import allowed_changes
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli
 from plimsoll.launch.plan_common import format_overrides, write_outputs
@@ -38,9 +38,9 @@ def plan_auto(command: cli.Command, name: str) -> int:
         command: command with --auto, or with a config that sets memory.auto.
         name: name of the target.
     """
+    from plimsoll.extras.autotune.autotune import autotune
+    from plimsoll.extras.autotune.settings import with_settings
     from plimsoll.framework.plan import targets
-    from plimsoll.framework.plan.auto.autotune import autotune
-    from plimsoll.framework.plan.auto.settings import with_settings
     from plimsoll.framework.plan.cached_report import get_report
     from plimsoll.framework.plan.report_tables import sections
 
@@ -91,9 +91,9 @@ def build_request(command: cli.Command, config: Any, target: Any, limit: int | N
         limit: bytes that one device may use; None if unknown.
         host_bytes: memory of one process's host, in bytes; None takes the target's known value.
     """
-    from plimsoll.framework.plan.auto.settings import find_fixed_paths
-    from plimsoll.framework.plan.auto.tuned_settings import Machine
-    from plimsoll.framework.plan.auto.tuning_cache import TuningRequest
+    from plimsoll.extras.autotune.settings import find_fixed_paths
+    from plimsoll.extras.autotune.tuned_settings import Machine
+    from plimsoll.extras.autotune.tuning_cache import TuningRequest
 
     args = command.args
     fixed = find_fixed_paths(config, command.override_paths)

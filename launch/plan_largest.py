@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from plimsoll.extras.autotune import allowed_changes
 from plimsoll.framework.config import Config
 from plimsoll.framework.files.workdir import writing
-from plimsoll.framework.plan.auto import allowed_changes
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli
 from plimsoll.launch.plan_common import iter_comparisons, start_cpus, write_outputs
@@ -54,10 +54,10 @@ def plan_largest(command: cli.Command, names: list[str]) -> int:
         command: command with --largest.
         names: names of the targets.
     """
+    from plimsoll.extras.largest import frontier_tables
+    from plimsoll.extras.largest.size_family import SizeFamily
+    from plimsoll.extras.largest.size_frontier import FrontierSearch
     from plimsoll.framework.plan import targets
-    from plimsoll.framework.plan.largest import frontier_tables
-    from plimsoll.framework.plan.largest.size_family import SizeFamily
-    from plimsoll.framework.plan.largest.size_frontier import FrontierSearch
 
     args = command.args
     machines = [targets.resolve(name) for name in names]
@@ -116,10 +116,10 @@ class _SizeTuner:
 
     def __call__(self, config: Config, estimate: bool) -> Any:
         """See `size_frontier.TuneFunction`."""
-        from plimsoll.framework.plan.auto.autotune import autotune
-        from plimsoll.framework.plan.auto.settings import find_fixed_paths
-        from plimsoll.framework.plan.auto.tuned_settings import Machine
-        from plimsoll.framework.plan.auto.tuning_cache import TuningRequest
+        from plimsoll.extras.autotune.autotune import autotune
+        from plimsoll.extras.autotune.settings import find_fixed_paths
+        from plimsoll.extras.autotune.tuned_settings import Machine
+        from plimsoll.extras.autotune.tuning_cache import TuningRequest
 
         fixed = find_fixed_paths(config, self._series.command.override_paths)
         machine = Machine.derive(self._target, self._device_bytes, self._host_bytes)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from plimsoll.launch import cli
 
 if TYPE_CHECKING:
-    from plimsoll.framework.plan.page import PlanCommand
+    from plimsoll.extras.plan_page import PlanCommand
 
 
 def build_target_page(
@@ -22,8 +22,8 @@ def build_target_page(
         target: the target of all reports.
         reports: one report for each variant.
     """
-    from plimsoll.framework.plan import batch_grid, memory_levers
-    from plimsoll.framework.plan.page import page
+    from plimsoll.extras.plan_page import batch_grid, page
+    from plimsoll.framework.plan import memory_levers
 
     asked = describe_command(command.args, f"--config={command.spec}", command.overrides)
     if not command.args.compare:
@@ -49,7 +49,7 @@ def build_comparison_page(args: Any, source: str, overrides: cli.Overrides, repo
         overrides: overrides of the config.
         reports: one report for each target.
     """
-    from plimsoll.framework.plan.page import page
+    from plimsoll.extras.plan_page import page
 
     return page(reports, asked=describe_command(args, source, overrides))
 
@@ -62,7 +62,7 @@ def describe_command(args: Any, source: str, overrides: cli.Overrides) -> PlanCo
         source: --config=NAME or --function=FILE.py:NAME.
         overrides: overrides of the config.
     """
-    from plimsoll.framework.plan.page import PlanCommand
+    from plimsoll.extras.plan_page import PlanCommand
 
     # `plimsoll train` takes the data flag, too. With --function, there is no data.
     data_flags = [] if args.data is None else [f"--data={args.data}"]

@@ -45,7 +45,8 @@ def main(argv: list[str]) -> int:
     # Imported late, so that a mistake on the command line shows immediately.
     import numpy as np
 
-    from plimsoll.framework.inference.images import ImageSampler, save_grid
+    from plimsoll.extras.flows.image_sampler import ImageSampler
+    from plimsoll.framework.metrics.image_grid import save_grid
 
     loaded = weights.load(args, overrides, text=False)
     data = loaded.experiment.data

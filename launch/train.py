@@ -74,6 +74,7 @@ def main(argv: list[str]) -> int:
     experiment = command.config.instantiate()
 
     # Imported late, so that a typo on the command line shows immediately.
+    from plimsoll.extras.autotune.run_tuning import tune_memory
     from plimsoll.framework.files.workdir import safe_child
     from plimsoll.framework.metrics.goodput import Goodput
     from plimsoll.framework.processes import distributed
@@ -89,6 +90,7 @@ def main(argv: list[str]) -> int:
         limit=cli.gib("device_memory_gib", args.device_memory_gib),
         goodput=Goodput(since=began),
         handle_errors=_handle_errors,
+        tune_memory=tune_memory,
         resume=args.resume,
         force=args.force,
         dry_run=args.dry_run,
@@ -147,8 +149,8 @@ def _choose_memory(job: Job, command: cli.Command, config: Any, target: Any) -> 
     Raises:
         DoesNotFitError: no settings fit.
     """
-    from plimsoll.framework.plan.auto.autotune import autotune
-    from plimsoll.framework.plan.auto.settings import with_settings
+    from plimsoll.extras.autotune.autotune import autotune
+    from plimsoll.extras.autotune.settings import with_settings
     from plimsoll.framework.terminal.exit_codes import DoesNotFitError
     from plimsoll.framework.terminal.tables import render
     from plimsoll.launch.plan_auto import build_request

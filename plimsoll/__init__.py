@@ -22,6 +22,23 @@ if TYPE_CHECKING:
     from plimsoll.api.model import Model, load
     from plimsoll.api.plans import Plan, plan
     from plimsoll.api.runs import TrainedRun, train
+    from plimsoll.extras.flows.base import Bijection, Invertible, sum_each
+    from plimsoll.extras.flows.image_source import ImageSource
+    from plimsoll.extras.functions.adapters import Adapter, lora_init, lora_merge, lora_unmerge
+    from plimsoll.extras.functions.checkpoints import restore, save, steps
+    from plimsoll.extras.functions.coupling import additive_coupling
+    from plimsoll.extras.functions.eager import eager, eager_weights
+    from plimsoll.extras.functions.eager_scan import eager_scan
+    from plimsoll.extras.functions.frozen import FrozenBufferError, check_frozen
+    from plimsoll.extras.functions.interpreter import AdapterError
+    from plimsoll.extras.functions.nf4 import QuantizedMatrix, lora_quantize
+    from plimsoll.extras.functions.partition import Partition, combine, differentiate, partition
+    from plimsoll.extras.functions.reconstruction import reconstruction_error
+    from plimsoll.extras.functions.reversible import reversible_scan
+    from plimsoll.extras.functions.stream import stream
+    from plimsoll.extras.functions.trained import Trained
+    from plimsoll.extras.functions.value_and_update import value_and_update
+    from plimsoll.extras.functions.with_lora import with_lora
     from plimsoll.framework.checkpoint.checkpointer import Checkpointer
     from plimsoll.framework.checkpoint.directory import describe_checkpoints
     from plimsoll.framework.config import (
@@ -39,29 +56,12 @@ if TYPE_CHECKING:
         diff,
     )
     from plimsoll.framework.data.files import DataFile
-    from plimsoll.framework.data.images import ImageSource
     from plimsoll.framework.data.sources import DataSource
     from plimsoll.framework.families.decoders import llama_model, mixture
     from plimsoll.framework.families.published import find_published_model
-    from plimsoll.framework.functions.adapters import Adapter, lora_init, lora_merge, lora_unmerge
-    from plimsoll.framework.functions.checkpoints import restore, save, steps
-    from plimsoll.framework.functions.coupling import additive_coupling
-    from plimsoll.framework.functions.eager import eager, eager_weights
-    from plimsoll.framework.functions.eager_scan import eager_scan
-    from plimsoll.framework.functions.frozen import FrozenBufferError, check_frozen
-    from plimsoll.framework.functions.interpreter import AdapterError
-    from plimsoll.framework.functions.nf4 import QuantizedMatrix, lora_quantize
-    from plimsoll.framework.functions.partition import Partition, combine, differentiate, partition
-    from plimsoll.framework.functions.reconstruction import reconstruction_error
-    from plimsoll.framework.functions.reversible import reversible_scan
-    from plimsoll.framework.functions.stream import stream
-    from plimsoll.framework.functions.trained import Trained
-    from plimsoll.framework.functions.value_and_update import value_and_update
-    from plimsoll.framework.functions.with_lora import with_lora
     from plimsoll.framework.inference.generation import Generator, stream_text
     from plimsoll.framework.inference.sampling import Sampling
     from plimsoll.framework.layers.base import Layer
-    from plimsoll.framework.layers.flow.base import Bijection, Invertible, sum_each
     from plimsoll.framework.layers.objective import Objective
     from plimsoll.framework.layout import ParameterSpec, copy_partition
     from plimsoll.framework.optimizers.schedule_steps import RunSteps, TrainingSteps
@@ -93,29 +93,29 @@ _EXPORTS = {
         "diff",
     ),
     "plimsoll.framework.data.files": ("DataFile",),
-    "plimsoll.framework.data.images": ("ImageSource",),
+    "plimsoll.extras.flows.image_source": ("ImageSource",),
     "plimsoll.framework.data.sources": ("DataSource",),
     "plimsoll.framework.families.decoders": ("llama_model", "mixture"),
     "plimsoll.framework.families.published": ("find_published_model",),
-    "plimsoll.framework.functions.adapters": ("Adapter", "lora_init", "lora_merge", "lora_unmerge"),
-    "plimsoll.framework.functions.checkpoints": ("restore", "save", "steps"),
-    "plimsoll.framework.functions.coupling": ("additive_coupling",),
-    "plimsoll.framework.functions.eager": ("eager", "eager_weights"),
-    "plimsoll.framework.functions.eager_scan": ("eager_scan",),
-    "plimsoll.framework.functions.frozen": ("FrozenBufferError", "check_frozen"),
-    "plimsoll.framework.functions.interpreter": ("AdapterError",),
-    "plimsoll.framework.functions.nf4": ("QuantizedMatrix", "lora_quantize"),
-    "plimsoll.framework.functions.partition": ("Partition", "combine", "differentiate", "partition"),
-    "plimsoll.framework.functions.reconstruction": ("reconstruction_error",),
-    "plimsoll.framework.functions.reversible": ("reversible_scan",),
-    "plimsoll.framework.functions.stream": ("stream",),
-    "plimsoll.framework.functions.trained": ("Trained",),
-    "plimsoll.framework.functions.value_and_update": ("value_and_update",),
-    "plimsoll.framework.functions.with_lora": ("with_lora",),
+    "plimsoll.extras.functions.adapters": ("Adapter", "lora_init", "lora_merge", "lora_unmerge"),
+    "plimsoll.extras.functions.checkpoints": ("restore", "save", "steps"),
+    "plimsoll.extras.functions.coupling": ("additive_coupling",),
+    "plimsoll.extras.functions.eager": ("eager", "eager_weights"),
+    "plimsoll.extras.functions.eager_scan": ("eager_scan",),
+    "plimsoll.extras.functions.frozen": ("FrozenBufferError", "check_frozen"),
+    "plimsoll.extras.functions.interpreter": ("AdapterError",),
+    "plimsoll.extras.functions.nf4": ("QuantizedMatrix", "lora_quantize"),
+    "plimsoll.extras.functions.partition": ("Partition", "combine", "differentiate", "partition"),
+    "plimsoll.extras.functions.reconstruction": ("reconstruction_error",),
+    "plimsoll.extras.functions.reversible": ("reversible_scan",),
+    "plimsoll.extras.functions.stream": ("stream",),
+    "plimsoll.extras.functions.trained": ("Trained",),
+    "plimsoll.extras.functions.value_and_update": ("value_and_update",),
+    "plimsoll.extras.functions.with_lora": ("with_lora",),
     "plimsoll.framework.inference.generation": ("Generator", "stream_text"),
     "plimsoll.framework.inference.sampling": ("Sampling",),
     "plimsoll.framework.layers.base": ("Layer",),
-    "plimsoll.framework.layers.flow.base": ("Bijection", "Invertible", "sum_each"),
+    "plimsoll.extras.flows.base": ("Bijection", "Invertible", "sum_each"),
     "plimsoll.framework.layers.objective": ("Objective",),
     "plimsoll.framework.layout": ("ParameterSpec", "copy_partition"),
     "plimsoll.framework.optimizers.schedule_steps": ("RunSteps", "TrainingSteps"),
@@ -123,7 +123,7 @@ _EXPORTS = {
     "plimsoll.framework.run.hooks": ("Hook",),
     "plimsoll.framework.run.job": ("RunError",),
 }
-_SUBMODULES = ("api", "configs", "framework", "launch", "old_imports")
+_SUBMODULES = ("api", "configs", "extras", "framework", "launch", "old_imports")
 _MODULE_BY_NAME = {name: module for module, names in _EXPORTS.items() for name in names}
 
 __all__ = ["__version__", *_MODULE_BY_NAME]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -23,8 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-# The package `plimsoll`. In a checkout, its folders framework, configs and launch are links.
-_PACKAGE = Path(__file__).parents[2]
+import plimsoll
+
 _DEFINITION = re.compile(r"^@component\n(?:@.+\n)*(?:class|def) (\w+)", re.MULTILINE)
 
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -70,10 +70,13 @@ def find_components() -> dict[str, str]:
     in the source, because importing every module would take seconds. Later calls return the cached map.
     """
     module_by_name = {}
-    for file in sorted((_PACKAGE / "framework").rglob("*.py")):
-        names = _DEFINITION.findall(file.read_text(encoding="utf-8"))
-        module_name = ".".join(["plimsoll", *file.relative_to(_PACKAGE).with_suffix("").parts])
-        module_by_name |= dict.fromkeys(names, module_name.removesuffix(".__init__"))
+    # More than one folder if the links of a checkout are missing, see plimsoll/__init__.py.
+    for root in plimsoll.__path__:
+        for package in ("framework", "extras"):
+            for file in sorted(Path(root, package).rglob("*.py")):
+                names = _DEFINITION.findall(file.read_text(encoding="utf-8"))
+                module_name = ".".join(["plimsoll", *file.relative_to(root).with_suffix("").parts])
+                module_by_name |= dict.fromkeys(names, module_name.removesuffix(".__init__"))
     return module_by_name
 
 

@@ -40,7 +40,7 @@ class Chain:
         param_dtype: dtype of the parameters that the forward pass reads.
         compute_dtype: dtype of weights and activations inside layers.
         calibrates: whether it has `calibrate`, which initializes parameters from the first batch (a flow's ActNorm).
-        generates_images: whether it has `sample`, `encode`, `decode` and `quantize` (a flow).
+        generates_images: whether it has `build_image_sampler` (a flow).
     """
 
     stages: dict[str, Layer]
@@ -50,6 +50,16 @@ class Chain:
     compute_dtype: Any
     calibrates: bool = False
     generates_images: bool = False
+
+    def build_image_sampler(self, program: Any, state: Nested, *, averaged: bool) -> Any:
+        """Return an object whose `sample(num, temperature, seed)` draws images, uint8 [num, H, W, C].
+
+        Args:
+            program: the Program that has this model.
+            state: its state.
+            averaged: whether to use the averages of the weights.
+        """
+        raise NotImplementedError
 
     @cached_property
     def stacks(self) -> dict[str, Stack]:

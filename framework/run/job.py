@@ -1,11 +1,16 @@
 """A training job as requested by `plimsoll train` or `pl.train`. Nothing here starts JAX."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from plimsoll.framework.config import Config
+
+# The file of a workdir that has the choice of memory.auto.
+TUNING_FILE = "auto.json"
 
 
 class RunError(RuntimeError):
@@ -49,6 +54,21 @@ class Request(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class TuneResult:
+    """The outcome of memory.auto for a run.
+
+    Attributes:
+        config: config with the chosen settings.
+        lines: lines to show to the user.
+        record: JSON record of the choice, for the workdir.
+    """
+
+    config: Config
+    lines: list[str]
+    record: dict[str, object]
+
+
 @dataclass
 class Job:
     """A request together with the objects that were validated and opened for it."""
@@ -60,6 +80,8 @@ class Job:
     goodput: Any
     # Calls the training and turns user errors into exit codes; other exceptions propagate.
     handle_errors: Callable[[Callable[[], int]], int]
+    # Chooses the settings of a config that sets memory.auto. Collective. Raises DoesNotFitError.
+    tune_memory: Callable[[Job, Config], TuneResult]
     resume: Literal["auto", "never", "must"] = "auto"  # what to do if there are checkpoints
     force: bool = False  # resume on different data; train even if the step does not fit
     dry_run: bool = False

@@ -13,7 +13,6 @@ from plimsoll.framework.data.batches import Pipeline
 from plimsoll.framework.data.pipeline import DataPipeline
 from plimsoll.framework.inference.evaluation import describe_share
 from plimsoll.framework.inference.generation import Generator
-from plimsoll.framework.inference.images import ImageSampler
 from plimsoll.framework.inference.sampling import Sampling
 from plimsoll.framework.layers.head import LMHead
 from plimsoll.framework.program.program import Program
@@ -91,11 +90,12 @@ def _why_behind(tools: list[str], seq_len: int) -> str:
 
 def sample_images(program: Program, state: dict[str, Any]) -> np.ndarray | None:
     """Sample 64 images, uint8 [64, H, W, C]; None if the model does not generate images."""
-    if not program.experiment.model.generates_images:
+    model = program.experiment.model
+    if not model.generates_images:
         return None
     options = program.experiment.trainer
     has_averages = bool(state["ema"])
-    images = ImageSampler(program, state, averaged=has_averages)
+    images = model.build_image_sampler(program, state, averaged=has_averages)
     return images.sample(_NUM_SAMPLE_IMAGES, options.sample_temperature, options.seed)
 
 

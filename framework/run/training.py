@@ -13,8 +13,8 @@ from plimsoll.framework.checkpoint.replicas import ReplicaMismatchError
 from plimsoll.framework.devices.accelerators import accelerator_name
 from plimsoll.framework.devices.allocator import keep_freed_memory
 from plimsoll.framework.files.workdir import write_json
-from plimsoll.framework.inference.images import save_grid
 from plimsoll.framework.layers.experts.router import Router
+from plimsoll.framework.metrics.image_grid import save_grid
 from plimsoll.framework.metrics.plot import plot_experts, plot_losses, plot_objective
 from plimsoll.framework.metrics.tracking_services import check_installed
 from plimsoll.framework.models.causal_lm import CausalLM
@@ -28,10 +28,10 @@ from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.options import TrainerOptions
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.program.run_length import rate_notes, set_length
-from plimsoll.framework.run import autotune, held_out_answers, offload_self_test, resuming
+from plimsoll.framework.run import held_out_answers, offload_self_test, resuming
 from plimsoll.framework.run.compile_ahead import begin_evaluation, begin_init
 from plimsoll.framework.run.hooks import NonFiniteError, build_user_hooks
-from plimsoll.framework.run.job import Job
+from plimsoll.framework.run.job import TUNING_FILE, Job, TuneResult
 from plimsoll.framework.run.report import compression_lines, sample_images, sample_text
 from plimsoll.framework.run.run import Run
 from plimsoll.framework.run.trainer import LastStepNotSavedError, Trainer
@@ -59,12 +59,12 @@ class Training:
         self.job = job
         self.workdir = job.workdir
         self.pulse = pulse
-        self.autotune: autotune.TuneResult | None = None
+        self.tuning: TuneResult | None = None
         if config.memory.auto:
-            self.autotune = autotune.tune_memory(job, config)
-            config = self.autotune.config
+            self.tuning = job.tune_memory(job, config)
+            config = self.tuning.config
         self.config = config
-        lines = [*self.rule_lines, *(self.autotune.lines if self.autotune else [])]
+        lines = [*self.rule_lines, *(self.tuning.lines if self.tuning else [])]
         self.experiment: Experiment = job.rebuild_experiment(config, lines)
         self.hooks = build_user_hooks(self.options.hooks)
         self.program = Program(self.experiment)
@@ -87,8 +87,8 @@ class Training:
         with self.progress:
             self._print_lines(self.job.request.notes)
             self._print_lines(self.rule_lines)
-            if self.autotune:
-                self._print_lines(self.autotune.lines)
+            if self.tuning:
+                self._print_lines(self.tuning.lines)
             self._prepare()
             code = self._plan()
             if code is None:
@@ -218,8 +218,8 @@ class Training:
             if self.primary:
                 # Written after `start` has accepted the workdir, so that a refused start leaves its files unchanged.
                 write_json(self.workdir.config, self.config.to_dict())
-                if self.autotune:
-                    write_json(self.workdir.path / autotune.FILE, self.autotune.record)
+                if self.tuning:
+                    write_json(self.workdir.path / TUNING_FILE, self.tuning.record)
             stopped = Trainer(self.run, self.need, self.hooks).train(step)
         except (NonFiniteError, ReplicaMismatchError, LastStepNotSavedError) as error:
             self.progress.print(f"error: {error}")

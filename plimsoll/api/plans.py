@@ -12,11 +12,11 @@ import jax
 
 from plimsoll.api.configs import create_request
 from plimsoll.api.plan_process import lacks_devices, plan_in_subprocess
+from plimsoll.extras.plan_page import page
 from plimsoll.framework.config import Config, ConfigError
 from plimsoll.framework.devices.environment import prepare_jax, start_devices
 from plimsoll.framework.plan import report_tables, targets
 from plimsoll.framework.plan.cached_report import get_report
-from plimsoll.framework.plan.page import page
 from plimsoll.framework.plan.report_tables import Report
 from plimsoll.framework.terminal.phase_views import show_phases_on_terminal
 from plimsoll.framework.terminal.tables import render

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from plimsoll.api.configs import create_request
+from plimsoll.extras.autotune.run_tuning import tune_memory
 from plimsoll.framework.config import Config, ConfigError
 from plimsoll.framework.files.workdir import read_only
 from plimsoll.framework.metrics.goodput import Goodput
@@ -108,6 +109,7 @@ def train(
         limit=None if device_memory_gib is None else int(device_memory_gib * 2**30),
         goodput=Goodput(since=started_at),
         handle_errors=lambda training: _train_catching_errors(job, training),
+        tune_memory=tune_memory,
         resume=resume,
         force=force,
     )

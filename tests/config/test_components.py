@@ -15,18 +15,19 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from plimsoll import configs, framework, launch
+from plimsoll import configs, extras, framework, launch
+from plimsoll.extras.flows import image_source as images
+from plimsoll.extras.flows.linear import ActNorm
 from plimsoll.framework.config import Config, ConfigError, config_for, reference
 from plimsoll.framework.config import components as config_components
 from plimsoll.framework.config import names as config_names
 from plimsoll.framework.config.components import is_component
-from plimsoll.framework.data import images, prompts, sources, tokenizers
+from plimsoll.framework.data import prompts, sources, tokenizers
 from plimsoll.framework.families.llama import Llama
 from plimsoll.framework.layers.attention import Attention
 from plimsoll.framework.layers.block import Block
 from plimsoll.framework.layers.experts.experts import Experts
 from plimsoll.framework.layers.experts.router import Router
-from plimsoll.framework.layers.flow.linear import ActNorm
 from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layers.mlp import MLP
 from plimsoll.framework.layers.stack import Stack
@@ -38,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 def _modules() -> list[str]:
     """Return every module of ours that could be named, including `launch`."""
     found = ["plimsoll.framework", "plimsoll.configs", "plimsoll.launch"]
-    for package in (framework, configs, launch):
+    for package in (framework, extras, configs, launch):
         found += [info.name for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
     return [name for name in found if not name.endswith("__main__")]
 
@@ -46,7 +47,7 @@ def _modules() -> list[str]:
 def _find_marked_in_source() -> set[str]:
     """Return the dotted names of definitions under `@component`, as they appear in the source files."""
     names = set()
-    for package in ("framework", "configs", "launch"):
+    for package in ("framework", "extras", "configs", "launch"):
         for file in (ROOT / "plimsoll" / package).rglob("*.py"):
             if "@component" not in (source := file.read_text()):
                 continue
@@ -317,7 +318,7 @@ def test_config_for_does_not_open_a_target_to_files():
 def test_our_code_configures_only_marked_components():
     """Foreign names that this process configures become loadable, so our own code must not add any to the list."""
     named = set()
-    for package in ("framework", "configs", "launch"):
+    for package in ("framework", "extras", "configs", "launch"):
         for file in (ROOT / "plimsoll" / package).rglob("*.py"):
             calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call) and node.args]
             named |= {ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "config_for"}

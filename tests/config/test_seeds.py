@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from plimsoll.extras.flows.image_source import ImagePipeline
+from plimsoll.extras.flows.linear import Permutation
 from plimsoll.framework.config import ConfigError, config_for
-from plimsoll.framework.data.images import ImagePipeline
 from plimsoll.framework.data.pipeline import DataPipeline
-from plimsoll.framework.layers.flow.linear import Permutation
 from plimsoll.framework.program.options import TrainerOptions
 
 COMPONENTS = [TrainerOptions, DataPipeline, ImagePipeline, Permutation]

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from plimsoll import configs
-from plimsoll.framework.data import images, sources, tokenizers
+from plimsoll.extras.flows import image_source as images
+from plimsoll.framework.data import sources, tokenizers
 from plimsoll.framework.data.packing import pack
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from plimsoll.extras.flows.image_source import DigitsSource, ImageFolder, ImagePipeline
 from plimsoll.framework.config import Config, config_for
-from plimsoll.framework.data.images import DigitsSource, ImageFolder, ImagePipeline
 from plimsoll.framework.data.order import BatchOrder
 from plimsoll.framework.data.sources import StdlibSource
 

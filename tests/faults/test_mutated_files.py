@@ -21,12 +21,12 @@ import pytest
 from PIL import Image
 
 from plimsoll import configs
+from plimsoll.extras.flows.image_source import ImageFolder
 from plimsoll.framework import families
 from plimsoll.framework.batch_transforms.stored_reference import StoredRows
 from plimsoll.framework.batch_transforms.teacher_files import TeacherFacts, TeacherOutputs, TeacherRows, TeacherWriter
 from plimsoll.framework.data.detect_format import detect_format
 from plimsoll.framework.data.files import FileHashes
-from plimsoll.framework.data.images import ImageFolder
 from plimsoll.framework.data.sources import TextFiles, TokenMemmap
 from plimsoll.framework.data.tokenize import write_tokens
 from plimsoll.framework.data.tokenizers import ByteTokenizer

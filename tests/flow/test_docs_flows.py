@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from plimsoll import configs
+from plimsoll.extras.flows.linear import ActNorm
+from plimsoll.extras.flows.model import Flow
 from plimsoll.framework.config import config_for
 from plimsoll.framework.layers.base import Context
-from plimsoll.framework.layers.flow.linear import ActNorm
 from plimsoll.framework.layers.stack import Stack
 from plimsoll.framework.layout import initialize
-from plimsoll.framework.models.flow import Flow
 from tools import golden
 
 TEXT = (Path(__file__).parents[2] / "docs" / "flows.md").read_text()

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from plimsoll.extras.flows.base import Bijection, Invertible, check_outputs
+from plimsoll.extras.flows.coupling import AdditiveCoupling, AffineCoupling
+from plimsoll.extras.flows.ends import Preprocess, Prior, Split
+from plimsoll.extras.flows.linear import ActNorm, InvertibleConv, Permutation, Squeeze
+from plimsoll.extras.flows.nets import AttentionNet, ConvNet, convolve
+from plimsoll.extras.flows.residual import ResidualBlock
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.layers.base import Context
-from plimsoll.framework.layers.flow.base import Bijection, Invertible, check_outputs
-from plimsoll.framework.layers.flow.coupling import AdditiveCoupling, AffineCoupling
-from plimsoll.framework.layers.flow.ends import Preprocess, Prior, Split
-from plimsoll.framework.layers.flow.linear import ActNorm, InvertibleConv, Permutation, Squeeze
-from plimsoll.framework.layers.flow.nets import AttentionNet, ConvNet, convolve
-from plimsoll.framework.layers.flow.residual import ResidualBlock
 from plimsoll.framework.layers.mlp import MLP
 from plimsoll.framework.layers.reversible import Reversible
 from plimsoll.framework.layout import flatten, initialize

@@ -9,18 +9,18 @@ import numpy as np
 import optax
 import pytest
 
+from plimsoll.extras.flows.coupling import AdditiveCoupling, AffineCoupling
+from plimsoll.extras.flows.ends import Preprocess, Prior, Split
+from plimsoll.extras.flows.image_source import DigitsSource, ImagePipeline
+from plimsoll.extras.flows.linear import ActNorm, InvertibleConv, Permutation
+from plimsoll.extras.flows.model import Flow
+from plimsoll.extras.flows.nets import AttentionNet, ConvNet
+from plimsoll.extras.flows.residual import ResidualBlock
 from plimsoll.framework.config import Config, config_for
-from plimsoll.framework.data.images import DigitsSource, ImagePipeline
 from plimsoll.framework.layers.base import Context
-from plimsoll.framework.layers.flow.coupling import AdditiveCoupling, AffineCoupling
-from plimsoll.framework.layers.flow.ends import Preprocess, Prior, Split
-from plimsoll.framework.layers.flow.linear import ActNorm, InvertibleConv, Permutation
-from plimsoll.framework.layers.flow.nets import AttentionNet, ConvNet
-from plimsoll.framework.layers.flow.residual import ResidualBlock
 from plimsoll.framework.layers.mlp import MLP
 from plimsoll.framework.layers.stack import Stack
 from plimsoll.framework.layout import flatten, initialize, unflatten
-from plimsoll.framework.models.flow import Flow
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.run.hooks import _describe_updated
 from tests.support import small
@@ -305,9 +305,7 @@ def test_training_is_the_same_in_constant_memory_and_under_other_schedules(memor
 def test_incompatible_flow_settings_are_refused():
     with pytest.raises(ValueError, match=r"stacks\.1: expected an even height and width to squeeze, given 3 x 2"):
         flow(GLOW, GLOW, shape=(6, 4, 1))
-    with pytest.raises(
-        ValueError, match=r"stacks\.0\.pattern\.0: expected a layer of plimsoll\.framework\.layers\.flow, given"
-    ):
+    with pytest.raises(ValueError, match=r"stacks\.0\.pattern\.0: expected a layer of plimsoll\.extras\.flows, given"):
         flow([config_for(MLP, hidden=8)])
     data = config_for(ImagePipeline, source=config_for(DigitsSource), global_batch_size=8).instantiate()
     shape = {"data": 1, "fsdp": 1, "expert": 1, "seq": 1, "model": 1}

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from plimsoll.extras.flows.residual import ResidualBlock
 from plimsoll.framework.layers.base import Context
-from plimsoll.framework.layers.flow.residual import ResidualBlock
 from plimsoll.framework.layout import initialize
 from tests.support import small
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import plimsoll as pl
-from plimsoll.framework.functions import reversible_layer
+from plimsoll.extras.functions import reversible_layer
 
 LAYERS = 6
 DIM = 4

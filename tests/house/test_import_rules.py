@@ -30,7 +30,6 @@ ALLOWED_IMPORTS = {
     "program": "config data devices layers layout learner models optimizers processes schedules terminal",
     "inference": "data layers layout metrics program terminal",
     "plan": "checkpoint config data devices layers layout learner metrics models optimizers program schedules terminal",
-    "functions": "checkpoint layers layout optimizers plan processes",
     "weights": "config files layers layout models program schedules terminal",
     "families": "config files layers models weights",
     "batch_transforms": "config data devices families files inference layers layout learner models objectives "
@@ -39,7 +38,15 @@ ALLOWED_IMPORTS = {
     "processes program schedules terminal",
 }
 # Each package of `plimsoll` and the others that it may import.
-PACKAGES = {"framework": "", "configs": "framework", "api": "framework configs", "launch": "framework configs api"}
+PACKAGES = {
+    "framework": "",
+    "extras": "framework",
+    "configs": "framework extras",
+    "api": "framework extras configs",
+    "launch": "framework extras configs api",
+}
+# Each optional package in `plimsoll/extras/` and the others that it may import.
+EXTRAS = {"functions": "", "flows": "", "calibration": "", "plan_page": "", "autotune": "", "largest": "autotune"}
 
 
 def modules(package: str) -> dict[str, Path]:
@@ -109,6 +116,16 @@ def test_packages_import_downwards(package: str):
     allowed = {package, *PACKAGES[package].split()}
     for file in modules(package).values():
         assert {name.partition(".")[0] for name in imports(file)} & {*PACKAGES} <= allowed, file
+
+
+@pytest.mark.pairs
+def test_optional_packages_import_each_other_only_as_listed():
+    found = {package.name for package in (ROOT / "plimsoll/extras").iterdir() if (package / "__init__.py").exists()}
+    assert found == {*EXTRAS}
+    for package, others in EXTRAS.items():
+        files = modules(f"extras/{package}").values()
+        names = {name for file in files for name in imports(file) if name.startswith("extras.")}
+        assert {name.split(".")[1] for name in names} - {package} == {*others.split()}
 
 
 @pytest.mark.pairs

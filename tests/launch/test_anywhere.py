@@ -134,7 +134,7 @@ def test_the_old_import_name_is_an_alias_in_a_checkout() -> None:
 
 @pytest.mark.pairs
 def test_a_copy_without_links_works(tmp_path: Path) -> None:
-    for name in ("framework", "configs", "launch", "plimsoll/api"):
+    for name in ("framework", "configs", "launch", "plimsoll/api", "plimsoll/extras"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for file in (ROOT / "plimsoll").glob("*.py"):
         shutil.copy(file, tmp_path / "plimsoll")

@@ -12,8 +12,9 @@ import pytest
 from PIL import Image
 
 from plimsoll.configs import load as load_config
-from plimsoll.framework.data.images import DigitsSource
-from plimsoll.framework.inference.images import ImageSampler, save_grid
+from plimsoll.extras.flows.image_sampler import ImageSampler
+from plimsoll.extras.flows.image_source import DigitsSource
+from plimsoll.framework.metrics.image_grid import save_grid
 from plimsoll.framework.program.program import Program
 from plimsoll.launch import evaluate, export, generate, prepare, sample, status, train
 from tests.support import runs

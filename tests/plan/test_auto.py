@@ -11,26 +11,19 @@ import jax.numpy as jnp
 import pytest
 
 from plimsoll import configs
+from plimsoll.extras.autotune import allowed_changes, largest_batch
+from plimsoll.extras.autotune.branch_and_bound import SettingsSearch
+from plimsoll.extras.autotune.budget import Candidate, MemoryBudget, MemoryLimits
+from plimsoll.extras.autotune.compile_candidates import NoProgramError, confirm_fastest
+from plimsoll.extras.autotune.cost_model import CostModel
+from plimsoll.extras.autotune.search_space import SearchSpace
+from plimsoll.extras.autotune.settings import find_fixed_paths, flags, get_text, select_changes, setting, with_settings
+from plimsoll.extras.autotune.tuned_settings import TunedSettings
+from plimsoll.extras.autotune.tuner import Tuner
 from plimsoll.framework.config import Config, ConfigError, config_for
 from plimsoll.framework.families.decoders import mixture
 from plimsoll.framework.objectives.kto import KTO
 from plimsoll.framework.plan import targets
-from plimsoll.framework.plan.auto import allowed_changes, largest_batch
-from plimsoll.framework.plan.auto.branch_and_bound import SettingsSearch
-from plimsoll.framework.plan.auto.budget import Candidate, MemoryBudget, MemoryLimits
-from plimsoll.framework.plan.auto.compile_candidates import NoProgramError, confirm_fastest
-from plimsoll.framework.plan.auto.cost_model import CostModel
-from plimsoll.framework.plan.auto.search_space import SearchSpace
-from plimsoll.framework.plan.auto.settings import (
-    find_fixed_paths,
-    flags,
-    get_text,
-    select_changes,
-    setting,
-    with_settings,
-)
-from plimsoll.framework.plan.auto.tuned_settings import TunedSettings
-from plimsoll.framework.plan.auto.tuner import Tuner
 from plimsoll.framework.plan.estimate import estimate
 from plimsoll.framework.plan.step_time.estimated_time import estimate_time
 from plimsoll.framework.plan.suggest import estimate_for_target
@@ -394,7 +387,7 @@ def test_verb_prints_overrides_and_reuses_the_stored_choice(
     assert report["fits"]
     assert report["auto"]["compiled"]
     assert report["device_allocated_bytes"] == report["auto"]["peak"]
-    monkeypatch.setattr("plimsoll.framework.plan.auto.autotune.Tuner", lambda *_, **__: pytest.fail("searched again"))
+    monkeypatch.setattr("plimsoll.extras.autotune.autotune.Tuner", lambda *_, **__: pytest.fail("searched again"))
     monkeypatch.setattr(
         "plimsoll.framework.plan.build_report.compile_report", lambda *_, **__: pytest.fail("compiled again")
     )

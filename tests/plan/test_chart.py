@@ -10,8 +10,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from plimsoll.framework.plan.batch_grid import GridPoint
-from plimsoll.framework.plan.page import PlanCommand, chart_figures, page
+from plimsoll.extras.plan_page import PlanCommand, chart_figures, page
+from plimsoll.extras.plan_page.batch_grid import GridPoint
 from tests.support.plan_pages import GIB, IN_EFFECT, TIME, browse, measure, needs_browser, plan
 
 EVIL = "</script><script>document.title='broken'</script><img src=x onerror=\"alert(1)\">'; --\"$HOME`x`"

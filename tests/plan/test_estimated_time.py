@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from plimsoll.extras.calibration import measure, rates_store
+from plimsoll.extras.calibration.workloads import workloads
 from plimsoll.framework.devices.accelerators import spec_for
 from plimsoll.framework.plan import targets
-from plimsoll.framework.plan.calibration import measure, rates_store
-from plimsoll.framework.plan.calibration.device_rates import DeviceRates, TimeCurve, assume_cpu_rates, assume_gpu_rates
-from plimsoll.framework.plan.calibration.workloads import workloads
 from plimsoll.framework.plan.compilation import compile_for
 from plimsoll.framework.plan.hlo import Module
 from plimsoll.framework.plan.step_time import TpuRates, count
 from plimsoll.framework.plan.step_time.compiled_time import estimate_compiled_time
 from plimsoll.framework.plan.step_time.cpu_time import cpu_time
+from plimsoll.framework.plan.step_time.device_rates import DeviceRates, TimeCurve, assume_cpu_rates, assume_gpu_rates
 from plimsoll.framework.plan.step_time.gpu_time import gpu_time
 from plimsoll.framework.plan.step_time.step_count import StepProgram
 from plimsoll.framework.plan.step_time.time_breakdown import PARTS, StepTime

@@ -8,7 +8,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from plimsoll.framework.plan.page import COLORS, page
+from plimsoll.extras.plan_page import COLORS, page
 from tests.support.plan_pages import COMPARED, GIB, GROUPS, IN_EFFECT, NONE, TIME, browse, measure, needs_browser, plan
 
 

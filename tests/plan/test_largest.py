@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from plimsoll import configs
+from plimsoll.extras.autotune.autotune import TuningResult
+from plimsoll.extras.autotune.tuned_settings import Machine, TunedSettings
+from plimsoll.extras.largest import frontier_tables
+from plimsoll.extras.largest.size_family import Size, SizeFamily, count_parameters
+from plimsoll.extras.largest.size_frontier import Frontier, FrontierSearch
 from plimsoll.framework.config import Config, ConfigError
-from plimsoll.framework.plan.auto.autotune import TuningResult
-from plimsoll.framework.plan.auto.tuned_settings import Machine, TunedSettings
-from plimsoll.framework.plan.largest import frontier_tables
-from plimsoll.framework.plan.largest.size_family import Size, SizeFamily, count_parameters
-from plimsoll.framework.plan.largest.size_frontier import Frontier, FrontierSearch
 from plimsoll.launch import plan
 
 

@@ -2,15 +2,15 @@
 
 import optax
 
+from plimsoll.extras.flows.coupling import AffineCoupling
+from plimsoll.extras.flows.image_source import DigitsSource, ImagePipeline
+from plimsoll.extras.flows.linear import ActNorm, InvertibleConv
+from plimsoll.extras.flows.model import Flow
+from plimsoll.extras.flows.nets import ConvNet
 from plimsoll.framework.config import Config, config_for
-from plimsoll.framework.data.images import DigitsSource, ImagePipeline
 from plimsoll.framework.devices.mesh import MeshShape
-from plimsoll.framework.layers.flow.coupling import AffineCoupling
-from plimsoll.framework.layers.flow.linear import ActNorm, InvertibleConv
-from plimsoll.framework.layers.flow.nets import ConvNet
 from plimsoll.framework.layers.stack import Stack
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.models.flow import Flow
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.options import TrainerOptions
 from tests.support.tiny import CACHE

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from plimsoll.framework.data.images import DigitsSource
+from plimsoll.extras.flows.image_source import DigitsSource
 from plimsoll.launch import train
 from tests.support import runs
 from tools.bench import flow_quality

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from plimsoll.extras.autotune.run_tuning import read_choice
+from plimsoll.extras.autotune.settings import Setting, find_fixed_paths, with_settings
+from plimsoll.extras.autotune.tuned_settings import Machine, TunedSettings
 from plimsoll.framework.config import Config
-from plimsoll.framework.plan.auto.settings import Setting, find_fixed_paths, with_settings
-from plimsoll.framework.plan.auto.tuned_settings import Machine, TunedSettings
-from plimsoll.framework.run.autotune import FILE, read_choice
+from plimsoll.framework.run.job import TUNING_FILE
 from tests.support import small
 
 
@@ -22,7 +23,7 @@ def write(folder: Path, *settings: tuple[Any, Any], **fields: Any) -> Path:
     chosen = tuple(Setting(*pair) for pair in settings)
     machine = Machine("cpu:1", 1, 2**30, None)
     choice = TunedSettings(machine, chosen, (), (), peak=1, host=0, seconds=None, moved=0.0, compiled=True)
-    path = folder / FILE
+    path = folder / TUNING_FILE
     path.write_text(json.dumps({"asked": "digest", "choice": choice.to_json() | fields}))
     return path
 
@@ -57,7 +58,7 @@ def test_fields_outside_the_search_are_ignored(
 ) -> None:
     path = write(tmp_path, ("mesh.data", "1"), setting)
     assert read_choice(path, config(), frozenset()) is None
-    assert FILE in caplog.text
+    assert TUNING_FILE in caplog.text
     assert "\x1b" not in caplog.text
 
 
@@ -68,6 +69,6 @@ def test_fields_that_the_user_set_are_not_changed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"asked": 1, "choice": []}', "[" * 100_000, "\xff"])
 def test_a_file_that_is_no_record_is_ignored(tmp_path: Path, text: str) -> None:
-    (tmp_path / FILE).write_text(text, encoding="latin-1")
-    assert read_choice(tmp_path / FILE, config(), frozenset()) is None
+    (tmp_path / TUNING_FILE).write_text(text, encoding="latin-1")
+    assert read_choice(tmp_path / TUNING_FILE, config(), frozenset()) is None
     assert read_choice(tmp_path / "none.json", config(), frozenset()) is None

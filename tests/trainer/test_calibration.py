@@ -9,10 +9,10 @@ import optax
 import pytest
 
 from plimsoll.configs import load
+from plimsoll.extras.flows.model import Flow
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.layout import flatten
 from plimsoll.framework.learner.rules import Rule
-from plimsoll.framework.models.flow import Flow
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.schedules.step import training_context
 

@@ -24,19 +24,11 @@ import numpy as np
 from scipy import stats
 
 from plimsoll.configs import load
+from plimsoll.extras.autotune.branch_and_bound import TIE_FACTOR
+from plimsoll.extras.autotune.settings import ACCUMULATE, REMAT, Settings, flags, select_changes, setting, with_settings
+from plimsoll.extras.autotune.tuner import Tuner
 from plimsoll.framework.config import Config
 from plimsoll.framework.plan import targets
-from plimsoll.framework.plan.auto.branch_and_bound import TIE_FACTOR
-from plimsoll.framework.plan.auto.settings import (
-    ACCUMULATE,
-    REMAT,
-    Settings,
-    flags,
-    select_changes,
-    setting,
-    with_settings,
-)
-from plimsoll.framework.plan.auto.tuner import Tuner
 from plimsoll.framework.plan.cache import versions
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.terminal.tables import human_duration

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import Any
 
-from plimsoll.framework.plan.auto.settings import Setting, flags
+from plimsoll.extras.autotune.settings import Setting, flags
 from plimsoll.framework.plan.cache import versions
 from plimsoll.framework.terminal.tables import human_bytes, human_duration
 

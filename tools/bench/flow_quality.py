@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
     if args.draws < 1:
         raise cli.UsageError(f"--draws={args.draws}: expected at least 1")
 
-    from plimsoll.framework.inference.images import ImageSampler
+    from plimsoll.extras.flows.image_sampler import ImageSampler
 
     loaded = weights.load(args, overrides, text=False)
     images, data = ImageSampler(loaded.program, loaded.state, averaged=loaded.averaged), loaded.experiment.data

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from plimsoll.configs import load
+from plimsoll.extras.autotune.autotune import MEMORY, TuningResult, autotune
+from plimsoll.extras.autotune.settings import Setting, find_fixed_paths, flags
+from plimsoll.extras.autotune.tuned_settings import Machine
+from plimsoll.extras.autotune.tuning_cache import TuningRequest
+from plimsoll.extras.largest.size_family import SizeFamily
+from plimsoll.extras.largest.size_frontier import FrontierPoint, FrontierSearch
 from plimsoll.framework.config import Config
 from plimsoll.framework.plan import targets
-from plimsoll.framework.plan.auto.autotune import MEMORY, TuningResult, autotune
-from plimsoll.framework.plan.auto.settings import Setting, find_fixed_paths, flags
-from plimsoll.framework.plan.auto.tuned_settings import Machine
-from plimsoll.framework.plan.auto.tuning_cache import TuningRequest
 from plimsoll.framework.plan.cache import versions
-from plimsoll.framework.plan.largest.size_family import SizeFamily
-from plimsoll.framework.plan.largest.size_frontier import FrontierPoint, FrontierSearch
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.terminal.tables import human_bytes, human_count, human_duration
 from plimsoll.launch.cli import apply_overrides

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from plimsoll.framework.plan.cache import versions
-from plimsoll.framework.plan.calibration import rates_store
+from plimsoll.framework.plan.step_time import rates_store
 from plimsoll.framework.terminal.tables import TableSection, render
 from plimsoll.launch import cli
 

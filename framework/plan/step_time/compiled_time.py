@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from plimsoll.framework.devices.accelerators import AcceleratorSpec
-from plimsoll.framework.plan.calibration import rates_store
-from plimsoll.framework.plan.calibration.device_rates import (
+from plimsoll.framework.plan.compilation import CompiledProgram
+from plimsoll.framework.plan.hlo.module import Module
+from plimsoll.framework.plan.step_time import rates_store
+from plimsoll.framework.plan.step_time.cpu_time import cpu_time
+from plimsoll.framework.plan.step_time.device_rates import (
     PROGRAM_START,
     DeviceRates,
     assume_cpu_rates,
     assume_gpu_rates,
 )
-from plimsoll.framework.plan.compilation import CompiledProgram
-from plimsoll.framework.plan.hlo.module import Module
-from plimsoll.framework.plan.step_time.cpu_time import cpu_time
 from plimsoll.framework.plan.step_time.gpu_time import gpu_time
 from plimsoll.framework.plan.step_time.time_breakdown import StepTime
 from plimsoll.framework.plan.step_time.tpu_rates import TpuRates

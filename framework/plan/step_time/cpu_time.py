@@ -11,13 +11,13 @@ import math
 import re
 from typing import NamedTuple
 
-from plimsoll.framework.plan.calibration.device_rates import DeviceRates
 from plimsoll.framework.plan.hlo.arrays import arrays
 from plimsoll.framework.plan.hlo.computations import Instruction
 from plimsoll.framework.plan.hlo.executed_instructions import iter_executed
 from plimsoll.framework.plan.hlo.flops import Flops
 from plimsoll.framework.plan.hlo.memory_traffic import Traffic
 from plimsoll.framework.plan.hlo.module import Module
+from plimsoll.framework.plan.step_time.device_rates import DeviceRates
 from plimsoll.framework.plan.step_time.work_categories import is_work
 
 _TRANSCENDENTAL = {

@@ -13,8 +13,8 @@ from plimsoll.framework.devices.accelerators import AcceleratorSpec
 from plimsoll.framework.layers.base import batch_shards
 from plimsoll.framework.layout import GROUPS, StateLayout
 from plimsoll.framework.models.causal_lm import CausalLM
-from plimsoll.framework.plan.calibration.device_rates import DeviceRates
 from plimsoll.framework.plan.step_time.compiled_time import load_rates
+from plimsoll.framework.plan.step_time.device_rates import DeviceRates
 from plimsoll.framework.plan.step_time.time_breakdown import StepTime
 from plimsoll.framework.plan.step_time.tpu_rates import PCIE_EFFICIENCY
 from plimsoll.framework.plan.step_time.traced_work import count_traced_work

@@ -6,9 +6,9 @@ The rates are those that `plimsoll calibrate` measured on such a GPU, or fractio
 from __future__ import annotations
 
 from plimsoll.framework.devices.accelerators import AcceleratorSpec
-from plimsoll.framework.plan.calibration.device_rates import DeviceRates, WorkKind
 from plimsoll.framework.plan.hlo.collectives import collectives
 from plimsoll.framework.plan.hlo.module import Module
+from plimsoll.framework.plan.step_time.device_rates import DeviceRates, WorkKind
 from plimsoll.framework.plan.step_time.gpu_kernels import GpuKernel, GpuRates, iter_kernels
 from plimsoll.framework.plan.step_time.schedule_simulation import AsyncCollective, InstructionCost, simulate
 from plimsoll.framework.plan.step_time.tpu_time import PRODUCTS, ProgramTime

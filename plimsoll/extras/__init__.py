@@ -1,0 +1,9 @@
+"""Optional packages. Nothing in `framework` imports them, and none of them is needed to train.
+
+functions: less memory for JAX code without a config (`pl.eager`, `pl.stream`, ...), docs/functions_eager.md and its neighbors.
+flows: invertible layers, normalizing flows and their images, docs/flows.md.
+autotune: chooses the settings of `memory.auto` and of `plimsoll plan --auto`, docs/plan.md.
+largest: the largest model that fits, `plimsoll plan --largest`.
+plan_page: the page of `plimsoll plan --html`.
+calibration: measures the speed of a device, `plimsoll calibrate`.
+"""

@@ -1,0 +1,238 @@
+"""Finds the fastest settings that fit, by branch and bound over analytical estimates.
+
+Meshes are expanded in order of the time that a step would take if nothing had to be offloaded or recomputed. Most of
+them are never expanded, because that lower bound already exceeds the best result.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from plimsoll.extras.autotune.budget import Candidate, MemoryBudget
+from plimsoll.extras.autotune.cost_model import CostModel, SettingsCost
+from plimsoll.extras.autotune.offload_levels import OffloadLevels
+from plimsoll.extras.autotune.remat_mixtures import RematMixtures
+from plimsoll.extras.autotune.search_space import SearchSpace
+from plimsoll.extras.autotune.settings import (
+    ACCUMULATE,
+    CLIP_MODE,
+    REMAT,
+    UPDATE,
+    Settings,
+    get_text,
+    select_changes,
+    setting,
+    sort_settings,
+)
+from plimsoll.framework.plan.step_time.tpu_rates import PCIE_EFFICIENCY
+from plimsoll.framework.schedules.traits import SCHEDULES
+
+# Settings within this factor count as equally fast; among those, the ones that change less win.
+TIE_FACTOR = 1.01
+# Expand only the meshes with the lowest bounds: the others were hardly ever better.
+_MOST_MESHES = 3
+# Number of times that smaller microbatches may fail to help before the search stops trying them.
+_PATIENCE = 2
+
+
+class _Branch(NamedTuple):
+    """Partially decided settings, with a lower bound on the time of a step for all completions of them."""
+
+    bound: float
+    number: int
+    expand: Callable[[], None]
+
+
+class SettingsSearch:
+    """A search for the fastest settings that fit.
+
+    Args:
+        cost_model: estimates the cost of settings of the config.
+        space: search space.
+        budget: decides whether settings fit.
+        variants: allowed changes to the training itself, starting with no change.
+    """
+
+    def __init__(
+        self, cost_model: CostModel, space: SearchSpace, budget: MemoryBudget, variants: Sequence[Settings] = ((),)
+    ):
+        self._cost_model = cost_model
+        self._space = space
+        self._budget = budget
+        self._variants = variants
+        self._heap: list[_Branch] = []
+        self._numbers = itertools.count()
+        self._canonical: dict[Settings, Settings] = {}
+        self._num_meshes = 0
+        self.found: list[Candidate] = []
+
+    def run(self) -> Candidate | None:
+        """Return the fastest settings that fit; None if none do."""
+        unchanged_cost = self._cost(())
+        if unchanged_cost is not None and self._budget.fits((), unchanged_cost):
+            self.found.append(Candidate((), unchanged_cost, self._budget.peak((), unchanged_cost)))
+        for variant, mesh in itertools.product(self._variants, self._space.meshes()):
+            self._push_mesh(variant, mesh)
+        while self._heap:
+            branch = heapq.heappop(self._heap)
+            # The heap is ordered by bound, so the remaining branches cannot be faster.
+            if branch.bound * TIE_FACTOR >= self._best_seconds:
+                break
+            branch.expand()
+        if not self.found:
+            return None
+        return self._mix_remat(self._select_preferred())
+
+    def _mix_remat(self, best: Candidate) -> Candidate:
+        """Return the settings with less recomputation in as many layers as there is room for."""
+        mixtures = RematMixtures(self._cost_model, self._budget, self._space)
+        fastest = min([best, *mixtures.iter_candidates(best)], key=lambda one: one.cost.seconds)
+        return fastest if fastest.cost.seconds * TIE_FACTOR < best.cost.seconds else best
+
+    @property
+    def _best_seconds(self) -> float:
+        return min((candidate.cost.seconds for candidate in self.found), default=math.inf)
+
+    def _select_preferred(self) -> Candidate:
+        """Return the candidate that moves and changes least, among those as fast as the fastest."""
+        fast_enough = self._best_seconds * TIE_FACTOR
+        rivals = [candidate for candidate in self.found if candidate.cost.seconds <= fast_enough]
+        return min(rivals, key=_rank)
+
+    # --- branches ----------------------------------------------------------------------------------------------------
+
+    def _push(self, bound: float, expand: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, _Branch(bound, next(self._numbers), expand))
+
+    def _push_mesh(self, variant: Settings, mesh: Settings) -> None:
+        accumulations = self._space.accumulations(mesh)
+        if not accumulations:
+            return
+        base = (*variant, *mesh)
+        bound = self._lower_bound(base, self._space.remats()[0], (), accumulations)
+        if not mesh:
+            # Expand the config's own mesh before others that are equally fast.
+            bound /= TIE_FACTOR**2
+        if bound < math.inf:
+            self._push(bound, functools.partial(self._expand_mesh, base, accumulations))
+
+    def _expand_mesh(self, base: Settings, accumulations: list[int]) -> None:
+        self._num_meshes += 1
+        if self._num_meshes > _MOST_MESHES and self.found:
+            return
+        for remat in self._space.remats():
+            bound = self._lower_bound(base, remat, (), accumulations)
+            if bound * TIE_FACTOR >= self._best_seconds:
+                continue
+            schedules = [schedule for count in accumulations for schedule in self._space.schedules(count)]
+            for schedule in dict.fromkeys(schedules):
+                possible = [count for count in accumulations if schedule in self._space.schedules(count)]
+                # `bound` is that of the simplest schedule, and no schedule computes less. But this one may hide less.
+                schedule_bound = self._lower_bound(base, remat, schedule, possible)
+                self._push(
+                    max(bound, schedule_bound), functools.partial(self._explore, base, remat, schedule, possible)
+                )
+
+    def _lower_bound(self, base: Settings, remat: str, schedule: Settings, counts: list[int]) -> float:
+        """Return a lower bound on the time of a step: the largest microbatch's time plus the smallest one's transfers.
+
+        It is infinite if no microbatch is possible.
+        """
+        joined = [self._join_settings(base, remat, schedule, count) for count in counts]
+        fastest = next(filter(None, map(self._cost, joined)), None)
+        smallest = next(filter(None, map(self._cost, reversed(joined))), None)
+        if fastest is None or smallest is None:
+            return math.inf
+        return fastest.seconds + self._seconds_to_move(joined[-1], smallest, schedule)
+
+    def _seconds_to_move(self, settings: Settings, cost: SettingsCost, schedule: Settings) -> float:
+        """Return a lower bound on the transfer time that is not hidden, for settings without offloading.
+
+        It is zero if the settings fit without offloading, and infinite if there is no host memory to offload to.
+        """
+        over = self._budget.over(settings, cost)
+        if over <= 0:
+            return 0.0
+        target = self._cost_model.target
+        link = target.spec.pcie_bytes_per_second
+        if target.platform == "cpu":
+            # On a CPU, the device memory is the host memory.
+            return math.inf
+        if link is None or math.isinf(cost.seconds):
+            return 0.0
+        update = get_text(schedule, UPDATE)
+        # If the schedule is still open, the bound has to hold for all of them.
+        traits = [SCHEDULES[update]] if update else SCHEDULES.values()
+        hidden = max(one.hidden_fraction for one in traits)
+        return max(0.0, over / (PCIE_EFFICIENCY * link) - hidden * cost.seconds)
+
+    # --- microbatches and placements ---------------------------------------------------------------------------------
+
+    def _explore(self, base: Settings, remat: str, schedule: Settings, counts: list[int]) -> None:
+        """Find microbatches and placements for a mesh, a remat policy and a schedule, and add them to `found`."""
+        offload_levels = OffloadLevels(self._cost, self._budget, self._space)
+        orders = self._space.offload_orders(schedule)
+
+        def may_fit(index: int) -> bool:
+            # All orders have the same first and last level, and `may_fit` looks only at those.
+            return offload_levels.may_fit(self._join_settings(base, remat, schedule, counts[index]), orders[0])
+
+        first = _find_first(len(counts), may_fit)
+        patience = _PATIENCE
+        fastest = math.inf
+        for index in range(first, len(counts)):
+            settings = self._join_settings(base, remat, schedule, counts[index])
+            cost = self._cost(settings)
+            if cost is None or cost.seconds >= self._best_seconds:
+                break
+            if cost.seconds + self._seconds_to_move(settings, cost, schedule) >= self._best_seconds:
+                # This one is too slow, but a smaller microbatch may have less to move.
+                continue
+            cheapest_fits = [offload_levels.find_cheapest_fit(settings, levels) for levels in orders]
+            rivals = [candidate for candidate in cheapest_fits if candidate is not None]
+            self.found += [one._replace(settings=self.canonical(one.settings)) for one in rivals]
+            seconds = min((one.cost.seconds for one in rivals), default=math.inf)
+            if self._budget.fits(settings, cost):
+                # Nothing is offloaded, so smaller microbatches can only be slower.
+                break
+            if rivals:
+                patience -= seconds >= fastest
+            fastest = min(fastest, seconds)
+            if patience == 0:
+                break
+
+    def _join_settings(self, base: Settings, remat: str, schedule: Settings, count: int) -> Settings:
+        return (*base, setting(ACCUMULATE, count), *schedule, setting(REMAT, remat))
+
+    def _cost(self, settings: Settings) -> SettingsCost | None:
+        return self._cost_model.cost(self.canonical(settings))
+
+    def canonical(self, settings: Settings) -> Settings:
+        """Return the settings that change the config, in canonical order, so that equivalent settings are equal."""
+        if settings not in self._canonical:
+            self._canonical[settings] = select_changes(self._cost_model.config, settings)
+        return self._canonical[settings]
+
+
+def _rank(candidate: Candidate) -> tuple[float, bool, int, float, Settings]:
+    """Return a sort key: the least traffic first, then the fewest changes."""
+    settings = sort_settings(candidate.settings)
+    clips_otherwise = any(path == CLIP_MODE for path, _ in settings)
+    return candidate.cost.moved, clips_otherwise, len(settings), candidate.cost.seconds, settings
+
+
+def _find_first(count: int, is_possible: Callable[[int], bool]) -> int:
+    """Return the first possible index, by binary search, or `count`. All indices after a possible one are possible."""
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) // 2
+        if is_possible(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low

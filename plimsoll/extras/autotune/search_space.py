@@ -1,0 +1,228 @@
+"""The search space: meshes that suit model and target, microbatches, remat policies, schedules and placements.
+
+This module does not estimate costs. Placements are counted in layers: none, the first N, or all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from plimsoll.extras.autotune.settings import (
+    ACCUMULATE,
+    CLIP_MODE,
+    GRADIENTS,
+    HOST,
+    MESH,
+    PLACEMENT_FIELDS,
+    REMAT,
+    UPDATE,
+    Setting,
+    Settings,
+    setting,
+)
+from plimsoll.framework.config import Config
+from plimsoll.framework.layers.base import batch_shards
+from plimsoll.framework.layers.experts.moe import MoE
+from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.schedules.traits import SCHEDULES, find_offloading_schedule
+
+# Minimum number of positions per device when sequences are sharded.
+_LEAST_POSITIONS = 512
+# Maximum number of shards of positions, heads or experts: these axes communicate in each layer.
+_MOST_SHARDS = 8
+# Ordered from the least recomputation to the smallest residuals.
+_REMATS = ("none", "dots", "save:query,key,value,attention", "full", "sqrt")
+_SAVE_PREFIX = "save:"
+
+
+class OffloadLevel(NamedTuple):
+    """An offload level: the fields that are completely offloaded, and the field that moves next.
+
+    Attributes:
+        offloaded: fields that are completely offloaded.
+        field: field whose layers move between this level and the next; None at the last level.
+    """
+
+    offloaded: tuple[str, ...]
+    field: str | None
+
+
+class SearchSpace:
+    """The values that the tuned fields of a config may have on a target.
+
+    Args:
+        config: config, resolved for the target.
+        target: the machine.
+        fixed: paths of fields that must not change.
+    """
+
+    def __init__(self, config: Config, target: Target, fixed: frozenset[str]):
+        self._config = config
+        self._target = target
+        self._fixed = fixed
+        experiment: Experiment = config.instantiate()
+        self._experiment = experiment
+        self._is_language_model = isinstance(experiment.model, CausalLM)
+        stacks = [stack for stack in experiment.model.stacks.values() if not stack.is_first]
+        # With several stacks, one number cannot select layers, so partial placements are off. The layers of one
+        # repeat of the pattern are always placed together.
+        self.num_repeats = 0
+        self.pattern_length = 1
+        if len(stacks) == 1:
+            (stack,) = stacks
+            self.num_repeats = stack.num_repeats
+            self.pattern_length = len(stack.pattern.layers)
+
+    def meshes(self) -> list[Settings]:
+        """Return the meshes over the target's devices; the first, empty one keeps the config's own."""
+        if self._fixed & set(MESH):
+            return [()]
+        present = self._experiment.mesh.resolve(self._target.num_devices)
+        devices = self._target.num_devices
+        present_sizes = tuple(present[path.removeprefix("mesh.")] for path in MESH)
+        meshes = []
+        for expert, seq, model in itertools.product(self._expert_shards(), self._seq_shards(), self._model_shards()):
+            batch_shards, remainder = divmod(devices, expert * seq * model)
+            # Shard at most one of positions, heads and experts: combining them pays off only with too few rows.
+            if remainder or sum(size > 1 for size in (expert, seq, model)) > 1:
+                continue
+            for data in _divisors(batch_shards):
+                # Only gradients should cross the network between slices, or between hosts without NVLink, so the data
+                # axis has to cover the slices.
+                sizes = (data, batch_shards // data, expert, seq, model)
+                if data % self._target.num_slices == 0 and sizes != present_sizes:
+                    meshes.append(sizes)
+        meshes.sort(key=lambda sizes: (sizes[4], sizes[3], sizes[2], sizes[0]))
+        as_settings = [tuple(map(setting, MESH, sizes)) for sizes in meshes]
+        return [(), *as_settings]
+
+    def _expert_shards(self) -> list[int]:
+        """Return the sizes of the mesh axis `expert` that divide the numbers of experts; only 1 without experts."""
+        # The devices of a CPU share one memory, so sharding saves nothing.
+        if self._target.platform == "cpu":
+            return [1]
+        counts = []
+        for stack in self._experiment.model.stacks.values():
+            counts += [layer.experts.num_experts for layer in stack.pattern.walk() if isinstance(layer, MoE)]
+        if not counts:
+            return [1]
+        sizes = _divisors(math.gcd(*counts, self._target.num_devices))
+        return [size for size in sizes if size <= _MOST_SHARDS]
+
+    def _seq_shards(self) -> list[int]:
+        """Return the sizes of the mesh axis `seq` that leave each device enough positions."""
+        # The estimate models sharded positions only for kernels, and a CPU has none.
+        if not self._is_language_model or self._target.platform == "cpu":
+            return [1]
+        length = self._experiment.data.seq_len
+        most = min(_MOST_SHARDS, length // _LEAST_POSITIONS)
+        return [size for size in _divisors(self._target.num_devices) if size <= most and length % size == 0] or [1]
+
+    def _model_shards(self) -> list[int]:
+        """Return the sizes of the mesh axis `model`; only 1 for models other than language models."""
+        # The devices of a CPU share one memory, so sharding saves nothing.
+        if not self._is_language_model or self._target.platform == "cpu":
+            return [1]
+        return [size for size in _divisors(self._target.num_devices) if size <= _MOST_SHARDS]
+
+    def accumulations(self, mesh: Settings) -> list[int]:
+        """Return the numbers of microbatches that the batch can be split into on a mesh, smallest first."""
+        experiment = self._experiment
+        parts = [stage.pattern if isinstance(stage, Stack) else stage for stage in experiment.model.stages.values()]
+        layers = [layer for part in parts for layer in part.walk()]
+        # Tuning may change memory and time, but not the result, which depends on the microbatches in these layers.
+        if ACCUMULATE in self._fixed or any(layer.depends_on_microbatches for layer in layers):
+            return [experiment.learner.accumulate]
+        sizes = experiment.mesh.resolve(self._target.num_devices)
+        sizes |= {path.removeprefix("mesh."): int(text) for path, text in mesh}
+        shards = batch_shards(sizes)
+        batch = experiment.data.global_batch_size
+        return _divisors(batch // shards) if batch % shards == 0 else []
+
+    def remats(self) -> list[str]:
+        """Return the remat policies, from the fastest to the one with the smallest residuals."""
+        present = self._experiment.memory.remat
+        if REMAT in self._fixed:
+            return [present]
+        remats = [remat for remat in _REMATS if self._is_language_model or not remat.startswith(_SAVE_PREFIX)]
+        return remats if present in remats else [*remats, present]
+
+    def schedules(self, accumulate: int) -> list[Settings]:
+        """Return the schedules that work with the platform and `accumulate` microbatches, simplest first."""
+        if UPDATE in self._fixed:
+            return [()]
+        updates = ["after_backward", find_offloading_schedule(self._target.platform)]
+        schedules: list[Settings] = [(setting(UPDATE, update),) for update in updates]
+        if accumulate == 1:
+            schedules += self._in_backward_schedules((setting(UPDATE, "in_backward"),))
+            if self._target.platform == "gpu" and GRADIENTS not in self._fixed:
+                schedules += self._in_backward_schedules(
+                    (setting(UPDATE, "layer_programs"), setting(GRADIENTS, "none"))
+                )
+        return schedules
+
+    def _in_backward_schedules(self, update: Settings) -> list[Settings]:
+        """Return the schedule for an update during the backward pass; empty if it is not possible.
+
+        If clipping needs the norm of all gradients, the schedule includes a second backward pass, which is exact.
+        """
+        learner = self._experiment.learner
+        if not learner.clipping.needs_all_gradients or learner.clip_mode == "two_pass":
+            return [update]
+        return [] if CLIP_MODE in self._fixed else [(*update, setting(CLIP_MODE, "two_pass"))]
+
+    def offload_orders(self, schedule: Settings) -> list[list[OffloadLevel]]:
+        """Return the orders in which fields may be offloaded under a schedule, each from nothing to everything."""
+        update = dict(schedule).get(UPDATE, self._experiment.memory.update)
+        # Fields that the schedule sets itself cannot move: with layer_programs and gradients=none, each gradient is
+        # freed as soon as it is used.
+        excluded = {path for path, _ in schedule} | self._fixed
+        fields = [path for path in self._list_offloadable(update) if path not in excluded]
+        orders = [_build_levels(fields)]
+        activations = PLACEMENT_FIELDS[-1]
+        if activations in fields and len(fields) > 1:
+            # The activations of one microbatch may be smaller than the state.
+            orders.append(_build_levels([activations, *(path for path in fields if path != activations)]))
+        return orders
+
+    def _list_offloadable(self, update: str) -> Sequence[str]:
+        """Return the fields that a schedule can offload; none on a CPU, where host memory is the same memory."""
+        platform = self._target.platform
+        if platform == "cpu" or (platform == "gpu" and SCHEDULES[update].slices_host_arrays):
+            return ()
+        if not SCHEDULES[update].needs_stack:
+            return PLACEMENT_FIELDS[:1]
+        if not SCHEDULES[update].can_offload_gradients:
+            return [path for path in PLACEMENT_FIELDS if path != GRADIENTS]
+        return PLACEMENT_FIELDS
+
+
+def offload_settings(level: OffloadLevel, num_layers: int = 0) -> Settings:
+    """Return the placements of an offload level.
+
+    Args:
+        level: the offload level.
+        num_layers: number of layers to offload, in addition, of the field that moves next.
+    """
+    settings: list[Setting] = [setting(path, HOST) for path in level.offloaded]
+    if num_layers and level.field is not None:
+        settings.append(setting(level.field, f"{HOST}:{num_layers}"))
+    return tuple(settings)
+
+
+def _build_levels(fields: Sequence[str]) -> list[OffloadLevel]:
+    levels = []
+    for index in range(len(fields) + 1):
+        following = fields[index] if index < len(fields) else None
+        levels.append(OffloadLevel(tuple(fields[:index]), following))
+    return levels
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

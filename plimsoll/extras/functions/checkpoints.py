@@ -1,0 +1,244 @@
+"""Save or restore any pytree in one call, from any program, in the checkpoint format of Plimsoll runs.
+
+The directory layout is that of `framework.checkpoint`: one folder per step, which appears only when it is complete; a
+checksum for each leaf; arrays that can be restored on any mesh (docs/checkpoints.md).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh
+
+from plimsoll.extras.functions.leaves import is_key
+from plimsoll.extras.functions.stored_leaves import (
+    Note,
+    decode_leaf,
+    encode_leaves,
+    format_name,
+    get_sharding,
+    make_records,
+)
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer
+from plimsoll.framework.checkpoint.directory import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    CheckpointMissingError,
+    LeafRecord,
+    Manifest,
+    list_moved_aside,
+    mismatch_table,
+)
+from plimsoll.framework.layout import flatten
+from plimsoll.framework.processes import distributed
+
+# Key in a manifest's `extra` for the notes on leaves that are not plain arrays.
+_NOTES = "$leaves"
+# The only leaf that is stored for a tree without array data, because a checkpoint needs at least one array.
+_PLACEHOLDER = "$none"
+# Checkpoints are removed only if the caller passes `keep`.
+_KEEP_ALL = 1 << 30
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class _Arrays:
+    """Arrays by path. This is not a dict because `Checkpointer` gives a meaning to the group names of a dict."""
+
+    def __init__(self, arrays: dict[str, Any]):
+        self.arrays = arrays
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+        pairs = [(jax.tree_util.DictKey(name), array) for name, array in self.arrays.items()]
+        return pairs, tuple(self.arrays)
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], arrays: Any) -> _Arrays:
+        return cls(dict(zip(names, arrays, strict=True)))
+
+
+def save(
+    directory: str | os.PathLike[str],
+    step: int,
+    tree: Any,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    keep: int | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Save a tree as a step and return once it is complete on disk. Every process of a job must call it.
+
+    If a process is killed during the save, earlier steps stay intact, and the next save removes the leftover files.
+
+    Complexity, for B bytes in a process's shards: each byte is read once for its checksum and written once. On CPU, a
+    copy of the B bytes is held until they are written. On an accelerator, host memory holds only the arrays that are
+    being written to disk.
+
+    Args:
+        directory: a local directory, created if missing, or one in an object store (gs://, s3://).
+        step: step number, at least 0.
+        tree: any pytree of jax.Arrays (any sharding and memory kind), typed keys, numpy arrays and scalars, and
+            Python's bool, int, float and str. Functions among its leaves are not stored: `restore` takes them from
+            its `like`. Everything except global jax.Arrays must be the same in all processes.
+        extra: your own JSON data, such as {"epoch": 3}.
+        keep: number of newest steps to keep, including this one; None keeps all.
+        overwrite: whether an existing step may be replaced.
+
+    Raises:
+        FileExistsError: the step exists and `overwrite` is false.
+        TypeError: a leaf has an unsupported type, or `extra` is not JSON. Nothing was written.
+        ValueError: two leaves have the same path, `extra` is not JSON (NaN), or step or keep is too small.
+        CheckpointSaveError: the disk is full or not writable. Earlier steps stay intact.
+    """
+    leaves = _flatten_leaves(tree)
+    stored = encode_leaves(leaves, _on_devices)
+    contents = dict(extra or {})
+    if _NOTES in contents:
+        raise ValueError(f"extra: {_NOTES!r} is a reserved name; choose another")
+    if stored.notes:
+        contents[_NOTES] = stored.notes
+    arrays = {name: jax.random.key_data(array) if is_key(array) else array for name, array in stored.arrays.items()}
+    if not any(array.size for array in arrays.values()):
+        arrays[_PLACEHOLDER] = _on_devices(np.zeros(1, np.uint8))
+    with Checkpointer(directory=directory, keep=_KEEP_ALL if keep is None else keep) as checkpointer:
+        exists = distributed.broadcast_from_primary(step in checkpointer.steps())
+        if exists and not overwrite:
+            raise FileExistsError(f"step {step} already exists in {directory}; pass overwrite=True to replace it")
+        checkpointer.save(step, _Arrays(arrays), contents)
+
+
+def restore(directory: str | os.PathLike[str], like: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
+    """Restore a tree that `save` or a `Checkpointer` saved, on any mesh. Every process of a job must call it.
+
+    Complexity: each process reads the bytes of its own shards, at most 256 MiB at a time, or two of the largest leaf,
+    and then computes their checksums.
+
+    Args:
+        directory: the directory that was passed to `save`.
+        like: a tree of arrays or jax.ShapeDtypeStructs with the same paths, shapes and dtypes, and with the shardings
+            and memory kinds to restore into. A leaf without a sharding goes to the first device, or is replicated on
+            all devices if there are several processes.
+        step: step to restore; None for the newest complete one.
+
+    Returns:
+        (tree, extra). The tree has the structure of `like` and its leaf types.
+
+    Raises:
+        CheckpointMissingError (a FileNotFoundError): there is no complete checkpoint, or none of that step.
+        CheckpointMismatchError (a ValueError): the leaves differ from those of `like`. The message lists them and the
+            leaves with the closest names. No array was read.
+        CheckpointCorruptError (a ValueError): the data is not what was saved. The message lists the leaves and the
+            earlier steps. No other step is restored instead.
+        TypeError, ValueError: a leaf of `like` has a type that cannot be stored, or its sharding has no devices.
+    """
+    reader = Checkpointer(directory=directory, read_only=True)
+    # All processes restore the step that process 0 finds.
+    saved_steps = distributed.broadcast_from_primary(reader.steps())
+    if step is None:
+        step = _find_newest_step(reader, saved_steps)
+    location = f"step {step} of {directory}"
+    manifest = _read_manifest(reader, step, location)
+    extra = dict(manifest.extra)
+    notes: dict[str, Note] = extra.pop(_NOTES, {})
+    leaves = _flatten_leaves(like)
+    specs = _specs(leaves)
+    if _PLACEHOLDER in manifest.leaves:
+        specs[_PLACEHOLDER] = jax.ShapeDtypeStruct((1,), np.uint8, sharding=get_sharding(None))
+    _refuse_other_leaves(location, manifest, notes, leaves, specs)
+    try:
+        arrays = reader.restore(step, _Arrays(specs)).state.arrays
+    except CheckpointCorruptError as error:
+        earlier_steps = [other for other in saved_steps if other < step]
+        raise CheckpointCorruptError(f"{error}; earlier steps: {earlier_steps or 'none'}") from error
+    restored = [decode_leaf(leaf, notes.get(name), arrays.get(name)) for name, leaf in leaves.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), restored), extra
+
+
+def _read_manifest(reader: Checkpointer, step: int, location: str) -> Manifest:
+    """Return the manifest of a step. Raise CheckpointMismatchError if some of its leaves are stored elsewhere."""
+    manifest = reader.manifest(step)
+    if manifest.frozen is not None:
+        reason = "belongs to a run with frozen parameters, which are stored separately"
+        raise CheckpointMismatchError(f"{location} {reason}; use Checkpointer.restore, which reads both")
+    return manifest
+
+
+def steps(directory: str | os.PathLike[str]) -> list[int]:
+    """Return the complete steps in a directory, ascending; empty if it does not exist. No array is read."""
+    return Checkpointer(directory=directory, read_only=True).steps()
+
+
+def _find_newest_step(reader: Checkpointer, saved_steps: list[int]) -> int:
+    """Return the newest complete step. Raise CheckpointMissingError, listing incomplete steps, if there is none."""
+    if saved_steps:
+        return saved_steps[-1]
+    problems = reader.problems()
+    # If a process is killed while one checkpoint replaces another, the old one is left under another name.
+    steps_aside = list_moved_aside(reader.directory)
+    if steps_aside:
+        problems.append(f"steps {steps_aside} were being replaced; the next save, or pl.Checkpointer, puts them back")
+    raise CheckpointMissingError("\n  ".join([f"there is no complete checkpoint in {reader.directory}", *problems]))
+
+
+def _flatten_leaves(tree: Any) -> dict[str, Any]:
+    """Return a tree's leaves by path. Raise ValueError if two paths are equal, such as {"a": {"b": x}, "a/b": y}."""
+    leaves = flatten(tree)
+    if len(leaves) != len(jax.tree.leaves(tree)):
+        raise ValueError("two leaves of the tree have the same path, because a name contains a '/'; rename it")
+    return leaves
+
+
+def _on_devices(array: np.ndarray) -> jax.Array:
+    """Return a numpy array as a jax.Array that can be saved."""
+    return jax.make_array_from_callback(array.shape, get_sharding(None), lambda index: array[index])
+
+
+def _spec(array: np.ndarray) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def _specs(leaves: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the specs, with shardings, of the arrays to restore; for typed keys, the specs of their key data.
+
+    Raises:
+        ValueError: a sharding has no devices.
+    """
+    specs: dict[str, jax.ShapeDtypeStruct] = {}
+    for name, leaf in encode_leaves(leaves, _spec).arrays.items():
+        # jax.eval_shape of arrays on a mesh with explicit axes returns such shardings.
+        if isinstance(getattr(leaf.sharding, "mesh", None), AbstractMesh):
+            raise ValueError(
+                f"{format_name(name)}: expected a sharding over a jax.sharding.Mesh, got one over an abstract mesh, "
+                "which has no devices to restore to"
+            )
+        data = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
+        specs[name] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=get_sharding(leaf))
+    return specs
+
+
+def _refuse_other_leaves(
+    location: str,
+    manifest: Manifest,
+    notes: Mapping[str, Note],
+    leaves: Mapping[str, Any],
+    specs: Mapping[str, jax.ShapeDtypeStruct],
+) -> None:
+    """Raise CheckpointMismatchError if leaf names, shapes, dtypes or types differ from those in the checkpoint."""
+    wanted = {name: LeafRecord(tuple(spec.shape), str(spec.dtype)) for name, spec in specs.items()}
+    expected = make_records(wanted, encode_leaves(leaves, _spec).notes)
+    stored = make_records(manifest.leaves, notes)
+    table = mismatch_table(stored, expected)
+    if table is None:
+        return
+    lines = [f"{location} has different leaves than `like`: {table}"]
+    extra_names = [name for name in stored if name not in expected]
+    for name in expected:
+        if name in stored:
+            continue
+        for nearest_name in difflib.get_close_matches(name, extra_names, n=1):
+            lines.append(f"  {name}: the nearest in the checkpoint is {nearest_name}")
+    raise CheckpointMismatchError("\n".join(lines))
