@@ -15,7 +15,17 @@ from plimsoll.framework.layout.specs import (
 )
 from plimsoll.framework.layout.table import StateLayout, StateLeaf, nearest_divisors
 from plimsoll.framework.layout.transfers import fetch_leaf, fetch_tree, store_leaf
-from plimsoll.framework.layout.trees import Nested, fill_none, flatten, floats, key_name, merge, path_name, unflatten
+from plimsoll.framework.layout.trees import (
+    Nested,
+    PyTree,
+    fill_none,
+    flatten,
+    floats,
+    key_name,
+    merge,
+    path_name,
+    unflatten,
+)
 
 __all__ = [
     "GROUPS",
@@ -26,6 +36,7 @@ __all__ = [
     "Nested",
     "OptStateSpec",
     "ParameterSpec",
+    "PyTree",
     "StateLayout",
     "StateLeaf",
     "TensorSpec",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-Nested = dict[str, Any]  # a nested dict whose leaves are specs or arrays
+# A pytree whose structure Python's types cannot describe: any nesting of containers with arrays or specs as leaves.
+PyTree: TypeAlias = Any
+# A nested dict with arrays or specs as leaves, such as the weights of a model.
+Nested: TypeAlias = dict[str, PyTree]
 
 
 def key_name(key: Any) -> str:

@@ -1,6 +1,6 @@
 """Optional packages. Nothing in `framework` imports them, and none of them is needed to train.
 
-functions: less memory for JAX code without a config (`pl.eager`, `pl.stream`, ...), docs/functions_eager.md and its neighbors.
+functions: less memory for JAX code without a config (`pl.eager`, `pl.stream`, ...), docs/functions_eager.md.
 flows: invertible layers, normalizing flows and their images, docs/flows.md.
 autotune: chooses the settings of `memory.auto` and of `plimsoll plan --auto`, docs/plan.md.
 largest: the largest model that fits, `plimsoll plan --largest`.
