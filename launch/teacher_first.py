@@ -15,8 +15,8 @@ from pathlib import Path
 
 from plimsoll import configs
 from plimsoll.framework.batch_transforms.teacher import Teacher
-from plimsoll.framework.run.job import Job
 from plimsoll.framework.run.last_checkpoint import find_last_checkpoint
+from plimsoll.framework.run.request import RunRequest
 from plimsoll.framework.terminal import interrupts
 from plimsoll.framework.terminal.kill_with_parent import kill_with_parent
 from plimsoll.launch import cli
@@ -24,8 +24,8 @@ from plimsoll.launch import cli
 _MODEL = "model"
 
 
-def prepare(job: Job, command: cli.Command) -> int:
-    """Train the teacher of the job's config and store its scores, if this is requested and not done yet.
+def prepare(request: RunRequest, command: cli.Command) -> int:
+    """Train the teacher of a run's config and store its scores, if this is requested and not done yet.
 
     Returns:
         0, or the exit code of the command that failed.
@@ -33,8 +33,8 @@ def prepare(job: Job, command: cli.Command) -> int:
     Raises:
         UsageError: batch_transform.train_first does not name a config.
     """
-    teacher = job.experiment.batch_transform
-    if job.dry_run or not isinstance(teacher, Teacher) or teacher.train_first is None:
+    teacher = request.experiment.batch_transform
+    if request.dry_run or not isinstance(teacher, Teacher) or teacher.train_first is None:
         return 0
     # Accept only names of configs. A stored config is untrusted, so it must not run files of code.
     if teacher.train_first not in configs.names():
@@ -45,7 +45,7 @@ def prepare(job: Job, command: cli.Command) -> int:
     folder = Path(teacher.path).expanduser()
     model = folder / _MODEL
     # Do not touch files of another teacher, or a folder that a run has already started from.
-    if (_holds_files(folder) and not model.exists()) or find_last_checkpoint(job.folder) is not None:
+    if (_holds_files(folder) and not model.exists()) or find_last_checkpoint(request.folder) is not None:
         return 0
     print(f"teacher: {teacher.train_first} is trained first, in {model}; its scores are stored in {folder}")
     code = _execute("train", f"--config={teacher.train_first}", f"--workdir={model}")

@@ -14,11 +14,10 @@ docs/operations.md explains what to do.
 import os
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from plimsoll.framework.program import stored_config
-from plimsoll.framework.run.job import Job
+from plimsoll.framework.run.request import RunError, RunRequest
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli, reports
 
@@ -83,44 +82,44 @@ def main(argv: list[str]) -> int:
     from plimsoll.launch import teacher_first
 
     args = command.args
-    job = Job(
-        command,
-        experiment,
+    request = RunRequest(
+        spec=command.spec,
+        notes=command.notes,
+        config=command.config,
+        override_paths=command.override_paths,
+        resolve=command.resolve,
+        experiment=experiment,
         folder=args.workdir or safe_child("runs", args.run_name, "--run_name"),
-        limit=cli.gib("device_memory_gib", args.device_memory_gib),
         goodput=Goodput(since=began),
-        handle_errors=_handle_errors,
         tune_memory=tune_memory,
+        limit=cli.gib("device_memory_gib", args.device_memory_gib),
         resume=args.resume,
         force=args.force,
         dry_run=args.dry_run,
     )
     if args.target is not None:
-        return _dry_run(job, command)
+        return _dry_run(request, command)
     cluster = distributed.detect(os.environ, (args.coordinator, args.num_processes, args.process_id))
     # With several processes, each would train the teacher, so they need an existing one.
-    code = 0 if cluster is not None else teacher_first.prepare(job, command)
+    code = 0 if cluster is not None else teacher_first.prepare(request, command)
     if code:
         return code
     try:
-        return start.execute(job, cluster)
+        return start.execute(request, cluster)
     except ProcessesMissingError as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.PEER
+    except RunError as error:
+        return error.code
 
 
-def _handle_errors(train: Callable[[], int]) -> int:
-    """Train; turns a user error into one line on stderr and an exit code."""
-    return cli.main(lambda _: train())([])
-
-
-def _dry_run(job: Job, command: cli.Command) -> int:
+def _dry_run(request: RunRequest, command: cli.Command) -> int:
     """Dry-run the start of a run on another machine's devices: all steps that need no arrays."""
     from plimsoll.framework.files.workdir import Workdir
     from plimsoll.framework.plan import startup_dry_run, targets
 
-    workdir = Workdir(job.folder)
-    if not job.dry_run:
+    workdir = Workdir(request.folder)
+    if not request.dry_run:
         raise cli.UsageError("--target requires --dry_run: training is only possible on the devices of this machine")
     # The target's compiler reads its environment when JAX starts it.
     targets.set_environment(command.args.target)
@@ -129,18 +128,18 @@ def _dry_run(job: Job, command: cli.Command) -> int:
     config, rules = command.resolve(target.name)
     print("".join(f"{line}\n" for line in rules), end="")
     if config.memory.auto:
-        config, lines = _choose_memory(job, command, config, target)
+        config, lines = _choose_memory(request, command, config, target)
         rules = [*rules, *lines]
-    experiment = job.rebuild_experiment(config, rules)
+    experiment = config.instantiate() if rules else request.experiment
     workdir.claim()
     try:
-        fits = startup_dry_run.dry_run(command.spec, config, experiment, target, workdir.path, job.limit)
+        fits = startup_dry_run.dry_run(command.spec, config, experiment, target, workdir.path, request.limit)
         return 0 if fits else ExitCode.TOO_BIG
     finally:
         workdir.release(undo=True)
 
 
-def _choose_memory(job: Job, command: cli.Command, config: Any, target: Any) -> tuple[Any, list[str]]:
+def _choose_memory(request: RunRequest, command: cli.Command, config: Any, target: Any) -> tuple[Any, list[str]]:
     """Choose the settings of memory.auto for the target, and print them.
 
     Returns:
@@ -155,7 +154,7 @@ def _choose_memory(job: Job, command: cli.Command, config: Any, target: Any) -> 
     from plimsoll.framework.terminal.tables import render
     from plimsoll.launch.plan_auto import build_request
 
-    result = autotune(build_request(command, config, target, job.limit or target.limit_bytes, None), target)
+    result = autotune(build_request(command, config, target, request.limit or target.limit_bytes, None), target)
     if result.choice is None:
         raise DoesNotFitError(result.failure)
     print(render(result.choice.sections()))

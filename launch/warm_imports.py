@@ -11,7 +11,7 @@ import tensorboardX.event_file_writer  # noqa: F401
 from orbax.checkpoint import multihost, v1
 
 import plimsoll.framework.run.start
-import plimsoll.framework.run.training
+import plimsoll.framework.run.train
 import plimsoll.launch.train  # noqa: F401
 
 # Orbax imports these on first use, so use them here.

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from plimsoll.framework.optimizers.schedule_steps import RunSteps, TrainingSteps
     from plimsoll.framework.program.program import Program
     from plimsoll.framework.run.hooks import Hook
-    from plimsoll.framework.run.job import RunError
+    from plimsoll.framework.run.request import RunError
 
 # {module: public names in it}. Components are not listed: `find_components` finds them.
 _EXPORTS = {
@@ -121,7 +121,7 @@ _EXPORTS = {
     "plimsoll.framework.optimizers.schedule_steps": ("RunSteps", "TrainingSteps"),
     "plimsoll.framework.program.program": ("Program",),
     "plimsoll.framework.run.hooks": ("Hook",),
-    "plimsoll.framework.run.job": ("RunError",),
+    "plimsoll.framework.run.request": ("RunError",),
 }
 _SUBMODULES = ("api", "configs", "extras", "framework", "launch", "old_imports")
 _MODULE_BY_NAME = {name: module for module, names in _EXPORTS.items() for name in names}

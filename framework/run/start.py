@@ -10,7 +10,6 @@ import time
 import traceback
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import jax
 
@@ -21,8 +20,8 @@ from plimsoll.framework.files.workdir import Workdir
 from plimsoll.framework.processes import distributed
 from plimsoll.framework.processes.health import UNLIMITED, Health, Pulse
 from plimsoll.framework.run import resuming, user_errors
-from plimsoll.framework.run.job import Job
 from plimsoll.framework.run.last_checkpoint import LastCheckpoint, find_last_checkpoint, get_run_length
+from plimsoll.framework.run.request import RunError, RunRequest
 from plimsoll.framework.terminal import interrupts, phases
 from plimsoll.framework.terminal.exit_codes import REFUSED, ExitCode
 
@@ -32,11 +31,11 @@ _OTHERS_SECONDS = 0.5
 _PEER = re.compile("(?i)gloo|nccl|connection (closed|reset|refused)|coordinat|heartbeat|barrier|unavailable|deadline")
 
 
-def execute(job: Job, cluster: distributed.Cluster | None) -> int:
-    """Run a job, from inspecting the workdir to writing the last picture.
+def execute(request: RunRequest, cluster: distributed.Cluster | None) -> int:
+    """Run a request, from inspecting the workdir to writing the last picture.
 
     Args:
-        job: the training job; its workdir is opened here.
+        request: what the run is asked to do.
         cluster: the processes of the run; None for a single process.
 
     Returns:
@@ -44,20 +43,39 @@ def execute(job: Job, cluster: distributed.Cluster | None) -> int:
 
     Raises:
         ProcessesMissingError: the processes of the run did not find each other.
+        RunError: the run ended early, or does not fit; it has printed the reason.
         ValueError, OSError: the workdir is in use, cannot be used, or holds checkpoints that must not be resumed.
     """
-    last = None if job.dry_run else find_last_checkpoint(job.folder)
-    if last is not None and job.resume == "never":
+    last = None if request.dry_run else find_last_checkpoint(request.folder)
+    if last is not None and request.resume == "never":
         last.refuse()
     # Check this before JAX starts, so that a finished run reports it immediately.
     is_primary = cluster is None or cluster.process_id == 0
-    if last is not None and _is_over(last, job.request.config, is_primary=is_primary):
+    if last is not None and _is_over(last, request.config, is_primary=is_primary):
         return ExitCode.DONE
-    job.workdir = Workdir(job.folder)
+    workdir = Workdir(request.folder)
     prepare_jax()
-    _connect(cluster, job.experiment.health)
-    use_compilation_cache(job.request.config.trainer.compilation_cache)
-    return _in_workdir(job, last)
+    _connect(cluster, request.experiment.health)
+    use_compilation_cache(request.config.trainer.compilation_cache)
+    # A refused start leaves the workdir unchanged. This code applies to errors raised before training. A run that is
+    # already over changes nothing either.
+    code = ExitCode.USAGE
+    try:
+        if distributed.is_primary():
+            message = workdir.claim()
+            if message:
+                print(message, file=sys.stderr)
+        _check_workdir_is_shared(workdir)
+        if last is not None and _epochs_are_over(last, request, workdir):
+            return ExitCode.DONE
+        # Seen by `finally` if `_train_and_record` raises.
+        code = ExitCode.FAILED
+        code, error = _train_and_record(request, workdir)
+    finally:
+        workdir.release(undo=request.dry_run or code in REFUSED)
+    if error is not None:
+        raise error
+    return code
 
 
 def _is_over(last: LastCheckpoint, config: Config, *, is_primary: bool) -> bool:
@@ -89,33 +107,6 @@ def _connect(cluster: distributed.Cluster | None, health: Health) -> None:
         interrupts.register_cleanup(lambda number, line: time.sleep(_OTHERS_SECONDS))
 
 
-def _in_workdir(job: Job, last: LastCheckpoint | None) -> int:
-    """Claim the workdir, train in it, and return the exit code. A refused start leaves the workdir unchanged.
-
-    Args:
-        job: the training job.
-        last: the newest checkpoint of the workdir; None if there is none that counts.
-    """
-    workdir = job.workdir
-    # Applies to errors raised before `_train_and_record`. A run that is already over changes nothing either.
-    code = ExitCode.USAGE
-    try:
-        if distributed.is_primary():
-            message = workdir.claim()
-            if message:
-                print(message, file=sys.stderr)
-        _check_workdir_is_shared(workdir)
-        if last is not None and _epochs_are_over(last, job):
-            return ExitCode.DONE
-        # Seen by `finally` if `_train_and_record` raises.
-        code = ExitCode.FAILED
-        code = _train_and_record(job)
-        return code
-    finally:
-        refused = code in REFUSED
-        workdir.release(undo=job.dry_run or refused)
-
-
 def _check_workdir_is_shared(workdir: Workdir) -> None:
     """Raise FileNotFoundError in every process if any of them does not see the files that process 0 wrote."""
     owner = distributed.broadcast_from_primary(workdir.owner())
@@ -131,64 +122,72 @@ def _check_workdir_is_shared(workdir: Workdir) -> None:
         )
 
 
-def _epochs_are_over(last: LastCheckpoint, job: Job) -> bool:
+def _epochs_are_over(last: LastCheckpoint, request: RunRequest, workdir: Workdir) -> bool:
     """Return whether the run has read its data `trainer.max_epochs` times and has nothing left to do, and report it.
 
     Sets up the data only if the last run came to its end, so the tokenized files of that run already exist.
     """
-    options = job.experiment.trainer
-    data = job.experiment.data
+    options = request.experiment.trainer
+    data = request.experiment.data
     if options.max_epochs is None or not last.ends(last.config["trainer"]["max_steps"]):
         return False
     primary = distributed.is_primary()
     barrier = partial(distributed.barrier, "finished")
-    sync_processes = partial(job.workdir.sync_processes, barrier, is_primary=primary)
-    data.setup(job.workdir.path, is_primary=primary, barrier=sync_processes)
+    sync_processes = partial(workdir.sync_processes, barrier, is_primary=primary)
+    data.setup(workdir.path, is_primary=primary, barrier=sync_processes)
     order = resuming.order_after({"config": last.config, "data": last.data}, last.step, data)
     epoch_steps = data.epoch_steps(options.max_epochs, order.origin)
     end = min(options.known_steps or epoch_steps, epoch_steps)
     ends = last.ends(end)
     if ends and primary:
-        print("\n".join(last.lines(end, job.request.config)))
+        print("\n".join(last.lines(end, request.config)))
     return ends
 
 
-def _train_and_record(job: Job) -> int:
-    """Train, and record how it ended. With several processes, a failing one exits without waiting for the others."""
-    workdir = job.workdir
-    goodput = job.goodput
-    dry_run = job.dry_run
+def _train_and_record(request: RunRequest, workdir: Workdir) -> tuple[int, BaseException | None]:
+    """Train, and record how it ended. With several processes, a failing one exits without waiting for the others.
+
+    Returns:
+        (the exit code, the error that ended the run if there was one).
+    """
+    # Import everything that the run needs until its end now: the source files may change in the hours until then.
+    from plimsoll.framework.run.train import train
+
+    goodput = request.goodput
     process = jax.process_index()
     count = jax.process_count()
-    health = job.experiment.health
-    pulse = Pulse(workdir.path / "health", process, count, health, goodput, workdir.release)
-    with nullcontext() if dry_run else pulse:
-        code = ExitCode.FAILED
+    pulse = Pulse(workdir.path / "health", process, count, request.experiment.health, goodput, workdir.release)
+    failure: BaseException | None = None
+    with nullcontext() if request.dry_run else pulse:
         reason = ""
         try:
-            # User errors become exit codes here; the pulse then records the code.
-            code = job.handle_errors(lambda: _train(job, pulse))
+            code = train(request, workdir, pulse)
         except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"[:500]
-            if count == 1:
-                if goodput.phase not in UNLIMITED:
-                    error.add_note(user_errors.DURING_TRAINING)
-                raise
+            failure = error
+            known_code = error.code if isinstance(error, RunError) else user_errors.exit_code(error)
+            code = ExitCode.FAILED if known_code is None else known_code
+            if known_code is None:
+                reason = f"{type(error).__name__}: {error}"[:500]
             has_lost_peer = isinstance(error, jax.errors.JaxRuntimeError) and _PEER.search(str(error))
-            code = ExitCode.PEER if has_lost_peer else ExitCode.FAILED
-            if has_lost_peer and not os.environ.get("PLIMSOLL_TRACEBACK"):
+            if count == 1:
+                if known_code is None and goodput.phase not in UNLIMITED:
+                    error.add_note(user_errors.DURING_TRAINING)
+            elif known_code is None and has_lost_peer and not os.environ.get("PLIMSOLL_TRACEBACK"):
+                code = ExitCode.PEER
                 # The traceback shows whatever was waiting for the peer, which does not help the user.
                 first_line = str(error).strip().partition("\n")[0][:300]
                 print(f"error: process {process}: another process of the run has exited: {first_line}", file=sys.stderr)
-            else:
+            elif known_code is None:
+                code = ExitCode.PEER if has_lost_peer else ExitCode.FAILED
                 traceback.print_exc()
-        finally:
-            if not dry_run:
-                pulse.write(exit=code, reason=reason)
+            elif not isinstance(error, RunError):
+                user_errors.report_error(error, is_command=False)
+        if not request.dry_run:
+            pulse.write(exit=code, reason=reason)
     if count > 1 and code in (ExitCode.FAILED, ExitCode.PEER, *REFUSED):
         # JAX kills the other processes as soon as process 0 exits, and they may still have to print their error.
         time.sleep(0 if process else 1)
-        workdir.release(undo=dry_run or code in REFUSED)
+        workdir.release(undo=request.dry_run or code in REFUSED)
         # os._exit does not wait for processes that wait for this one, and does not flush.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -196,12 +195,4 @@ def _train_and_record(job: Job) -> int:
     if count > 1:
         # Wait for the other processes, whose saves may need this one.
         jax.distributed.shutdown()
-    return code
-
-
-def _train(job: Job, pulse: Any) -> int:
-    """Train on this process's devices; returns the exit code."""
-    # Import everything that the run needs until its end now: the source files may change in the hours until then.
-    from plimsoll.framework.run.training import Training
-
-    return Training(job, pulse).execute()
+    return code, failure

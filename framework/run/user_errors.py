@@ -22,7 +22,7 @@ _DISK_ADVICE = {
 }
 _PACKAGE = Path(__file__).parents[2]
 # In a checkout, these folders of the package are links.
-_PLIMSOLL = tuple(f"{(_PACKAGE / name).resolve()}/" for name in ("api", "framework", "configs", "launch"))
+_PLIMSOLL = tuple(f"{(_PACKAGE / name).resolve()}/" for name in ("api", "extras", "framework", "configs", "launch"))
 # Folders of Python and of installed packages: no file in them belongs to the user.
 _PYTHON_PATHS = {*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix}
 _INSTALLED = tuple(f"{Path(path).resolve()}/" for path in _PYTHON_PATHS)

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -22,8 +22,8 @@ from plimsoll.framework.files.workdir import read_only
 from plimsoll.framework.metrics.goodput import Goodput
 from plimsoll.framework.metrics.jsonl import read_metrics
 from plimsoll.framework.metrics.plot import plot_losses
-from plimsoll.framework.run import start, user_errors
-from plimsoll.framework.run.job import Job, RunError
+from plimsoll.framework.run import start
+from plimsoll.framework.run.request import RunRequest
 from plimsoll.framework.terminal import interrupts, phases
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.framework.terminal.phase_views import create_view
@@ -100,26 +100,33 @@ def train(
     """
     started_at = time.monotonic()
     _check(resume, device_memory_gib)
-    request = create_request(config)
-    job = Job(
-        request,
-        # Build the experiment first, so that errors in the config appear before anything starts.
-        request.config.instantiate(),
+    requested = create_request(config)
+    request = RunRequest(
+        spec=requested.spec,
+        notes=requested.notes,
+        config=requested.config,
+        override_paths=requested.override_paths,
+        resolve=requested.resolve,
+        # Built first, so that errors in the config appear before anything starts.
+        experiment=requested.config.instantiate(),
         folder=os.fspath(workdir),
-        limit=None if device_memory_gib is None else int(device_memory_gib * 2**30),
         goodput=Goodput(since=started_at),
-        handle_errors=lambda training: _train_catching_errors(job, training),
         tune_memory=tune_memory,
+        limit=None if device_memory_gib is None else int(device_memory_gib * 2**30),
         resume=resume,
         force=force,
     )
     # The run prints its table and its progress, so it shows its phases as well.
     with interrupts.raise_on_signals(), phases.show_phases(create_view(sys.stderr)):
-        code = start.execute(job, None)
-    _raise_failure(job, code)
+        code = start.execute(request, None)
+    if code == ExitCode.INTERRUPTED:
+        raise KeyboardInterrupt(f"the progress is saved in {request.folder}; call train again to resume")
+    if code == ExitCode.TERMINATED:
+        # SIGTERM is meant for the whole process, so exit it.
+        raise SystemExit(code)
     folder, _ = read_only(os.fspath(workdir))
     rows = read_metrics(folder / "metrics.jsonl")
-    return TrainedRun(os.fspath(workdir), request.spec, job.experiment.data.loss_unit, rows)
+    return TrainedRun(os.fspath(workdir), request.spec, request.experiment.data.loss_unit, rows)
 
 
 def _check(resume: str, device_memory_gib: float | None) -> None:
@@ -130,33 +137,6 @@ def _check(resume: str, device_memory_gib: float | None) -> None:
         raise ConfigError(f"device_memory_gib={device_memory_gib}: expected more than 0")
     if jax.process_count() > 1:
         raise ConfigError("pl.train is for a single process; `plimsoll local` and the other launchers start several")
-
-
-def _train_catching_errors(job: Job, training: Callable[[], int]) -> int:
-    """Train. A user error is stored as the job's failure, to be raised once the workdir has been restored."""
-    try:
-        return training()
-    except Exception as error:
-        code = user_errors.exit_code(error)
-        if code is None:
-            raise
-        job.failure = error
-        return code
-
-
-def _raise_failure(job: Job, code: int) -> None:
-    """Raise the exception for an exit code other than 0."""
-    if code == ExitCode.DONE:
-        return
-    failure = job.failure
-    if failure is not None and user_errors.exit_code(failure) is not None:
-        raise failure
-    if code == ExitCode.INTERRUPTED:
-        raise KeyboardInterrupt(f"the progress is saved in {job.folder}; call train again to resume")
-    if code == ExitCode.TERMINATED:
-        # SIGTERM is meant for the whole process, so exit it.
-        raise SystemExit(code)
-    raise RunError(str(failure or f"the run ended with exit code {code}"), code) from failure
 
 
 def _curves(rows: list[dict]) -> dict[str, MetricCurve]:

@@ -10,7 +10,7 @@ from plimsoll.extras.autotune.run_tuning import read_choice
 from plimsoll.extras.autotune.settings import Setting, find_fixed_paths, with_settings
 from plimsoll.extras.autotune.tuned_settings import Machine, TunedSettings
 from plimsoll.framework.config import Config
-from plimsoll.framework.run.job import TUNING_FILE
+from plimsoll.framework.run.request import TUNING_FILE
 from tests.support import small
 
 

@@ -28,7 +28,7 @@ from plimsoll.framework.plan import device_budget, targets
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.processes import distributed
 from plimsoll.framework.program.program import Program
-from plimsoll.framework.run.job import TUNING_FILE, Job, TuneResult
+from plimsoll.framework.run.request import TUNING_FILE, RunRequest, TuneResult
 from plimsoll.framework.terminal.exit_codes import DoesNotFitError
 from plimsoll.framework.terminal.tables import render
 
@@ -37,24 +37,25 @@ _CONFIG_SECTIONS = ("model", "learner", "mesh", "memory", "compiler")
 _DATA_FIELDS = ("global_batch_size", "seq_len")
 
 
-def tune_memory(job: Job, config: Config) -> TuneResult:
+def tune_memory(request: RunRequest, config: Config, folder: Path) -> TuneResult:
     """Choose the settings of a run, or reuse those stored in its workdir. Collective.
 
     Args:
-        job: the training job.
+        request: what the run is asked to do.
         config: config resolved for the devices.
+        folder: the workdir.
 
     Raises:
         DoesNotFitError: no settings that compute the same result fit.
     """
     target = targets.resolve("local")
-    limit = target.limit_bytes if job.limit is None else job.limit
+    limit = target.limit_bytes if request.limit is None else request.limit
     # On a CPU, host memory is the device memory.
     host_bytes = None if target.platform == "cpu" else get_machine_memory_bytes()
     machine = Machine.derive(target, limit, host_bytes)
-    fixed = find_fixed_paths(config, job.request.override_paths)
+    fixed = find_fixed_paths(config, request.override_paths)
     request_digest = _digest(config, fixed)
-    stored = read_choice(job.workdir.path / TUNING_FILE, config, fixed) if distributed.is_primary() else None
+    stored = read_choice(folder / TUNING_FILE, config, fixed) if distributed.is_primary() else None
     # All processes must compile the same settings, so the file that process 0 sees decides.
     stored_choice = distributed.broadcast_from_primary(stored)
     lines = []

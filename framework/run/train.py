@@ -1,0 +1,293 @@
+"""A run from top to bottom, in one process: from the config to the last picture.
+
+This module imports everything that a run needs until its end: the source files may change in the hours until then.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import jax
+
+from plimsoll.framework.checkpoint import leftover_files
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer
+from plimsoll.framework.checkpoint.replicas import ReplicaMismatchError
+from plimsoll.framework.config import Config
+from plimsoll.framework.devices.accelerators import accelerator_name
+from plimsoll.framework.devices.allocator import keep_freed_memory
+from plimsoll.framework.files.workdir import Workdir, write_json
+from plimsoll.framework.layers.experts.router import Router
+from plimsoll.framework.metrics.image_grid import save_grid
+from plimsoll.framework.metrics.plot import plot_experts, plot_losses, plot_objective
+from plimsoll.framework.metrics.tracking_services import check_installed
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.plan import device_budget, host_budget
+from plimsoll.framework.plan.device_budget import MemoryNeed
+from plimsoll.framework.plan.start_table import build_start_table
+from plimsoll.framework.processes import distributed
+from plimsoll.framework.processes.health import Pulse
+from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.program import Program
+from plimsoll.framework.program.run_length import rate_notes, set_length
+from plimsoll.framework.run import held_out_answers, offload_self_test, resuming
+from plimsoll.framework.run.compile_ahead import begin_evaluation, begin_init
+from plimsoll.framework.run.hooks import Hook, NonFiniteError, build_user_hooks
+from plimsoll.framework.run.report import compression_lines, sample_images, sample_text
+from plimsoll.framework.run.request import TUNING_FILE, RunError, RunRequest, TuneResult
+from plimsoll.framework.run.run import Run
+from plimsoll.framework.run.trainer import LastStepNotSavedError, Trainer
+from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.framework.terminal.phases import SHORT, phase
+from plimsoll.framework.terminal.progress import Progress
+from plimsoll.framework.terminal.tables import human_bytes, render
+
+
+def train(request: RunRequest, workdir: Workdir, pulse: Pulse) -> int:
+    """Train on this process's devices, from the config to the last picture.
+
+    Args:
+        request: what the run is asked to do.
+        workdir: the output folder, claimed by the caller.
+        pulse: heartbeat of this process.
+
+    Returns:
+        The exit code: 0, or 128 + n if signal n stopped the run.
+
+    Raises:
+        RunError: the run ended for another reason than a user error; it has printed the reason.
+    """
+    # The config for these devices.
+    config, rule_lines = request.resolve(accelerator_name(jax.devices()))
+    tuning: TuneResult | None = None
+    lines = [*rule_lines]
+    if config.memory.auto:
+        tuning = request.tune_memory(request, config, workdir.path)
+        config = tuning.config
+        lines += tuning.lines
+    experiment: Experiment = config.instantiate() if lines else request.experiment
+    hooks = build_user_hooks(experiment.trainer.hooks)
+    program = Program(experiment)
+    if jax.default_backend() == "cpu":
+        # Each step on CPU allocates the same temporary buffers; see `framework.devices.allocator`.
+        keep_freed_memory()
+    # Only process 0 writes to the terminal and to the log.
+    is_primary = distributed.is_primary()
+    progress = Progress(
+        experiment.trainer.known_steps or 0,
+        log_every=experiment.trainer.log_every,
+        stream=None if is_primary else open("/dev/null", "w"),  # noqa: SIM115
+        log_path=workdir.log if is_primary else None,
+        log_waits=True,
+        item=experiment.data.item,
+    )
+    with progress:
+        _print_lines(progress, [*request.notes, *lines])
+        check_installed(experiment.trainer.wandb_project, experiment.trainer.mlflow_uri)
+        _print_lines(progress, leftover_files.check(workdir, request.resume, config.to_dict()))
+        program = _prepare(request, config, program, workdir, progress)
+        need = _check_memory(request, config, program, workdir, progress)
+        if request.dry_run:
+            peak = human_bytes(need.peak)
+            progress.print(f"dry run: the step compiles, and its peak is {peak} per device. Nothing was trained.")
+            return ExitCode.DONE
+        if program.experiment.data.validation_names:
+            begin_evaluation(program)
+        run = Run(config, program, workdir, progress, request.goodput, pulse)
+        stop_signal = _train_steps(run, need, hooks, tuning, force=request.force)
+        if stop_signal is not None:
+            name = signal.Signals(stop_signal).name
+            progress.print(f"stopped by {name}; run the same command to resume")
+            # Shell convention: 128 plus the signal number.
+            return 128 + stop_signal
+        _finish(run, request.spec)
+        return ExitCode.DONE
+
+
+def _prepare(request: RunRequest, config: Config, program: Program, workdir: Workdir, progress: Progress) -> Program:
+    """Prepare the data, and determine the length of the run, before anything is compiled.
+
+    Returns:
+        The program, built again if the data or the checkpoint changed the config: the steps per epoch are known only
+        when the data is ready.
+    """
+    experiment = program.experiment
+    checkpointer = Checkpointer(directory=workdir.checkpoints, read_only=True)
+    is_new_run = not checkpointer.steps()
+    pretrained = experiment.pretrained
+    if pretrained is not None and is_new_run:
+        # Report a bad weights directory before anything is compiled.
+        pretrained.places(experiment.language_model)
+    # Process 0 tokenizes, and the others wait for its files.
+    is_primary = distributed.is_primary()
+    barrier = partial(distributed.barrier, "data")
+    sync_processes = partial(workdir.sync_processes, barrier, is_primary=is_primary)
+    with request.goodput.during("data"), phase("preparing data", patience=SHORT):
+        experiment.data.setup(workdir.path, is_primary=is_primary, barrier=sync_processes)
+    kept_lines = resuming.keep_counters(checkpointer, config)
+    if kept_lines:
+        _print_lines(progress, kept_lines)
+        experiment = config.instantiate(data=experiment.data)
+        program = Program(experiment)
+    order = resuming.check(checkpointer, program, config, force=request.force)
+    max_epochs = experiment.trainer.max_epochs
+    if max_epochs is not None:
+        epoch_steps = experiment.data.epoch_steps(max_epochs, order.origin)
+        _print_lines(progress, set_length(config, epoch_steps))
+        if config.trainer.max_steps != experiment.trainer.known_steps:
+            # Pass the prepared data on: it does not depend on the length.
+            experiment = config.instantiate(data=experiment.data)
+            program = Program(experiment)
+        progress.set_total(experiment.trainer.max_steps)
+    _print_lines(progress, rate_notes(config.learner, experiment.trainer.max_steps))
+    if experiment.batch_transform is not None:
+        experiment.batch_transform.check_files(program, workdir.path, is_new_run=is_new_run)
+    return program
+
+
+def _check_memory(
+    request: RunRequest, config: Config, program: Program, workdir: Workdir, progress: Progress
+) -> MemoryNeed:
+    """Print the start table, compile the step, and compare its memory with the devices' memory.
+
+    Raises:
+        RunError: the step does not fit.
+    """
+    experiment = program.experiment
+    saved_steps = Checkpointer(directory=workdir.checkpoints, read_only=True).steps()
+    if saved_steps:
+        starts_at = f"step {max(saved_steps):,}, resumed from {workdir.checkpoints}"
+    elif experiment.pretrained is not None:
+        starts_at = "step 0 (published weights)"
+    else:
+        starts_at = "step 0 (fresh initialization)"
+    progress.print(render(build_start_table(request.spec, program, starts_at=starts_at)))
+    warnings = experiment.data.warnings()
+    if experiment.pretrained is not None:
+        warnings = [*warnings, *experiment.pretrained.warnings(experiment.data.seq_len)]
+    _print_lines(progress, [f"warning: {warning}" for warning in warnings])
+    host_budget.check_host(program)
+    request.goodput.enter("compile")
+    # Weights from a checkpoint or from files are not initialized randomly, and a dry run initializes none.
+    if not saved_steps and experiment.pretrained is None and not request.dry_run:
+        begin_init(program)
+    if experiment.health.offload_self_test:
+        with phase("checking offloading on a small model", patience=SHORT):
+            line = offload_self_test.check(config, program)
+        if line:
+            progress.print(line)
+    need = device_budget.measure_need(program)
+    refusal = device_budget.explain_refusal(config, program, need, request.limit)
+    # One process may compile what another finds in its cache, so the processes can arrive here minutes apart.
+    distributed.barrier("planned")
+    request.goodput.enter("start")
+    if not distributed.is_true_on_all(refusal is None):
+        message = refusal or "another process of this run has less memory than the training step needs"
+        progress.print(message)
+        if not request.force or need.message:
+            program.ahead.close()
+            raise RunError(message, ExitCode.TOO_BIG)
+    return need
+
+
+def _train_steps(
+    run: Run, need: MemoryNeed, hooks: Sequence[Hook], tuning: TuneResult | None, *, force: bool
+) -> int | None:
+    """Train to the last step.
+
+    Returns:
+        The signal that stopped the run before that, after a save; None if there was none.
+
+    Raises:
+        RunError: the loss was not finite, replicas differ, or the last step was not saved.
+    """
+    transform = run.experiment.batch_transform
+    workdir = run.workdir
+    waits_for_saves = True
+    try:
+        if transform is not None:
+            # Open it before the state exists: an auxiliary model may need the memory.
+            is_new_run = not run.checkpointer.steps()
+            transform.open(run.program, workdir.path, is_new_run=is_new_run, log=run.progress.print)
+        with phase("opening the run", patience=SHORT):
+            step = run.start(force=force)
+        if distributed.is_primary():
+            # Written after `start` has accepted the workdir, so that a refused start leaves its files unchanged.
+            write_json(workdir.config, run.config.to_dict())
+            if tuning is not None:
+                write_json(workdir.path / TUNING_FILE, tuning.record)
+        return Trainer(run, need, hooks).train(step)
+    except (NonFiniteError, ReplicaMismatchError, LastStepNotSavedError) as error:
+        run.progress.print(f"error: {error}")
+        codes = {NonFiniteError: ExitCode.NONFINITE, ReplicaMismatchError: ExitCode.REPLICAS}
+        raise RunError(str(error), codes.get(type(error), ExitCode.FAILED)) from error
+    except jax.errors.JaxRuntimeError:
+        # Wait for pending saves, but not for a save that another process has abandoned.
+        waits_for_saves = jax.process_count() == 1
+        raise
+    finally:
+        run.program.ahead.close()
+        if waits_for_saves:
+            run.close()
+        run.progress.print(run.goodput.line())
+
+
+def _finish(run: Run, spec: str) -> None:
+    """Sample from the trained model, draw the pictures, and print the lines that end a run.
+
+    Every process takes part in sampling. The state is deleted afterwards, which frees its memory for another training
+    in this process.
+    """
+    program = run.program
+    experiment = run.experiment
+    path = run.workdir.path
+    with phase("drawing a sample", patience=1.0):
+        state = run.state
+        run.state = {}
+        state = program.join_stacks(state)
+        text = sample_text(program, state)
+        images = sample_images(program, state)
+        table = held_out_answers.answer_table(program, state)
+        del state
+    if distributed.is_primary():
+        metrics = run.workdir.metrics
+        model = experiment.model
+        objective = model.head.objective if isinstance(model, CausalLM) else None
+        unit = experiment.data.loss_unit if objective is None else objective.unit
+        with phase("plotting the losses", patience=SHORT):
+            line = _picture("loss curves", partial(plot_losses, metrics, path / "loss.png", spec, unit))
+        run.progress.print(line)
+        if objective is not None:
+            with phase("plotting the metrics of the objective", patience=SHORT):
+                line = _picture("objective", partial(plot_objective, metrics, path / "objective.png", spec))
+            run.progress.print(line)
+        layers = [layer for stack in model.stacks.values() for layer in stack.pattern.walk()]
+        if any(isinstance(layer, Router) and layer.expert_metrics for layer in layers):
+            with phase("plotting the load of each expert", patience=SHORT):
+                line = _picture("experts", partial(plot_experts, metrics, path / "experts.png", spec))
+            run.progress.print(line)
+        if images is not None:
+            levels = getattr(experiment.data, "levels", 256)
+            grid = partial(save_grid, images, path / "samples.png", levels=levels)
+            run.progress.print(_picture("samples", grid))
+        if table:
+            run.progress.print(_picture("answers", partial(held_out_answers.write_table, run.workdir, table)))
+    _print_lines(run.progress, held_out_answers.table_lines(table))
+    if text is not None:
+        run.progress.print(f"sample, continuing {run.options.sample_prompt!r}:\n{text}")
+    _print_lines(run.progress, compression_lines(experiment.data, run.evaluation, run.options.eval_batches, path))
+    run.progress.print(f"checkpoint: {run.workdir.checkpoints} (steps {run.checkpointer.steps()})")
+
+
+def _print_lines(progress: Progress, lines: Iterable[str]) -> None:
+    for line in lines:
+        progress.print(line)
+
+
+def _picture(name: str, draw: Callable[[], object]) -> str:
+    """Draw a picture and return the line about it. A full disk only loses the picture; the run continues."""
+    try:
+        return f"{name}: {draw()}"
+    except OSError as error:
+        return f"{name}: not written: {error.strerror or error}"
