@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from plimsoll.extras.autotune import allowed_changes
+from plimsoll.extras.autotune.settings import parse_allowed
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli
 from plimsoll.launch.plan_common import format_overrides, write_outputs
@@ -25,7 +25,7 @@ def check_auto(command: cli.Command) -> None:
                 raise cli.UsageError(f"{flag} requires --auto or --largest")
         return
     if args.allow is not None:
-        allowed_changes.parse_allowed(args.allow)
+        parse_allowed(args.allow)
     cli.gib("host_memory_gib", args.host_memory_gib)
     if args.compare or args.smallest or "," in (args.target or "").strip(" ,"):
         raise cli.UsageError("--auto takes one target, and cannot be combined with --compare or --smallest")
@@ -91,15 +91,14 @@ def build_request(command: cli.Command, config: Any, target: Any, limit: int | N
         limit: bytes that one device may use; None if unknown.
         host_bytes: memory of one process's host, in bytes; None takes the target's known value.
     """
-    from plimsoll.extras.autotune.settings import find_fixed_paths
-    from plimsoll.extras.autotune.tuned_settings import Machine
-    from plimsoll.extras.autotune.tuning_cache import TuningRequest
+    from plimsoll.extras.autotune.autotune import TuningRequest
+    from plimsoll.extras.autotune.settings import Machine, find_fixed_paths
 
     args = command.args
     fixed = find_fixed_paths(config, command.override_paths)
     # `train --dry_run` lacks the flags --allow, --auto and --estimate.
     named = getattr(args, "allow", None)
-    allowed = () if named is None else allowed_changes.parse_allowed(named)
+    allowed = () if named is None else parse_allowed(named)
     machine = Machine.derive(target, limit, host_bytes)
     mode = getattr(args, "auto", None) or "memory"
     return TuningRequest(config, machine, mode, sorted(fixed), allowed, getattr(args, "estimate", False))

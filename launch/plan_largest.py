@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from plimsoll.extras.autotune import allowed_changes
+from plimsoll.extras.autotune.settings import parse_allowed
 from plimsoll.framework.config import Config
 from plimsoll.framework.files.workdir import writing
 from plimsoll.framework.terminal.exit_codes import ExitCode
@@ -42,7 +42,7 @@ def check_largest(command: cli.Command) -> None:
     if args.picture is not None and not args.picture.absolute().parent.is_dir():
         raise cli.UsageError(f"no directory {args.picture.absolute().parent} to write {args.picture.name} into")
     if args.allow is not None:
-        allowed_changes.parse_allowed(args.allow)
+        parse_allowed(args.allow)
     cli.gib("host_memory_gib", args.host_memory_gib)
     list(iter_comparisons(args.compare))
 
@@ -89,7 +89,7 @@ def _log(line: str) -> None:
 
 def _series(command: cli.Command, machines: list[Any]) -> Iterator[FrontierSeries]:
     """Yield a series for each machine and combination of compared values: without changes, then with allowed ones."""
-    names = () if command.args.allow is None else allowed_changes.parse_allowed(command.args.allow)
+    names = () if command.args.allow is None else parse_allowed(command.args.allow)
     for machine, choice in itertools.product(machines, iter_comparisons(command.args.compare)):
         variant = dataclasses.replace(command, overrides=[*command.overrides, *choice])
         name = " ".join(f"{path}={value}" for path, value in choice) or "base config"
@@ -116,10 +116,8 @@ class _SizeTuner:
 
     def __call__(self, config: Config, estimate: bool) -> Any:
         """See `size_frontier.TuneFunction`."""
-        from plimsoll.extras.autotune.autotune import autotune
-        from plimsoll.extras.autotune.settings import find_fixed_paths
-        from plimsoll.extras.autotune.tuned_settings import Machine
-        from plimsoll.extras.autotune.tuning_cache import TuningRequest
+        from plimsoll.extras.autotune.autotune import TuningRequest, autotune
+        from plimsoll.extras.autotune.settings import Machine, find_fixed_paths
 
         fixed = find_fixed_paths(config, self._series.command.override_paths)
         machine = Machine.derive(self._target, self._device_bytes, self._host_bytes)

@@ -11,15 +11,22 @@ import jax.numpy as jnp
 import pytest
 
 from plimsoll import configs
-from plimsoll.extras.autotune import allowed_changes, largest_batch
-from plimsoll.extras.autotune.branch_and_bound import SettingsSearch
-from plimsoll.extras.autotune.budget import Candidate, MemoryBudget, MemoryLimits
-from plimsoll.extras.autotune.compile_candidates import NoProgramError, confirm_fastest
-from plimsoll.extras.autotune.cost_model import CostModel
+from plimsoll.extras.autotune.autotune import BATCH_MODE_FIXED, describe_largest_batch
+from plimsoll.extras.autotune.cost_model import Candidate, CostModel, MemoryBudget, MemoryLimits
+from plimsoll.extras.autotune.search import SettingsSearch
 from plimsoll.extras.autotune.search_space import SearchSpace
-from plimsoll.extras.autotune.settings import find_fixed_paths, flags, get_text, select_changes, setting, with_settings
-from plimsoll.extras.autotune.tuned_settings import TunedSettings
-from plimsoll.extras.autotune.tuner import Tuner
+from plimsoll.extras.autotune.settings import (
+    TunedSettings,
+    find_fixed_paths,
+    flags,
+    get_text,
+    list_variants,
+    parse_allowed,
+    select_changes,
+    setting,
+    with_settings,
+)
+from plimsoll.extras.autotune.tuner import NoProgramError, Tuner, confirm_fastest
 from plimsoll.framework.config import Config, ConfigError, config_for
 from plimsoll.framework.families.decoders import mixture
 from plimsoll.framework.objectives.kto import KTO
@@ -302,18 +309,16 @@ def test_fixed_fields_stay():
 
 def test_allowed_changes_match_their_names():
     config = small_llama()
-    assert allowed_changes.list_variants(config, (), ()) == [()]
-    variants = allowed_changes.list_variants(
-        config, allowed_changes.parse_allowed("moments,rounding,optimizer8bit"), ()
-    )
+    assert list_variants(config, (), ()) == [()]
+    variants = list_variants(config, parse_allowed("moments,rounding,optimizer8bit"), ())
     assert len(variants) == 6
     with_8bit = with_settings(config, variants[3])
     assert with_8bit.learner.optimizer.learning_rate == config.learner.optimizer.learning_rate
     assert with_8bit.learner.optimizer.weight_decay == 0.1
     with_8bit.instantiate()
-    assert allowed_changes.list_variants(config, ("moments",), ("learner.moment_dtype",)) == [()]
+    assert list_variants(config, ("moments",), ("learner.moment_dtype",)) == [()]
     with pytest.raises(ConfigError, match="did you mean 'moments'"):
-        allowed_changes.parse_allowed("moment")
+        parse_allowed("moment")
 
 
 # --- the largest batch -----------------------------------------------------------------------------------------------
@@ -322,14 +327,14 @@ def test_allowed_changes_match_their_names():
 def test_the_largest_microbatch_fits_and_the_next_does_not():
     config = small_llama()
     config.data.global_batch_size = 8
-    asking = tuner(config, "v5e-1", 2 * needs(config, "v5e-1") // 3, fixed=largest_batch.FIXED)
+    asking = tuner(config, "v5e-1", 2 * needs(config, "v5e-1") // 3, fixed=BATCH_MODE_FIXED)
     candidate = asking.propose()
     assert candidate is not None
     ((path, count),) = candidate.settings
     assert path == "learner.accumulate"
     fewer = (setting("learner.accumulate", int(count) // 2),)
     assert not asking.budget.fits(fewer, asking.cost_model.cost(fewer))
-    microbatch, whole = largest_batch.describe_largest_batch(asking, candidate)
+    microbatch, whole = describe_largest_batch(asking, candidate)
     assert f"{8 // int(count)} rows per device" in microbatch
     assert "data.global_batch_size=" in whole
 

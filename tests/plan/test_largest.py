@@ -9,7 +9,7 @@ import pytest
 
 from plimsoll import configs
 from plimsoll.extras.autotune.autotune import TuningResult
-from plimsoll.extras.autotune.tuned_settings import Machine, TunedSettings
+from plimsoll.extras.autotune.settings import Machine, TunedSettings
 from plimsoll.extras.largest import frontier_tables
 from plimsoll.extras.largest.size_family import Size, SizeFamily, count_parameters
 from plimsoll.extras.largest.size_frontier import Frontier, FrontierSearch

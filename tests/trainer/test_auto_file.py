@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from plimsoll.extras.autotune.run_tuning import read_choice
-from plimsoll.extras.autotune.settings import Setting, find_fixed_paths, with_settings
-from plimsoll.extras.autotune.tuned_settings import Machine, TunedSettings
+from plimsoll.extras.autotune.settings import Machine, Setting, TunedSettings, find_fixed_paths, with_settings
 from plimsoll.framework.config import Config
 from plimsoll.framework.run.request import TUNING_FILE
 from tests.support import small

@@ -24,13 +24,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from plimsoll.configs import load
-from plimsoll.extras.autotune.autotune import MEMORY, autotune
-from plimsoll.extras.autotune.budget import Candidate
+from plimsoll.extras.autotune.autotune import MEMORY, CompiledBytes, TuningRequest, autotune
+from plimsoll.extras.autotune.cost_model import Candidate
 from plimsoll.extras.autotune.search_space import offload_settings
-from plimsoll.extras.autotune.settings import ACCUMULATE, REMAT, Settings, flags, select_changes, setting
-from plimsoll.extras.autotune.tuned_settings import Machine, TunedSettings
+from plimsoll.extras.autotune.settings import (
+    ACCUMULATE,
+    REMAT,
+    Machine,
+    Settings,
+    TunedSettings,
+    flags,
+    select_changes,
+    setting,
+)
 from plimsoll.extras.autotune.tuner import Tuner
-from plimsoll.extras.autotune.tuning_cache import CompiledBytes, TuningRequest
 from plimsoll.framework.config import Config
 from plimsoll.framework.plan import targets
 from plimsoll.framework.plan.targets import Target

@@ -24,7 +24,7 @@ import numpy as np
 from scipy import stats
 
 from plimsoll.configs import load
-from plimsoll.extras.autotune.branch_and_bound import TIE_FACTOR
+from plimsoll.extras.autotune.search import TIE_FACTOR
 from plimsoll.extras.autotune.settings import ACCUMULATE, REMAT, Settings, flags, select_changes, setting, with_settings
 from plimsoll.extras.autotune.tuner import Tuner
 from plimsoll.framework.config import Config

@@ -215,7 +215,7 @@ def train_with_driver(channel: Channel, arguments: list[str]) -> None:
     """Run `plimsoll train` with an extra hook, first in the list, that runs steps when the driver asks for them."""
     import jax
 
-    from plimsoll.framework.run import training
+    from plimsoll.framework.run import train
     from plimsoll.framework.run.hooks import Hook
     from plimsoll.framework.run.run import Run
     from plimsoll.framework.run.trainer import Trainer
@@ -255,13 +255,13 @@ def train_with_driver(channel: Channel, arguments: list[str]) -> None:
             super().__init__(*args)
             self.hooks.insert(0, Gate())
 
-    training.Trainer = GatedTrainer  # pyright: ignore[reportAttributeAccessIssue]
+    train.Trainer = GatedTrainer  # pyright: ignore[reportAttributeAccessIssue]
     try:
         code = main(arguments)
     except Finished:
         return
     finally:
-        training.Trainer = Trainer  # pyright: ignore[reportPrivateImportUsage]
+        train.Trainer = Trainer  # pyright: ignore[reportPrivateImportUsage]
     sys.exit(code)
 
 

@@ -19,10 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from plimsoll.configs import load
-from plimsoll.extras.autotune.autotune import MEMORY, TuningResult, autotune
-from plimsoll.extras.autotune.settings import Setting, find_fixed_paths, flags
-from plimsoll.extras.autotune.tuned_settings import Machine
-from plimsoll.extras.autotune.tuning_cache import TuningRequest
+from plimsoll.extras.autotune.autotune import MEMORY, TuningRequest, TuningResult, autotune
+from plimsoll.extras.autotune.settings import Machine, Setting, find_fixed_paths, flags
 from plimsoll.extras.largest.size_family import SizeFamily
 from plimsoll.extras.largest.size_frontier import FrontierPoint, FrontierSearch
 from plimsoll.framework.config import Config

@@ -1,18 +1,10 @@
 """Autotuning: find the fastest settings of a config that fit a machine, without changing what the config computes.
 
-settings.py             overrides, applied to copies of the config; the fields that the user has set
-search_space.py         meshes, microbatches, remat policies, schedules, device/host placement
-cost_model.py           analytical estimates of the cost of settings, with shared traces
-budget.py               memory budget: decides whether settings fit, by the estimate and by earlier compilations
-offload_levels.py       which state to offload, and how many layers of it
-remat_mixtures.py       two remat policies in one stack: as many layers as fit use the faster one
-branch_and_bound.py     search over all of these
-allowed_changes.py      changes to the training itself, which the user has to allow by name
-tuner.py                proposes settings and refines the proposal with the compiled peak
-compile_candidates.py   compiles candidates until one fits
-neighbor_comparison.py  the cost of each neighbor of the chosen settings
-largest_batch.py        the largest microbatch
-tuned_settings.py       the chosen settings, as JSON and as tables
-tuning_cache.py         tuning results on disk
-autotune.py             entry point: takes a request, returns a result
+settings.py      overrides, applied to copies of the config; changes that the user has to allow; the chosen settings
+cost_model.py    analytical estimates of the cost of settings, and whether they fit the memory
+search_space.py  meshes, microbatches, remat policies, schedules, and which state to offload, how many layers of it
+search.py        branch and bound over all of these; the neighbors of what it found
+tuner.py         proposes settings, compiles candidates until one fits, and refines the proposal with the peak
+autotune.py      entry point of `plimsoll plan --auto`: takes a request, returns a result
+run_tuning.py    entry point of a run with `memory.auto`, whose processes agree on the settings
 """

@@ -2,19 +2,53 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
-from plimsoll.extras.autotune import largest_batch, tuning_cache
-from plimsoll.extras.autotune.compile_candidates import CandidateCompiler, confirm_fastest
-from plimsoll.extras.autotune.tuned_settings import TunedSettings
-from plimsoll.extras.autotune.tuner import Tuner
-from plimsoll.extras.autotune.tuning_cache import CompiledBytes, TuningRequest
+from plimsoll.extras.autotune.cost_model import Candidate
+from plimsoll.extras.autotune.settings import (
+    ACCUMULATE,
+    BATCH,
+    TUNED_FIELDS,
+    TunedSettings,
+    TuningRequest,
+    get_text,
+    select_changes,
+    setting,
+)
+from plimsoll.extras.autotune.tuner import CandidateCompiler, CompiledBytes, Tuner, confirm_fastest
+from plimsoll.framework.layers.base import batch_shards
+from plimsoll.framework.plan import cache
 from plimsoll.framework.plan.build_report import CompiledTrainStep
 from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.terminal import interrupts
 
 MEMORY = "memory"
 BATCH_MODE = "batch"
+# All fields but the number of microbatches are fixed.
+BATCH_MODE_FIXED = frozenset(TUNED_FIELDS) - {ACCUMULATE}
+_MOST_DOUBLINGS = 16
+
+
+def load(path: Path) -> TunedSettings | None:
+    """Load a choice from a file; None if the file does not exist or has the format of another version."""
+    stored = cache.load(path)
+    try:
+        return None if stored is None else TunedSettings.from_json(stored)
+    except (KeyError, TypeError, ValueError):
+        # Another version wrote the file. Tuning again replaces it.
+        return None
+
+
+def store(path: Path, choice: TunedSettings) -> None:
+    """Write a choice to a file.
+
+    Args:
+        path: file to write.
+        choice: the chosen settings.
+    """
+    cache.store(path, choice.to_json())
 
 
 class TuningResult(NamedTuple):
@@ -44,7 +78,7 @@ def autotune(
     """
     # Compute the path before compiling: compilers set environment variables, and the file name depends on those.
     path = request.path("choice")
-    stored_choice = None if fresh else tuning_cache.load(path)
+    stored_choice = None if fresh else load(path)
     if stored_choice is not None:
         return TuningResult(stored_choice)
     if not request.estimate:
@@ -57,7 +91,7 @@ def autotune(
         target,
         device_bytes=request.machine.device_bytes,
         host_bytes=host_bytes,
-        fixed=largest_batch.FIXED if is_batch else frozenset(request.fixed),
+        fixed=BATCH_MODE_FIXED if is_batch else frozenset(request.fixed),
         allowed=request.allowed,
     )
     if request.estimate:
@@ -70,15 +104,59 @@ def autotune(
         compiled_step = None if candidate is None else compiler.compiled_step.get(candidate.settings)
     if candidate is None:
         return TuningResult(None, failure=tuner.describe_failure())
-    notes = largest_batch.describe_largest_batch(tuner, candidate) if is_batch else []
+    notes = describe_largest_batch(tuner, candidate) if is_batch else []
     choice = tuner.build_choice(candidate, notes)
     if is_batch:
         # In this mode all fields but one are fixed, so the list of fixed fields tells the reader nothing.
         choice = choice.without_neighbors()
-    tuning_cache.store(path, choice)
+    store(path, choice)
     return TuningResult(choice, compiled_step)
 
 
 def _format_interrupt_message(number: int) -> str:
     stop_message = interrupts.format_stop_message(number)
     return f"{stop_message}; compile results are saved: run the same command again to continue the search"
+
+
+def describe_largest_batch(tuner: Tuner, chosen: Candidate) -> list[str]:
+    """Return the two results of --auto=batch: the largest microbatch and the largest batch of one pass.
+
+    Args:
+        tuner: tuner of the config, in batch mode.
+        chosen: the fastest candidate that fits.
+    """
+    experiment: Experiment = tuner.cost_model.config.instantiate()
+    text = get_text(chosen.settings, ACCUMULATE)
+    accumulate = experiment.learner.accumulate if text is None else int(text)
+    shards = batch_shards(experiment.mesh.resolve(tuner.target.num_devices))
+    batch = experiment.data.global_batch_size
+    rows = batch // (accumulate * shards)
+    largest = shards * _most_rows(tuner, shards)
+    return [
+        f"largest microbatch: {rows} rows per device and pass ({BATCH}={batch} with {ACCUMULATE}={accumulate})",
+        f"largest batch of one pass: {BATCH}={largest} with {ACCUMULATE}=1 (estimate)",
+    ]
+
+
+def _most_rows(tuner: Tuner, shards: int) -> int:
+    """Return the number of rows that fit on a device in one pass; 0 if not even one fits."""
+
+    def fits(rows: int) -> bool:
+        one_pass = (setting(BATCH, rows * shards), setting(ACCUMULATE, 1))
+        settings = select_changes(tuner.cost_model.config, one_pass)
+        return tuner.budget.fits(settings, tuner.cost_model.cost(settings))
+
+    most = 1
+    for _ in range(_MOST_DOUBLINGS):
+        if not fits(most):
+            break
+        most *= 2
+    # `most // 2` is known to fit, or is 0.
+    least = most // 2
+    while most - least > 1:
+        middle = (least + most) // 2
+        if fits(middle):
+            least = middle
+        else:
+            most = middle
+    return least

@@ -16,11 +16,18 @@ from typing import Any, NamedTuple
 import jax
 from absl import logging
 
-from plimsoll.extras.autotune.budget import Candidate
-from plimsoll.extras.autotune.compile_candidates import NoProgramError, confirm_fastest
-from plimsoll.extras.autotune.settings import BATCH, TUNED_FIELDS, Setting, Settings, find_fixed_paths, with_settings
-from plimsoll.extras.autotune.tuned_settings import Machine, TunedSettings
-from plimsoll.extras.autotune.tuner import Tuner
+from plimsoll.extras.autotune.cost_model import Candidate
+from plimsoll.extras.autotune.settings import (
+    BATCH,
+    TUNED_FIELDS,
+    Machine,
+    Setting,
+    Settings,
+    TunedSettings,
+    find_fixed_paths,
+    with_settings,
+)
+from plimsoll.extras.autotune.tuner import NoProgramError, Tuner, confirm_fastest
 from plimsoll.framework.config import Config
 from plimsoll.framework.devices.accelerators import get_machine_memory_bytes
 from plimsoll.framework.files.text_files import parse_json

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import json
 import shlex
-from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
-from plimsoll.framework.config import Config, diff, get_schema
+import optax
+
+from plimsoll.framework.config import Config, ConfigError, config_for, did_you_mean, diff, get_schema, get_target
 from plimsoll.framework.config.value_parsing import as_text
+from plimsoll.framework.optimizers.quantized import adamw8bit
+from plimsoll.framework.plan import cache
+from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.terminal.tables import TableSection, human_bytes, human_duration
 
 # The tuned fields, in the order in which they are printed.
 MESH = ("mesh.data", "mesh.fsdp", "mesh.expert", "mesh.seq", "mesh.model")
@@ -133,3 +144,246 @@ def select_changes(config: Config, settings: Iterable[Setting]) -> Settings:
     trial = with_settings(config, settings)
     differing = {path for path, _, _ in diff(config, trial)}
     return sort_settings(one for one in settings if any(_is_within(path, {one.path}) for path in differing))
+
+
+MASTER = "learner.master_dtype"
+MOMENTS = "learner.moment_dtype"
+ROUNDING = "learner.rounding"
+OPTIMIZER = "learner.optimizer"
+# {name: description}
+ALLOWED = {
+    "rounding": "no master copy: bfloat16 weights with stochastic rounding (learner.rounding=stochastic)",
+    "moments": "moments in bfloat16 (learner.moment_dtype)",
+    "optimizer8bit": "AdamW with 8-bit moments and the same hyperparameters (learner.optimizer)",
+}
+# These two exclude each other: with the 8-bit optimizer the moments already have a dtype.
+_EXCLUSIVE = {"moments", "optimizer8bit"}
+
+
+def parse_allowed(text: str) -> tuple[str, ...]:
+    """Parse a list of names such as "rounding,optimizer8bit". Raises ConfigError for an unknown name.
+
+    Args:
+        text: names, separated by commas.
+
+    Returns:
+        The names in the order of `ALLOWED`, without duplicates.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    # An empty list is an error, too: report it under the text itself.
+    for name in names or [text]:
+        if name not in ALLOWED:
+            hint = did_you_mean(name, ALLOWED)
+            raise ConfigError(f"--allow={text}: {name!r} is not one of {', '.join(ALLOWED)}{hint}")
+    return tuple(name for name in ALLOWED if name in names)
+
+
+def list_variants(config: Config, names: Sequence[str], fixed: Collection[str]) -> list[Settings]:
+    """Return every combination of the allowed changes, starting with no change.
+
+    Args:
+        config: config, resolved for the target.
+        names: allowed changes, keys of `ALLOWED`.
+        fixed: paths of fields that the user has set.
+    """
+    changes = {}
+    for name in names:
+        change = _build_change(config, name)
+        if change and not any(one.path in fixed for one in change):
+            changes[name] = change
+    variants: list[Settings] = []
+    for count in range(len(changes) + 1):
+        for chosen in itertools.combinations(changes, count):
+            if not set(chosen) >= _EXCLUSIVE:
+                variants.append(tuple(itertools.chain.from_iterable(changes[name] for name in chosen)))
+    return variants
+
+
+def _build_change(config: Config, name: str) -> Settings:
+    """Return the settings of an allowed change; empty if they would change nothing or do not suit the config."""
+    learner = config.learner
+    if name == "rounding":
+        # Stochastic rounding replaces the master copy only for weights that are stored in bfloat16.
+        is_possible = learner.master_dtype is not None and str(config.model.get("param_dtype")) == "bfloat16"
+        return (setting(MASTER, None), setting(ROUNDING, "stochastic")) if is_possible else ()
+    if name == "moments":
+        return (setting(MOMENTS, "bfloat16"),) if str(learner.moment_dtype) != "bfloat16" else ()
+    optimizer = learner.optimizer
+    if get_target(optimizer) is not optax.adamw:
+        return ()
+    shared_fields = {field: optimizer[field] for field in get_schema(config_for(adamw8bit)) if field in optimizer}
+    # JSON keeps the override on one line, so that it can be pasted.
+    return (Setting(OPTIMIZER, json.dumps(config_for(adamw8bit, **shared_fields).to_dict())),)
+
+
+class Neighbor(NamedTuple):
+    """A neighbor of the chosen settings that was rejected.
+
+    Attributes:
+        setting: the overrides that differ from the chosen settings.
+        peak: peak bytes of one device; None if the settings are not possible.
+        seconds: time of a step; None if the settings are not possible.
+        reason: the reason for the rejection, in words.
+    """
+
+    setting: str
+    peak: int | None
+    seconds: float | None
+    reason: str
+
+
+class Machine(NamedTuple):
+    """The machine that settings were chosen for. Results are not valid on another machine.
+
+    Attributes:
+        target: name of the target, with the kind and number of its devices.
+        processes: number of processes (hosts).
+        device_bytes: bytes that one device may use; None if unknown.
+        host_bytes: memory of one process's host, in bytes; None if unknown.
+    """
+
+    target: str
+    processes: int
+    device_bytes: int | None
+    host_bytes: int | None
+
+    @staticmethod
+    def derive(target: Target, device_bytes: int | None, host_bytes: int | None) -> Machine:
+        """Describe a target.
+
+        Args:
+            target: the target.
+            device_bytes: bytes that one device may use; None if unknown.
+            host_bytes: memory of one process's host, in bytes; None takes the target's known value.
+        """
+        known_host = host_bytes if host_bytes is not None else target.host_limit_bytes
+        return Machine(target.name, target.num_processes, device_bytes, known_host)
+
+
+@dataclass(frozen=True)
+class TunedSettings:
+    """The chosen settings of a config on a machine.
+
+    Attributes:
+        machine: the machine that they were chosen for.
+        settings: overrides of the config; empty if the config itself is the fastest.
+        kept: fields that the user has set, and that tuning left unchanged.
+        allowed: names of the changes to the training that were allowed.
+        peak: peak bytes of one device.
+        host: host memory per device, in bytes.
+        seconds: time of a step by the analytical estimate, which ranked the settings; None if the rates of the device
+            are not published.
+        moved: bytes that occupy the link to the host in a step. Simultaneous traffic in both directions counts once.
+        compiled: whether the peak comes from the compiler instead of the estimate.
+        neighbors: similar settings that were not chosen.
+        notes: additional lines for the report.
+    """
+
+    machine: Machine
+    settings: Settings
+    kept: tuple[str, ...]
+    allowed: tuple[str, ...]
+    peak: int
+    host: int
+    seconds: float | None
+    moved: float
+    compiled: bool
+    neighbors: tuple[Neighbor, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def flags(self) -> str:
+        """The overrides in one line, for pasting into a shell."""
+        return flags(self.settings)
+
+    @property
+    def used(self) -> float | None:
+        """The fraction of the device's limit that is used; None if the limit is unknown."""
+        limit = self.machine.device_bytes
+        return None if limit is None else self.peak / limit
+
+    def sections(self) -> list[TableSection]:
+        """Return the tables of the report: the chosen settings and their neighbors."""
+        rows = [["overrides", self.flags or "none: the config itself is the fastest that fits"]]
+        use = "" if self.used is None else f", {100 * self.used:.1f}% of {human_bytes(self.machine.device_bytes)}"
+        source = "compiled" if self.compiled else "estimated"
+        rows.append(["device", f"{human_bytes(self.peak)}{use}, {source}"])
+        if self.host:
+            traffic = f"{human_bytes(self.moved)} over the host link per step"
+            rows.append(["host", f"{human_bytes(self.host)} per device; {traffic}"])
+        if self.seconds is not None:
+            rows.append(["step time", f"{human_duration(self.seconds)}, estimated; the settings are ranked by it"])
+        if self.kept:
+            rows.append(["fixed by you", " ".join(self.kept)])
+        if self.allowed:
+            rows.append(["allowed to change", " ".join(self.allowed)])
+        rows += [["note", note] for note in self.notes]
+        return [TableSection("chosen", rows), *self._neighbor_section()]
+
+    def _neighbor_section(self) -> list[TableSection]:
+        if not self.neighbors:
+            return []
+        rows = [["alternative", "device", "step time", "reason"]]
+        for neighbor in self.neighbors:
+            peak = "-" if neighbor.peak is None else human_bytes(neighbor.peak)
+            seconds = "-" if neighbor.seconds is None else human_duration(neighbor.seconds)
+            rows.append([neighbor.setting, peak, seconds, neighbor.reason])
+        return [TableSection("not chosen (estimates)", rows)]
+
+    def line(self) -> str:
+        """Return the chosen settings in one line, for the log of a run."""
+        use = "" if self.used is None else f" ({100 * self.used:.1f}% of the limit)"
+        return f"memory.auto: {human_bytes(self.peak)} per device{use}; {self.flags or 'config unchanged'}"
+
+    def without_neighbors(self) -> TunedSettings:
+        """Return a copy without the list of fixed fields and without the neighbors."""
+        return dataclasses.replace(self, neighbors=(), kept=())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a dict that JSON can represent."""
+        return {
+            **dataclasses.asdict(self),
+            "machine": self.machine._asdict(),
+            "neighbors": [neighbor._asdict() for neighbor in self.neighbors],
+        }
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> Self:
+        """Restore what `to_json` returned. Raises KeyError or TypeError if another version wrote it."""
+        fields = dict(stored)
+        fields["machine"] = Machine(**stored["machine"])
+        fields["settings"] = tuple(Setting(*pair) for pair in stored["settings"])
+        fields["neighbors"] = tuple(Neighbor(**neighbor) for neighbor in stored["neighbors"])
+        # JSON has no tuples.
+        for name in ("kept", "allowed", "notes"):
+            fields[name] = tuple(stored[name])
+        return cls(**fields)
+
+
+class TuningRequest(NamedTuple):
+    """A tuning request. Its fields are the cache key of the result.
+
+    Attributes:
+        config: config, resolved for the machine.
+        machine: the machine to tune for.
+        mode: "memory" or "batch".
+        fixed: paths of fields that must not change.
+        allowed: names of changes to the training that are allowed.
+        estimate: whether to use only the analytical estimate, without compiling.
+    """
+
+    config: Config
+    machine: Machine
+    mode: str
+    fixed: Sequence[str]
+    allowed: Sequence[str]
+    estimate: bool
+
+    def path(self, part: str) -> Path:
+        """Return the file that stores a part of the result, such as "choice" or "compiled"."""
+        about = self._asdict()
+        del about["config"]
+        about["machine"] = self.machine._asdict()
+        about["fixed"] = sorted(self.fixed)
+        about["allowed"] = list(self.allowed)
+        return cache.cache_path(self.config, auto=part, **about)

@@ -3,22 +3,82 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import shlex
+import time
+from collections.abc import Callable, Sequence
 
-from plimsoll.extras.autotune import allowed_changes, neighbor_comparison
-from plimsoll.extras.autotune.branch_and_bound import TIE_FACTOR, SettingsSearch
-from plimsoll.extras.autotune.budget import HOST_RESERVE, Candidate, MemoryBudget, MemoryLimits
-from plimsoll.extras.autotune.cost_model import CostModel, SettingsCost
+import jax
+
+from plimsoll.extras.autotune.cost_model import (
+    HOST_RESERVE,
+    Candidate,
+    CostModel,
+    MemoryBudget,
+    MemoryLimits,
+    SettingsCost,
+)
+from plimsoll.extras.autotune.search import TIE_FACTOR, SettingsSearch, compare_neighbors, iter_neighbors
 from plimsoll.extras.autotune.search_space import SearchSpace
-from plimsoll.extras.autotune.settings import Settings
-from plimsoll.extras.autotune.tuned_settings import Machine, TunedSettings
+from plimsoll.extras.autotune.settings import (
+    ALLOWED,
+    Machine,
+    Setting,
+    Settings,
+    TunedSettings,
+    TuningRequest,
+    flags,
+    list_variants,
+)
 from plimsoll.framework.config import Config
+from plimsoll.framework.plan import cache
+from plimsoll.framework.plan.build_report import CompiledTrainStep
+from plimsoll.framework.plan.dry_run import compile_step
 from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.program.program import Program
 from plimsoll.framework.terminal.phases import SHORT, phase
 from plimsoll.framework.terminal.tables import human_bytes
 
 # Maximum number of steps to a better neighbor after the search, which does not look at all of them.
 _MOST_STEPS = 4
+
+
+class CompiledBytes:
+    """Compiled sizes of candidates, written to disk after each compilation.
+
+    Args:
+        request: request that the search answers.
+        fresh: whether to ignore the results of earlier searches.
+    """
+
+    def __init__(self, request: TuningRequest, *, fresh: bool):
+        self._path = request.path("compiled")
+        self._bytes: dict[str, int] = {}
+        if not fresh:
+            self._bytes = cache.load(self._path) or {}
+
+    def get(self, settings: Settings) -> int | None:
+        """Return the bytes that settings need on one device; None if they were not compiled."""
+        return self._bytes.get(flags(settings))
+
+    def items(self) -> list[tuple[Settings, int]]:
+        """Return all compiled settings with their bytes, in the order of compilation."""
+        # The keys are command-line flags, because keys of JSON are strings.
+        compiled_settings = []
+        for text, compiled in self._bytes.items():
+            pairs = [word.removeprefix("--config.").partition("=") for word in shlex.split(text)]
+            settings = tuple(Setting(path, value) for path, _, value in pairs)
+            compiled_settings.append((settings, compiled))
+        return compiled_settings
+
+    def record(self, settings: Settings, compiled: int) -> None:
+        """Store the compiled size of settings.
+
+        Args:
+            settings: settings that were compiled.
+            compiled: bytes that they need on one device.
+        """
+        self._bytes[flags(settings)] = compiled
+        cache.store(self._path, self._bytes)
 
 
 class Tuner:
@@ -51,7 +111,7 @@ class Tuner:
         self.space = SearchSpace(config, target, fixed)
         self.budget = MemoryBudget(MemoryLimits.derive(target, device_bytes, host_bytes))
         self._refusal = ""
-        self.variants = allowed_changes.list_variants(config, allowed, fixed)
+        self.variants = list_variants(config, allowed, fixed)
 
     def propose(self) -> Candidate | None:
         """Return the fastest settings that fit, given the compilations so far; None if none do."""
@@ -67,7 +127,7 @@ class Tuner:
     def _find_better_neighbor(self, best: Candidate) -> Candidate | None:
         """Return the fastest neighbor that fits; None if none is faster than `best`."""
         faster = []
-        for rival in neighbor_comparison.iter_neighbors(self.cost_model, self.space, best):
+        for rival in iter_neighbors(self.cost_model, self.space, best):
             cost = self.cost_model.cost(rival.settings)
             if (
                 cost is not None
@@ -110,7 +170,7 @@ class Tuner:
         """
         cost = candidate.cost
         with phase("comparing with similar settings", patience=SHORT):
-            neighbors = neighbor_comparison.compare_neighbors(self.cost_model, self.space, self.budget, candidate)
+            neighbors = compare_neighbors(self.cost_model, self.space, self.budget, candidate)
         return TunedSettings(
             machine=self.machine,
             settings=candidate.settings,
@@ -147,7 +207,7 @@ class Tuner:
             devices_per_host = self.target.num_devices // self.target.num_processes
             host_bytes = cost.host * devices_per_host
             needs += f", and {human_bytes(host_bytes)} per host, which has {self._describe_host()}"
-        advice = f"use more devices, or --allow={','.join(allowed_changes.ALLOWED)}"
+        advice = f"use more devices, or --allow={','.join(ALLOWED)}"
         return f"no settings with the same result fit: {needs}; {advice}"
 
     def _describe_host(self) -> str:
@@ -164,3 +224,76 @@ class Tuner:
         return min(
             costs.items(), key=lambda item: (self.budget.over(*item) > 0, self.budget.host_over(item[1]), item[1].peak)
         )
+
+
+# Maximum number of programs to compile if none fits, and if one does.
+_MOST_COMPILED = 5
+_COMPILED_IF_ONE_FITS = 3
+# Once a candidate fits, stop improving it after this many seconds.
+_PATIENCE = 150.0
+
+
+class NoProgramError(ValueError):
+    """No program can be built from some settings: they are incompatible in a way that the estimate does not model."""
+
+
+class CandidateCompiler:
+    """Compiles the train steps of candidates and stores them in `compiled_step`, by settings.
+
+    Args:
+        tuner: the tuner that proposes the candidates.
+        target: the machine to compile for.
+        limit: bytes that one device may use; None if unknown.
+        known: results of earlier compilations; each new result is added to it.
+    """
+
+    def __init__(self, tuner: Tuner, target: Target, limit: int | None, known: CompiledBytes):
+        self._tuner = tuner
+        self._target = target
+        self._limit = limit
+        self._known = known
+        self.compiled_step: dict[Settings, CompiledTrainStep] = {}
+
+    def __call__(self, candidate: Candidate) -> int:
+        """Return the bytes that the compiled step needs on one device. Raises NoProgramError."""
+        settings = candidate.settings
+        compiled = self._known.get(settings)
+        if compiled is not None:
+            return compiled
+        try:
+            experiment = self._tuner.cost_model.experiment(settings)
+            program = Program(experiment, self._target.devices())
+            step = compile_step(program, self._target, self._limit)
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            raise NoProgramError(str(error)) from error
+        self.compiled_step[settings] = CompiledTrainStep(program, step)
+        self._known.record(settings, step.allocated)
+        return step.allocated
+
+
+def confirm_fastest(tuner: Tuner, compile_candidate: Callable[[Candidate], int]) -> Candidate | None:
+    """Return the fastest settings that fit according to the compiler; None if none were found.
+
+    Args:
+        tuner: the tuner that proposes candidates.
+        compile_candidate: compiles a candidate and returns the bytes that it needs on one device.
+    """
+    start = time.monotonic()
+    best: Candidate | None = None
+    for number in range(_MOST_COMPILED):
+        candidate = tuner.propose()
+        if candidate is None or candidate.settings in tuner.budget.compiled:
+            break
+        if best is not None:
+            is_faster = candidate.cost.seconds * TIE_FACTOR < best.cost.seconds
+            is_late = time.monotonic() - start > _PATIENCE or number >= _COMPILED_IF_ONE_FITS
+            if is_late or not is_faster:
+                break
+        try:
+            tuner.record_compiled(candidate, compile_candidate(candidate))
+        except NoProgramError as error:
+            tuner.exclude_failed(candidate, str(error))
+            continue
+        if tuner.is_confirmed(candidate) and (best is None or candidate.cost.seconds < best.cost.seconds):
+            best = candidate
+    return best

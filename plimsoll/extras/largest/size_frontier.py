@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from plimsoll.extras.autotune.autotune import TuningResult
-from plimsoll.extras.autotune.tuned_settings import TunedSettings
+from plimsoll.extras.autotune.settings import TunedSettings
 from plimsoll.extras.largest.size_family import Size, SizeFamily, count_parameters
 from plimsoll.framework.config import Config
 from plimsoll.framework.terminal.phases import SHORT, phase
