@@ -194,6 +194,7 @@ def axlearn_867(target: Any) -> None:
         params = {"wide": jnp.ones((1024, 1024)), "bias": jnp.ones((1024,))}
         offloaded = offload_optimizer(plain, pattern="/[mn]u/")
         state, ours = plain.init(params), offloaded.init(params)
+        updates = own = params
         for _ in range(3):  # with the weights as gradients
             updates, state = jax.jit(plain.update)(params, state, params)
             own, ours = jax.jit(offloaded.update)(params, ours, params)

@@ -240,6 +240,7 @@ def _measure(programs: dict[str, Any], peaks: dict[str, int], rounds: int) -> di
     first = programs[names[0]]
     devices, batch, state = list(first.mesh.devices.flat), first.put(_batch(first)), first.init()
     jax.block_until_ready((state, batch))
+    metrics = None
     seen, found, timed = memory_in_use(devices).device_peak_bytes, dict[str, dict[str, Any]](), {}
     for name in names:
         state, metrics = programs[name].step(state, batch)

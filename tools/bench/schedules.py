@@ -68,6 +68,7 @@ class TimedProgram:
     def run(self, steps: int) -> None:
         """Take steps and record their seconds."""
         wall, cpu = time.perf_counter(), time.process_time()
+        metrics = None
         for _ in range(steps):
             self.state, metrics = self.program.step(self.state, self.batch)
         jax.block_until_ready((self.state, metrics))

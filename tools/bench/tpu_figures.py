@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,8 @@ _COMPARED = ("matmul", "collective matmul", "attention", "kernel", *OVERESTIMATE
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-class CountedStep(NamedTuple):
+@dataclass(frozen=True)
+class CountedStep:
     """A step, and its count."""
 
     about: StepInfo

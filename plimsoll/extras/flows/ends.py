@@ -37,7 +37,7 @@ class Preprocess(Invertible):
         self.levels = levels
         self.alpha = alpha
 
-    def apply(self, weights: Nested, carry: None, ctx: Context, layer_state: Nested) -> tuple[Carry, Out]:
+    def apply(self, weights: Nested, carry: Carry | None, ctx: Context, layer_state: Nested) -> tuple[Carry, Out]:
         """Dequantize ctx.batch["images"] and return the carry.
 
         The noise u depends on the image's row and, in training, on the step.
