@@ -19,6 +19,7 @@ from plimsoll.framework.devices.accelerators import accelerator_name
 from plimsoll.framework.devices.allocator import keep_freed_memory
 from plimsoll.framework.files.workdir import Workdir, write_json
 from plimsoll.framework.layers.experts.router import Router
+from plimsoll.framework.layout import TrainState
 from plimsoll.framework.metrics.image_grid import save_grid
 from plimsoll.framework.metrics.plot import plot_experts, plot_losses, plot_objective
 from plimsoll.framework.metrics.tracking_services import check_installed
@@ -244,7 +245,7 @@ def _finish(run: Run, spec: str) -> None:
     path = run.workdir.path
     with phase("drawing a sample", patience=1.0):
         state = run.state
-        run.state = {}
+        run.state = TrainState()
         state = program.join_stacks(state)
         text = sample_text(program, state)
         images = sample_images(program, state)
