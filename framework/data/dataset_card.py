@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from plimsoll.framework.files.hub_cache import Snapshot
 
@@ -11,7 +12,8 @@ from plimsoll.framework.files.hub_cache import Snapshot
 Splits = dict[str, list[str]]
 
 
-class CardConfig(NamedTuple):
+@dataclass(frozen=True)
+class CardConfig:
     """One of the subsets (configs) that a card describes."""
 
     name: str

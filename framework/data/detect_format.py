@@ -5,27 +5,19 @@ detect_format("my_folder/")  # text, JSON lines, Parquet, token files, conversat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.data import hub_data, local_data
 from plimsoll.framework.data.chats import ChatSource, parse_conversation
 from plimsoll.framework.data.file_formats import ROW_FORMATS, DataFormat, DataListing
-from plimsoll.framework.data.files import DataFile
 from plimsoll.framework.data.held_out import TextPart, TokenPart
-from plimsoll.framework.data.preference_formats import LabeledAnswers, is_pair, is_unpaired, parse_pair, parse_unpaired
+from plimsoll.framework.data.preference_formats import is_pair, is_unpaired, parse_pair, parse_unpaired
 from plimsoll.framework.data.preferences import PairSource, UnpairedSource
-from plimsoll.framework.data.sources import (
-    Csv,
-    ExampleSource,
-    JsonLines,
-    Parquet,
-    TextFiles,
-    TokenMemmap,
-    read_file_rows,
-)
+from plimsoll.framework.data.row_files import read_file_rows
+from plimsoll.framework.data.sources import Csv, ExampleSource, JsonLines, Parquet, TextFiles, TokenMemmap
 from plimsoll.framework.files.hub_names import is_hub_url
 
 # Columns that hold the text of a document, the most likely first.
@@ -38,7 +30,8 @@ _NOUNS: dict[type[ExampleSource], str] = {
 }
 
 
-class _Rows(NamedTuple):
+@dataclass(frozen=True)
+class _Rows:
     """Content of the rows of the user's files.
 
     Attributes:
@@ -53,13 +46,6 @@ class _Rows(NamedTuple):
     needs_template: bool = False
     text_field: str | None = None
     text_fields: tuple[str, ...] = ()
-
-
-class _SplitPart(NamedTuple):
-    """The part of the files that a source reads, when one set of files is split in two."""
-
-    split: str
-    validation_fraction: float
 
 
 @dataclass(frozen=True)
@@ -98,11 +84,13 @@ def detect_format(path: str, validation_fraction: float = 0.05) -> DetectedData:
     """
     listing = hub_data.data_listing(path) if is_hub_url(path) else local_data.data_listing(path)
     rows = _rows(listing)
-    train_part = held_out_part = None
+    train_part: dict[str, object] = {}
+    held_out_part: dict[str, object] = {}
     held_out_paths = listing.validation
     if not held_out_paths:
-        train_part = _SplitPart("train", validation_fraction)
-        held_out_part = _SplitPart("validation", validation_fraction)
+        # One set of files is split in two: each source reads one part of it.
+        train_part = {"split": "train", "validation_fraction": validation_fraction}
+        held_out_part = {"split": "validation", "validation_fraction": validation_fraction}
         held_out_paths = listing.train
     return DetectedData(
         source=_source(listing.data_format, rows, listing.train, train_part),
@@ -116,8 +104,8 @@ def detect_format(path: str, validation_fraction: float = 0.05) -> DetectedData:
 def _line(listing: DataListing, rows: _Rows, validation_fraction: float) -> str:
     """Returns a summary of the data and of its split."""
     what = listing.data_format if rows.examples is None else _NOUNS[rows.examples]
-    files = _format_count(listing.num_train, "file")
-    line = f"data: {what} from {listing.location}: {files}"
+    noun = "file" if listing.num_train == 1 else "files"
+    line = f"data: {what} from {listing.location}: {listing.num_train:,} {noun}"
     if listing.validation:
         line += f" for training, {listing.num_validation} held out, {listing.split_basis}"
     else:
@@ -133,18 +121,34 @@ def _rows(listing: DataListing) -> _Rows:
     """Inspects the first row, if the files have rows."""
     if listing.data_format not in ROW_FORMATS:
         return _Rows()
-    location, row = _first_row(listing.first)
+    location, row = next(read_file_rows(listing.first), (None, None))
+    if location is None:
+        raise ValueError(f"{listing.first} has no rows")
+    if not isinstance(row, dict):
+        raise ValueError(f"{listing.first}, {location}: expected a JSON object, given {type(row).__name__}")
     try:
         # Check these first: their fields are more specific than those of a conversation, which such a row may also
         # have.
+        examples = []
         if is_pair(row):
-            return _Rows(examples=PairSource, needs_template=_has_messages(parse_pair(row)))
-        if is_unpaired(row):
-            return _Rows(examples=UnpairedSource, needs_template=_has_messages(*parse_unpaired(row)))
-        _check_no_label(row)
+            examples = [parse_pair(row)]
+        elif is_unpaired(row):
+            examples = parse_unpaired(row)
+        elif "label" in row:
+            # A language model would learn the text of good and bad rows alike, as if the label were not there.
+            raise ValueError(
+                f"field 'label' is {str(row['label'])[:40]!r}, which the next-token loss does not use; expected true "
+                "or false (1 or 0) with prompt and completion or with messages (KTO), a classifier "
+                "(--config=classify:DIR or lora-classify:DIR) for class names, or a file without labels"
+            )
     except ValueError as error:
         raise ValueError(f"{listing.first}, {location}: {error}") from error
-    if _is_conversation(row):
+    if examples:
+        has_messages = any(not isinstance(answer, str) for example in examples for _, answer in example.answers)
+        return _Rows(examples=PairSource if is_pair(row) else UnpairedSource, needs_template=has_messages)
+    # A row that ChatSource cannot read is a document.
+    with contextlib.suppress(ValueError, TypeError):
+        parse_conversation(row)
         return _Rows(examples=ChatSource, needs_template=True)
     text_fields = tuple(name for name, value in row.items() if isinstance(value, str))
     if not text_fields:
@@ -155,55 +159,14 @@ def _rows(listing: DataListing) -> _Rows:
     return _Rows(text_field=[*usual_fields, longest_field][0], text_fields=text_fields)
 
 
-def _check_no_label(row: dict[str, Any]) -> None:
-    """Raises ValueError if a row that is not a labeled answer has a label.
-
-    A language model would learn the text of good and bad rows alike, as if the label were not there.
-    """
-    if "label" in row:
-        raise ValueError(
-            f"field 'label' is {str(row['label'])[:40]!r}, which the next-token loss does not use; expected true or "
-            "false (1 or 0) with prompt and completion or with messages (KTO), a classifier (--config=classify:DIR or "
-            "lora-classify:DIR) for class names, or a file without labels"
-        )
-
-
-def _format_count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def _has_messages(*examples: LabeledAnswers) -> bool:
-    """Returns whether any answer is a list of messages rather than a text."""
-    return any(not isinstance(answer, str) for example in examples for _, answer in example.answers)
-
-
-def _first_row(file: DataFile) -> tuple[str, dict[str, Any]]:
-    """Returns (location, row) of the first row of a file. Raises ValueError if it is absent, or not a JSON object."""
-    for location, row in read_file_rows(file):
-        if not isinstance(row, dict):
-            raise ValueError(f"{file}, {location}: expected a JSON object, given {type(row).__name__}")
-        return location, row
-    raise ValueError(f"{file} has no rows")
-
-
-def _is_conversation(row: dict[str, Any]) -> bool:
-    """Returns whether ChatSource can read a row."""
-    try:
-        parse_conversation(row)
-    except (ValueError, TypeError):
-        return False
-    return True
-
-
-def _source(data_format: DataFormat, rows: _Rows, paths: Sequence[str], part: _SplitPart | None) -> Config:
-    """Returns the config of a source that reads one part of the files, or all of them."""
-    part_fields = part._asdict() if part else {}
+def _source(data_format: DataFormat, rows: _Rows, paths: Sequence[str], part: Mapping[str, object]) -> Config:
+    """Returns the config of a source of the files; `part` has the fields that select one part of them, if not all."""
     if data_format == "tokens":
         if len(paths) > 1:
             raise ValueError(f"{len(paths)} token files: select them with one glob in --config.data.source.path")
-        return config_for(TokenPart if part else TokenMemmap, path=paths[0], **part_fields)
+        return config_for(TokenPart if part else TokenMemmap, path=paths[0], **part)
     if rows.examples is not None:
-        return config_for(rows.examples, paths=list(paths), **part_fields)
+        return config_for(rows.examples, paths=list(paths), **part)
     if data_format == "JSON lines":
         documents = config_for(JsonLines, paths=list(paths), field=rows.text_field)
     elif data_format == "Parquet":
@@ -212,4 +175,4 @@ def _source(data_format: DataFormat, rows: _Rows, paths: Sequence[str], part: _S
         documents = config_for(Csv, paths=list(paths), column=rows.text_field)
     else:
         documents = config_for(TextFiles, paths=list(paths))
-    return config_for(TextPart, source=documents, **part_fields) if part else documents
+    return config_for(TextPart, source=documents, **part) if part else documents

@@ -9,6 +9,7 @@ from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.data import hub_data, local_data
 from plimsoll.framework.data.detect_format import DetectedData
 from plimsoll.framework.data.file_formats import ROW_FORMATS, DataListing
+from plimsoll.framework.data.row_files import read_file_rows
 from plimsoll.framework.data.scored import (
     LabeledSource,
     RankedSource,
@@ -17,7 +18,6 @@ from plimsoll.framework.data.scored import (
     parse_content,
     parse_sequences,
 )
-from plimsoll.framework.data.sources import read_file_rows
 from plimsoll.framework.files.hub_names import is_hub_url
 
 # Settings that a source keeps when it reads other files.

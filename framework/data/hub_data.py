@@ -7,7 +7,7 @@ and folders (the Hub's documentation, "Data files Configuration").
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from plimsoll.framework.data.dataset_card import Splits, choose_splits, match_globs, read_card
 from plimsoll.framework.data.file_formats import (
@@ -33,7 +33,8 @@ _HUB_FORMATS: dict[str, DataFormat] = {
 }
 
 
-class _HubSplits(NamedTuple):
+@dataclass(frozen=True)
+class _HubSplits:
     """Names of the training and evaluation files, and the information that the split is based on."""
 
     train: list[str]
@@ -57,10 +58,19 @@ def data_listing(url: str) -> DataListing:
     snapshot = fetched.snapshot
     location = snapshot.repo.url(path)
     parts, candidates = _split_files(url, snapshot, path)
-    sizes = _sizes(snapshot, [*parts.train, *parts.validation])
-    data_format = _largest_format(location, sizes, candidates)
-    train = [name for name in parts.train if _format_for_name(name) == data_format]
-    validation = [name for name in parts.validation if _format_for_name(name) == data_format]
+    # The kind with the most bytes is used. Sizes are known from the commit's file list, or from the files in the cache.
+    bytes_by_format: Counter[DataFormat] = Counter()
+    for name in [*parts.train, *parts.validation]:
+        size = (snapshot.folder / name).stat().st_size if snapshot.sizes is None else snapshot.sizes[name]
+        format_for_name = _HUB_FORMATS.get(get_extension(name))
+        if format_for_name is not None:
+            bytes_by_format[format_for_name] += size
+    if not bytes_by_format:
+        endings = ", ".join(sorted({get_extension(name) or name for name in candidates})[:8])
+        raise ValueError(f"{location} has no data in a known format ({endings}): expected Parquet, JSON lines or .txt")
+    data_format = max(bytes_by_format, key=lambda data_format: bytes_by_format[data_format])
+    train = [name for name in parts.train if _HUB_FORMATS.get(get_extension(name)) == data_format]
+    validation = [name for name in parts.validation if _HUB_FORMATS.get(get_extension(name)) == data_format]
     if not train:
         raise ValueError(
             f"{location} has no {data_format} files to train on, only some to evaluate: {', '.join(validation[:3])}"
@@ -88,14 +98,20 @@ def data_listing(url: str) -> DataListing:
 
 def _split_files(url: str, snapshot: Snapshot, path: str) -> tuple[_HubSplits, list[str]]:
     """Returns (the parts, the names of all files that were considered for them)."""
-    names = [name for name in snapshot.names(["*"]) if not _is_repository_metadata(name)]
+    names = []
+    for name in snapshot.names(["*"]):
+        # Leave out files that are hidden, or that describe the data rather than being data.
+        is_hidden = any(component.startswith(".") for component in name.split("/"))
+        is_license = name.rpartition("/")[2].upper().startswith("LICENSE")
+        if not is_hidden and not is_license and get_extension(name) not in (".md", ".py"):
+            names.append(name)
     splits = choose_splits(url, read_card(snapshot), path)
     if splits is not None:
         return _files_from_splits(url, splits, names), names
     candidates = match_globs(names, [path, f"{path}/**"]) if path else names
     if not candidates:
         raise FileNotFoundError(f"{snapshot.repo.url(path)} does not exist: the dataset has {', '.join(names[:8])}")
-    data_names = [name for name in candidates if _format_for_name(name) is not None]
+    data_names = [name for name in candidates if _HUB_FORMATS.get(get_extension(name)) is not None]
     if not data_names:
         endings = sorted({get_extension(name) or name for name in candidates})
         converted = snapshot.repo.at("refs/convert/parquet").url()
@@ -138,33 +154,3 @@ def _files_from_splits(url: str, splits: Splits, names: list[str]) -> _HubSplits
         raise FileNotFoundError(f"{url}: no file matches {', '.join(splits[for_training[0]])}, which its card lists")
     held_out = by_split.get("validation") or by_split.get("test") or []
     return _HubSplits(train, held_out, "by the splits of its card")
-
-
-def _is_repository_metadata(name: str) -> bool:
-    """Returns whether a file is hidden, or describes the data rather than being data."""
-    is_hidden = any(component.startswith(".") for component in name.split("/"))
-    return is_hidden or get_extension(name) in (".md", ".py") or name.rpartition("/")[2].upper().startswith("LICENSE")
-
-
-def _format_for_name(name: str) -> DataFormat | None:
-    return _HUB_FORMATS.get(get_extension(name))
-
-
-def _sizes(snapshot: Snapshot, names: list[str]) -> dict[str, int]:
-    """Returns the sizes of files in bytes, by name: from the commit's file list, or from the files in the cache."""
-    if snapshot.sizes is not None:
-        return {name: snapshot.sizes[name] for name in names}
-    return {name: (snapshot.folder / name).stat().st_size for name in names}
-
-
-def _largest_format(location: str, sizes: dict[str, int], candidates: list[str]) -> DataFormat:
-    """Returns the kind with the most bytes. Raises ValueError if no file is of a known kind."""
-    bytes_by_format: Counter[DataFormat] = Counter()
-    for name, size in sizes.items():
-        data_format = _format_for_name(name)
-        if data_format is not None:
-            bytes_by_format[data_format] += size
-    if not bytes_by_format:
-        endings = ", ".join(sorted({get_extension(name) or name for name in candidates})[:8])
-        raise ValueError(f"{location} has no data in a known format ({endings}): expected Parquet, JSON lines or .txt")
-    return max(bytes_by_format, key=lambda data_format: bytes_by_format[data_format])

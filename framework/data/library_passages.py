@@ -35,10 +35,6 @@ class _LibrarySource(SequenceSource):
     def files(self) -> list[DataFile]:
         return StdlibSource(split=self.split).files()
 
-    def read_file_text(self, file: DataFile) -> str:
-        """Returns the text of a file."""
-        return file.read().decode("utf-8", errors="replace")
-
 
 @component
 class LibraryPassages(_LibrarySource):
@@ -60,7 +56,7 @@ class LibraryPassages(_LibrarySource):
 
     def read_scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
         """See SequenceSource.read_scored_rows."""
-        text = self.read_file_text(file)
+        text = file.read().decode("utf-8", errors="replace")
         comments = [re.sub(r"(?m)^[ \t]*#+ ?", "", match[0]) for match in _COMMENT.finditer(text)]
         docstrings = [match[1] for match in _DOCSTRING.finditer(text)]
         code = _COMMENT.sub("", _DOCSTRING.sub("", text))
@@ -91,7 +87,7 @@ class LibraryPairs(_LibrarySource):
 
     def read_scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
         """See SequenceSource.read_scored_rows."""
-        text = self.read_file_text(file)
+        text = file.read().decode("utf-8", errors="replace")
         size = 2 * self.characters
         for start in range(0, len(text) - size + 1, size):
             prompt = text[start : start + self.characters]

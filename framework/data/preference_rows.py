@@ -8,7 +8,7 @@ undesirable one.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,7 +21,8 @@ from plimsoll.framework.data.token_files import TokenStream
 _MANY_CUT = 0.1
 
 
-class _Answers(NamedTuple):
+@dataclass(frozen=True)
+class _Answers:
     """The answers of a stream, in order; all arrays are int64[N].
 
     Attributes:
@@ -79,7 +80,8 @@ def _find_answers(values: np.ndarray, separator: int) -> _Answers:
     )
 
 
-class _Sequences(NamedTuple):
+@dataclass(frozen=True)
+class _Sequences:
     """One sequence of each example: a prompt, and an answer that may belong to another prompt; all are int64[N].
 
     Attributes:
@@ -98,10 +100,6 @@ class _Sequences(NamedTuple):
     def columns(self) -> np.ndarray:
         """Columns of a row that each sequence takes: one less than its number of tokens."""
         return self.prompt_lens + self.answer_lens - 1
-
-    def truncate(self, answer_lens: np.ndarray) -> _Sequences:
-        """Returns the same sequences with truncated answers."""
-        return self._replace(answer_lens=np.minimum(self.answer_lens, answer_lens))
 
 
 def _combine(prompts: _Answers, answers: _Answers) -> _Sequences:
@@ -159,9 +157,15 @@ class PreferenceRows(Examples):
         # The longer answer may use the tokens that the shorter one leaves; each gets at least half of the budget.
         shorter = np.minimum(first.answer_lens, second.answer_lens)
         longest = np.maximum(answer_budget // 2, answer_budget - shorter)
-        self._sequences = [
-            _Sequences(*(array[is_usable] for array in sequence.truncate(longest))) for sequence in (first, second)
-        ]
+        self._sequences: list[_Sequences] = []
+        for sequence in (first, second):
+            usable_sequence = _Sequences(
+                prompt_starts=sequence.prompt_starts[is_usable],
+                prompt_lens=sequence.prompt_lens[is_usable],
+                answer_starts=sequence.answer_starts[is_usable],
+                answer_lens=np.minimum(sequence.answer_lens, longest)[is_usable],
+            )
+            self._sequences.append(usable_sequence)
         lengths = self._sequences[0].columns + self._sequences[1].columns
         super().__init__(stream, seq_len, lengths, seed, packed=packed)
         is_cut = is_usable & (first.answer_lens + second.answer_lens > answer_budget)
@@ -179,9 +183,10 @@ class PreferenceRows(Examples):
     def sequences(self, example: int) -> list[np.ndarray]:
         sequences = []
         for sequence in self._sequences:
-            prompt_start, prompt_len, answer_start, answer_len = (int(array[example]) for array in sequence)
-            prompt = self._stream.read(prompt_start, prompt_start + prompt_len)
-            answer = self._stream.read(answer_start, answer_start + answer_len)
+            prompt_start = int(sequence.prompt_starts[example])
+            prompt = self._stream.read(prompt_start, prompt_start + int(sequence.prompt_lens[example]))
+            answer_start = int(sequence.answer_starts[example])
+            answer = self._stream.read(answer_start, answer_start + int(sequence.answer_lens[example]))
             # A prompt may include earlier answers, which have no label.
             sequences.append(np.concatenate([prompt & ~1, answer]))
         return sequences

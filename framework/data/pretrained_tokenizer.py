@@ -11,7 +11,7 @@ import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from plimsoll.framework.data.tokenizers import TextBudget, Tokenizer, byte_table
 from plimsoll.framework.files.text_files import parse_json
 from plimsoll.framework.files.workdir import write_json
 
+if TYPE_CHECKING:
+    import tokenizers
+
 # {"role": ..., "content": ...}, and any other fields that a template reads.
 Message = dict[str, Any]
 
@@ -30,6 +33,8 @@ Span = tuple[int, int]
 
 # Fields to read from the directory's files that are not about tokens.
 _IDS = {"bos_token_id", "eos_token_id"}
+# Each template is rendered by one process, which is started once.
+_get_process = functools.lru_cache(TemplateProcess)
 
 
 @component
@@ -156,7 +161,7 @@ class PretrainedTokenizer(Tokenizer):
         """
         return self._parsing.encode(text).ids
 
-    def encode_rendered(self, texts: Sequence[str]) -> list[Any]:
+    def encode_rendered(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
         """Returns the library's Encodings (ids, offsets) of rendered templates, in which special tokens are parsed."""
         # A template writes the opening token itself.
         return self._parsing.encode_batch(list(texts), add_special_tokens=False)
@@ -166,7 +171,7 @@ class PretrainedTokenizer(Tokenizer):
         return self._library.decode([int(token) for token in tokens], skip_special_tokens=True)
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **variables: Any
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **variables: object
     ) -> tuple[str, list[Span]]:
         """Renders a conversation with the chat template.
 
@@ -210,7 +215,14 @@ class PretrainedTokenizer(Tokenizer):
         # A template may raise anything.
         except Exception as error:
             raise ValueError(f"the chat template fails: {error}") from error
-        return _strip_marks(marked_text)
+        text = ""
+        spans = []
+        # Marks come in pairs, so every second part of the text is one that the model generates.
+        for number, part in enumerate(re.split(f"[{OPEN}{CLOSE}]", marked_text)):
+            if number % 2:
+                spans.append((len(text), len(text) + len(part)))
+            text += part
+        return text, spans
 
 
 def _special_tokens(facts: dict[str, Any]) -> dict[str, str]:
@@ -224,23 +236,6 @@ def _special_tokens(facts: dict[str, Any]) -> dict[str, str]:
                 raise ValueError(f"tokenizer_config.json: {name} is {token!r:.80}, expected a token")
             tokens[name] = text
     return tokens
-
-
-def _strip_marks(marked_text: str) -> tuple[str, list[Span]]:
-    """Returns (the text without marks, the spans of it that were between marks)."""
-    text = ""
-    spans = []
-    # Marks come in pairs, so every second part of the text is one that the model generates.
-    for number, part in enumerate(re.split(f"[{OPEN}{CLOSE}]", marked_text)):
-        if number % 2:
-            spans.append((len(text), len(text) + len(part)))
-        text += part
-    return text, spans
-
-
-@functools.lru_cache
-def _get_process(template: str) -> TemplateProcess:
-    return TemplateProcess(template)
 
 
 def _ids(facts: dict[str, Any], name: str) -> list[int]:

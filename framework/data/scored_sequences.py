@@ -130,24 +130,21 @@ class SequenceCodec(Tokenizer):
             eos_id = self.tokenizer.eos_id
             if self.source.append_eos and eos_id is not None and ids[-1:] != [eos_id]:
                 ids = [*ids, eos_id]
+        elif isinstance(self.tokenizer, PretrainedTokenizer):
+            text, _ = self.tokenizer.render(content, **self.source.template_variables)
+            (encoding,) = self.tokenizer.encode_rendered([text])
+            ids = encoding.ids
         else:
-            ids = self._render(content)
+            raise ValueError(
+                "messages need the chat template of a PretrainedTokenizer; data.tokenizer is "
+                f"{type(self.tokenizer).__name__}; expected a row with text"
+            )
         end = len(ids)
         while end and ids[end - 1] == self.source.pad_token_id:
             end -= 1
         if not end:
             raise ValueError(f"{str(content)[:80]!r} has no tokens to score")
         return list(ids[:end])
-
-    def _render(self, messages: list[Message]) -> list[int]:
-        if not isinstance(self.tokenizer, PretrainedTokenizer):
-            raise ValueError(
-                "messages need the chat template of a PretrainedTokenizer; data.tokenizer is "
-                f"{type(self.tokenizer).__name__}; expected a row with text"
-            )
-        text, _ = self.tokenizer.render(messages, **self.source.template_variables)
-        (encoding,) = self.tokenizer.encode_rendered([text])
-        return encoding.ids
 
 
 class ScoredSequences(Examples):
@@ -232,7 +229,7 @@ class ScoredSequences(Examples):
         return row
 
 
-def check_classes(sources: dict[str, Any]) -> None:
+def check_classes(sources: dict[str, object]) -> None:
     """Raises ValueError if sources of labeled sequences, keyed by label, do not all have the same classes."""
     classes_by_label = {}
     for label, source in sources.items():
