@@ -54,7 +54,7 @@ def data_listing(url: str) -> DataListing:
         ValueError: it has no readable data, or several kinds of data to choose from.
     """
     repo, path = parse_url(url)
-    fetched = hub.fetch_file_list(HubRepo("dataset", repo.name, repo.revision))
+    fetched = hub.fetch(HubRepo("dataset", repo.name, repo.revision), ["README.md", hub.UNKNOWN_FILE])
     snapshot = fetched.snapshot
     location = snapshot.repo.url(path)
     parts, candidates = _split_files(url, snapshot, path)
