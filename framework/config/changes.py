@@ -17,8 +17,12 @@ def diff(left: Config, right: Config) -> list[tuple[str, object, object]]:
     ABSENT stands for a value that only the other side has. Components of different classes are listed by name, at the
     path of the component.
     """
-    left_values = _values_by_path(left)
-    right_values = _values_by_path(right)
+    # {dotted path: value} of each side; the value of a config is the name of its target.
+    left_values: dict[str, object] = {}
+    right_values: dict[str, object] = {}
+    for config, values in ((left, left_values), (right, right_values)):
+        for path, value in config.walk():
+            values[path] = get_dotted_name(value._target) if isinstance(value, Config) else value
     differences = []
     for path in left_values | right_values:
         left_value = left_values.get(path, ABSENT)
@@ -27,14 +31,6 @@ def diff(left: Config, right: Config) -> list[tuple[str, object, object]]:
         if left_value != right_value or type(left_value) is not type(right_value):
             differences.append((path, left_value, right_value))
     return differences
-
-
-def _values_by_path(config: Config) -> dict[str, object]:
-    """Returns {dotted path: value}; the value of a config is the name of its target."""
-    values = {}
-    for path, value in config.walk():
-        values[path] = get_dotted_name(value._target) if isinstance(value, Config) else value
-    return values
 
 
 def config_changes(old: object, new: object, *, path: str = "config") -> list[str]:

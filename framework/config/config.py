@@ -21,6 +21,7 @@ from typing import Any
 from plimsoll.framework.config.components import Target, component
 from plimsoll.framework.config.migrations import find_current_field, find_current_value, migrate_fields
 from plimsoll.framework.config.names import (
+    TRUSTED,
     ConfigError,
     FieldError,
     FieldTypeError,
@@ -46,7 +47,7 @@ from plimsoll.framework.config.schema import (
     schema,
     short_names,
 )
-from plimsoll.framework.config.value_parsing import parse_literal, parse_value, reject_duplicate_keys
+from plimsoll.framework.config.value_parsing import parse_literal, parse_text, reject_duplicate_keys
 
 # Maximum depth of JSON data to decode; reached before Python's own recursion limit.
 _MAX_DEPTH = 100
@@ -359,27 +360,32 @@ class Config(ConfigBase):
         components = short_names(hint)
         if '"$class"' in text:
             # As in a file, names may only refer to components.
-            self.set_path(path, _decode(parse_literal(text), path))
+            value = _decode(parse_literal(text), path)
         elif text in components:
-            self.set_path(path, config_for(components[text]))
+            value = config_for(components[text])
         elif accepts_config(hint) and is_trusted(text):
-            self.set_path(path, config_for(resolve(text, path)))
+            value = config_for(resolve(text, path))
         else:
             try:
-                value = parse_value(hint, text, path)
+                value = parse_text(hint, text, path)
             except FieldTypeError as error:
                 if not accepts_config(hint):
                     raise
-                # The modules of this config's components are searched, that of the component at `path` first.
+                # The text may be a name without its module. The component at `path` comes first, because the modules of
+                # this config's components are searched in order.
                 configs = {at: value for at, value in self.walk() if isinstance(value, Config)}
-                neighbors = sorted(configs, key=lambda at: at != path)
-                component, advice = resolve_short_name(text, [get_dotted_name(configs[at]._target) for at in neighbors])
+                ordered_paths = sorted(configs, key=lambda at: at != path)
+                neighbors = [get_dotted_name(configs[at]._target) for at in ordered_paths]
+                component, suggestion = resolve_short_name(text, neighbors)
                 if component is None:
-                    error.args = (f"{error.args[0]}{advice}",)
+                    packages = ", ".join(TRUSTED)
+                    choices = f", or is one of {', '.join(components)}" if components else ""
+                    advice = f"name a component by its own name, or by its dotted name inside {packages}{choices}"
+                    error.args = (f"{error.args[0]}; {advice}{suggestion}",)
                     raise
                 value = config_for(component)
-            # An element may be valid by itself but not together with the others, so the whole field is checked.
-            self.set_path(path, value)
+        # An element may be valid by itself but not together with the others, so the whole field is checked.
+        self.set_path(path, value)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain JSON data in signature order.

@@ -122,7 +122,13 @@ def schema(target: Target, reserved: Collection[str] = ()) -> dict[str, Field]:
         functions += [cls for cls in target.__mro__ if "__init__" in vars(cls)]
     fields: dict[str, Field] = {}
     for function in functions:
-        parameters = _signature(owner, function).parameters
+        try:
+            parameters = inspect.signature(function, eval_str=True).parameters
+        except (NameError, AttributeError, SyntaxError):
+            # Hints with names that are imported only for type checking stay strings.
+            parameters = inspect.signature(function).parameters
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{owner} cannot be configured: {error}") from error
         for name, parameter in parameters.items():
             # If several classes define a name, the one closest to the target wins.
             if name in fields or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -141,16 +147,6 @@ def schema(target: Target, reserved: Collection[str] = ()) -> dict[str, Field]:
         if not forwards:
             break
     return fields
-
-
-def _signature(owner: str, function: Target) -> inspect.Signature:
-    try:
-        return inspect.signature(function, eval_str=True)
-    except (NameError, AttributeError, SyntaxError):
-        # Hints with names that are imported only for type checking stay strings.
-        return inspect.signature(function)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{owner} cannot be configured: {error}") from error
 
 
 def _field(path: str, parameter: inspect.Parameter) -> Field:

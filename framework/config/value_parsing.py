@@ -6,18 +6,16 @@ import json
 import re
 from typing import Literal
 
-from plimsoll.framework.config.names import TRUSTED, ConfigError, FieldTypeError, get_dotted_name, join
+from plimsoll.framework.config.names import ConfigError, get_dotted_name, join
 from plimsoll.framework.config.schema import (
     LISTS,
     REQUIRED,
     Annotation,
     ConfigBase,
     Mark,
-    accepts_config,
     arms,
     convert,
     element_hint,
-    short_names,
     split,
 )
 
@@ -32,23 +30,6 @@ _LITERALS = {
     "-inf": float("-inf"),
     "nan": float("nan"),
 }
-
-
-def parse_value(hint: Annotation, text: str, path: str) -> object:
-    """Parses text that is not the name of a component, and returns the value as a field stores it.
-
-    Raises the same errors as `convert`. If the field accepts a component, the error also explains how to name one.
-    """
-    try:
-        return parse_text(hint, text, path)
-    except FieldTypeError as error:
-        if accepts_config(hint):
-            packages = ", ".join(TRUSTED)
-            components = short_names(hint)
-            choices = f", or is one of {', '.join(components)}" if components else ""
-            advice = f"name a component by its own name, or by its dotted name inside {packages}{choices}"
-            error.args = (f"{error.args[0]}; {advice}",)
-        raise
 
 
 def parse_text(hint: Annotation, text: str, path: str) -> object:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.data import hub_data, local_data
 from plimsoll.framework.data.detect_format import DetectedData
-from plimsoll.framework.data.file_formats import ROW_FORMATS, DataListing
+from plimsoll.framework.data.file_formats import ROW_FORMATS
 from plimsoll.framework.data.row_files import read_file_rows
 from plimsoll.framework.data.scored import (
     LabeledSource,
@@ -48,7 +48,16 @@ def detect_scored_format(
         raise ValueError(
             f"{listing.location} has {listing.data_format}; expected JSON lines, Parquet or CSV with {wanted}"
         )
-    needs_template = _first_row_needs_template(listing, pairs=pairs)
+    location, row = next(read_file_rows(listing.first), ("", None))
+    if not location:
+        raise ValueError(f"{listing.first} has no rows")
+    try:
+        content = parse_sequences(row)[0] if pairs else parse_content(row)
+        if not pairs:
+            get_class_name(row)
+    except ValueError as error:
+        raise ValueError(f"{listing.first}, {location}: {error}") from error
+    needs_template = not isinstance(content, str)
     classes: list[str] | None = None
     if pairs:
         source = config_for(RankedSource, paths=list(listing.train))
@@ -76,16 +85,3 @@ def detect_scored_format(
             config.validation_fraction = validation_fraction
     line = f"data: {what} from {listing.location}: files for training: {listing.num_train}, {split}"
     return DetectedData(source, held_out, has_text=True, needs_template=needs_template, line=line, classes=classes)
-
-
-def _first_row_needs_template(listing: DataListing, *, pairs: bool) -> bool:
-    """Returns whether the first row has messages. Raises ValueError if it is not the expected data."""
-    for location, row in read_file_rows(listing.first):
-        try:
-            content = parse_sequences(row)[0] if pairs else parse_content(row)
-            if not pairs:
-                get_class_name(row)
-        except ValueError as error:
-            raise ValueError(f"{listing.first}, {location}: {error}") from error
-        return not isinstance(content, str)
-    raise ValueError(f"{listing.first} has no rows")

@@ -181,10 +181,9 @@ def _match(pattern: str) -> list[DataFile]:
     has_wildcard = literal_prefix != path
     if not has_wildcard:
         raise FileNotFoundError(f"{pattern} does not exist{did_you_mean(name, names)}")
-    matches = []
-    for match, info in fs.glob(path, detail=True).items():
-        if info["type"] != "directory":
-            matches.append(match)
+    # fsspec's declared type is that of a listing without details.
+    infos = cast(dict[str, dict[str, object]], fs.glob(path, detail=True))
+    matches = [match for match, info in infos.items() if info["type"] != "directory"]
     if not matches:
         raise FileNotFoundError(f"no file matches {pattern} ({len(names)} entries in {folder})")
     return [DataFile(fs, match) for match in sorted(matches)]

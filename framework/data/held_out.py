@@ -56,7 +56,17 @@ class TextPart(DataSource):
         if not held_out_names:
             # At least one file is held out.
             held_out_names.add(min(relative_names, key=lambda name: _digest(relative_names[name])))
-        first_names = _find_first_copies(files)
+        # Files with the same content stay together: {name of a file: name of the first file with the same content}.
+        first_names: dict[str, str] = {}
+        by_size: dict[int, list[DataFile]] = {}
+        for file in files:
+            by_size.setdefault(file.size(), []).append(file)
+        for candidates in by_size.values():
+            first_by_digest: dict[str, str] = {}
+            for file in candidates:
+                # Most files are the only ones of their size, and are not read.
+                digest = FileHashes().sha256(file) if len(candidates) > 1 else ""
+                first_names[file.name] = first_by_digest.setdefault(digest, file.name)
         is_validation = self.split == "validation"
         return [file for file in files if (first_names[file.name] in held_out_names) == is_validation]
 
@@ -124,21 +134,6 @@ class TextPart(DataSource):
 
 def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
-
-
-def _find_first_copies(files: list[DataFile]) -> dict[str, str]:
-    """Returns {name of a file: name of the first file with the same content}."""
-    by_size: dict[int, list[DataFile]] = {}
-    for file in files:
-        by_size.setdefault(file.size(), []).append(file)
-    first_names = {}
-    for candidates in by_size.values():
-        first_by_digest: dict[str, str] = {}
-        for file in candidates:
-            # Most files are the only ones of their size, and are not read.
-            digest = FileHashes().sha256(file) if len(candidates) > 1 else ""
-            first_names[file.name] = first_by_digest.setdefault(digest, file.name)
-    return first_names
 
 
 @component

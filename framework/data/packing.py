@@ -91,12 +91,8 @@ class Windows:
         separators: list[int] | None = None
         if self._masked:
             separators = [self._stream.eos_id or 0]
-        return _only_row(pack([window], self._seq_len, separators=separators))
-
-
-def _only_row(batch: Batch) -> Batch:
-    """Returns the arrays of a batch of one row, without the batch axis."""
-    return {name: array[0] for name, array in batch.items()}
+        batch = pack([window], self._seq_len, separators=separators)
+        return {name: array[0] for name, array in batch.items()}
 
 
 class Examples:
@@ -160,7 +156,8 @@ class Examples:
         Rows from num_rows on are padding only.
         """
         padding_window = np.zeros(0, np.int32)
-        row = _only_row(pack([padding_window], self._seq_len, separators=[0]))
+        batch = pack([padding_window], self._seq_len, separators=[0])
+        row = {name: array[0] for name, array in batch.items()}
         start = 0
         segment = 0
         for example in self.get_examples(index).tolist():

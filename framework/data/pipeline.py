@@ -321,7 +321,10 @@ class DataPipeline(Pipeline):
 
     def evaluation_rows(self, name: str) -> tuple[int, Callable[[int], Batch]]:
         """See `Pipeline`. With a text tokenizer, batches also have bytes f32[B,S], the bytes of each counted target."""
-        rows = self._validation(name).rows
+        if name not in self.validation_leaves:
+            valid_names = ", ".join(self.validation_leaves)
+            raise ValueError(f"no validation set {name!r}; data.validation has {valid_names}")
+        rows = self.validation_leaves[name].rows
         tokenizer = self.tokenizer
 
         def read(index: int) -> Batch:
@@ -340,12 +343,12 @@ class DataPipeline(Pipeline):
             name: the validation set.
             limit: as in `eval_batch_numbers`: return only the text of the batches that such an evaluation reads.
         """
-        rows = self._validation(name).rows
+        num_rows, read = self.evaluation_rows(name)
         row_texts = []
         for number in self.eval_batch_numbers(name, limit):
             first_row = number * self.global_batch_size
-            for index in range(first_row, min(first_row + self.global_batch_size, rows.num_rows)):
-                row = rows.row(index)
+            for index in range(first_row, min(first_row + self.global_batch_size, num_rows)):
+                row = read(index)
                 counted_targets = row["targets"][row["weights"] > 0]
                 row_texts.append(self.tokenizer.decode_bytes(counted_targets))
         return b"".join(row_texts)
@@ -380,12 +383,6 @@ class DataPipeline(Pipeline):
             if isinstance(leaf.rows, Examples)
             for warning in leaf.rows.warnings
         ]
-
-    def _validation(self, name: str) -> LeafSource:
-        if name not in self.validation_leaves:
-            valid_names = ", ".join(self.validation_leaves)
-            raise ValueError(f"no validation set {name!r}; data.validation has {valid_names}")
-        return self.validation_leaves[name]
 
 
 def _row_arrays(leaves: Sequence[LeafSource]) -> tuple[str, ...]:

@@ -88,20 +88,17 @@ class PreferenceCodec(Tokenizer):
         answer_ids = both_ids[len(prompt_ids) :]
         if both_ids[: len(prompt_ids)] != prompt_ids:
             # A token would span the boundary, which no prompt ends with: encode the answer separately.
-            answer_ids = self._ids(answer)
+            if isinstance(tokenizer, PretrainedTokenizer):
+                # At the start of a text, sentencepiece would insert a space.
+                (encoding,) = tokenizer.encode_rendered([_PROMPT + answer])
+                offsets = zip(encoding.ids, encoding.offsets, strict=True)
+                answer_ids = [token for token, (start, _) in offsets if start >= len(_PROMPT)]
+            else:
+                (ids,) = tokenizer.encode_batch([answer])
+                answer_ids = ids.tolist()
         if not prompt_ids:
             # The answer's first token needs an input to be predicted from.
             prompt_ids = [tokenizer.eos_id if tokenizer.separator_id is None else tokenizer.separator_id]
         if answer_ids[-1:] != [tokenizer.eos_id]:
             answer_ids = [*answer_ids, tokenizer.eos_id]
         return np.concatenate([2 * np.array(prompt_ids, np.int64), 2 * np.array(answer_ids, np.int64) + 1])
-
-    def _ids(self, text: str) -> list[int]:
-        """Returns the ids of a text that continues another one; special tokens are parsed as in `encode_prompt`."""
-        if isinstance(self.tokenizer, PretrainedTokenizer):
-            # At the start of a text, sentencepiece would insert a space.
-            (encoding,) = self.tokenizer.encode_rendered([_PROMPT + text])
-            offsets = zip(encoding.ids, encoding.offsets, strict=True)
-            return [token for token, (start, _) in offsets if start >= len(_PROMPT)]
-        (ids,) = self.tokenizer.encode_batch([text])
-        return ids.tolist()

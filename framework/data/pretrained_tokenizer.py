@@ -77,7 +77,15 @@ class PretrainedTokenizer(Tokenizer):
         # A second instance of the same tokenizer, for texts in which special tokens are parsed as tokens.
         self._parsing, _ = load_library(data, file.name, self.vocab_size)
         self._parsing.encode_special_tokens = False
-        self.special = _special_tokens(facts)
+        # The special tokens, by field: {"eos_token": "</s>"}.
+        self.special: dict[str, str] = {}
+        for name, token in facts.items():
+            if name.endswith("_token") and token:
+                # Older files describe a token as an object.
+                text = token.get("content") if isinstance(token, dict) else token
+                if not isinstance(text, str):
+                    raise ValueError(f"tokenizer_config.json: {name} is {token!r:.80}, expected a token")
+                self.special[name] = text
         self.bos_id = self._id("bos", facts)
         self.eos_id = self._id("eos", facts)
         if self.eos_id is None:
@@ -223,19 +231,6 @@ class PretrainedTokenizer(Tokenizer):
                 spans.append((len(text), len(text) + len(part)))
             text += part
         return text, spans
-
-
-def _special_tokens(facts: dict[str, Any]) -> dict[str, str]:
-    """Returns the special tokens in a tokenizer_config.json, by field: {"eos_token": "</s>"}."""
-    tokens = {}
-    for name, token in facts.items():
-        if name.endswith("_token") and token:
-            # Older files describe a token as an object.
-            text = token.get("content") if isinstance(token, dict) else token
-            if not isinstance(text, str):
-                raise ValueError(f"tokenizer_config.json: {name} is {token!r:.80}, expected a token")
-            tokens[name] = text
-    return tokens
 
 
 def _ids(facts: dict[str, Any], name: str) -> list[int]:

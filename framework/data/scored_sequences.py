@@ -198,9 +198,6 @@ class ScoredSequences(Examples):
         parts = np.split(values, np.flatnonzero(values == self._mark))
         return [part[part != self._mark][: self._seq_len] for part in parts], label
 
-    def sequences(self, example: int) -> list[np.ndarray]:
-        return self.example(example)[0]
-
     def row(self, index: int) -> Batch:
         """Returns arrays [S]: tokens, targets, weights, positions, segments, ends, and labels if there are classes.
 

@@ -94,7 +94,19 @@ class TemplateProcess:
         with self._lock:
             # A forked process inherits this object but not the child process.
             if self._process is None or self._owner != os.getpid():
-                self._start()
+                # -I: jinja2 is not imported from the user's folder or from PYTHONPATH.
+                command = [sys.executable, "-I", os.path.abspath(__file__)]
+                # A separate session, so that this process handles Ctrl-C.
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    bufsize=0,
+                    start_new_session=True,
+                )
+                self._owner = os.getpid()
+                self._send(self._template.encode())
             deadline = time.monotonic() + SECONDS
             try:
                 self._send(pickle.dumps(context))
@@ -109,21 +121,6 @@ class TemplateProcess:
         if "error" in answer:
             raise ValueError(answer["error"])
         return answer["text"]
-
-    def _start(self) -> None:
-        # -I: jinja2 is not imported from the user's folder or from PYTHONPATH.
-        command = [sys.executable, "-I", os.path.abspath(__file__)]
-        # A separate session, so that this process handles Ctrl-C.
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            start_new_session=True,
-        )
-        self._owner = os.getpid()
-        self._send(self._template.encode())
 
     def _stop(self) -> None:
         if self._process is not None:
