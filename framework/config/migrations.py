@@ -40,8 +40,10 @@ def find_current_field(target: Target, name: str) -> str:
 
 def find_current_value(target: Target, field: str, value: object) -> object:
     """Returns the current form of a value that a user has set."""
-    current = _migrate_value(_component_name(target), field, value)
-    if current is not value:
+    if not isinstance(value, str):
+        return value
+    current = RENAMED_VALUES.get(_component_name(target), {}).get(field, {}).get(value, value)
+    if current != value:
         _warn_once(f"{field} = {value} was renamed; use {current}")
     return current
 
@@ -60,7 +62,9 @@ def migrate_fields(name: str, fields: Mapping[str, object]) -> Mapping[str, obje
     migrated = {}
     for field, value in fields.items():
         current = renamed.get(field, field)
-        migrated[current] = _migrate_value(component, current, value)
+        if isinstance(value, str):
+            value = RENAMED_VALUES.get(component, {}).get(current, {}).get(value, value)
+        migrated[current] = value
     if component == "Memory" and "hosted_layers" in migrated:
         # The number of layers is now part of the placement: pinned_host:8.
         hosted_layers = migrated.pop("hosted_layers")
@@ -72,11 +76,6 @@ def migrate_fields(name: str, fields: Mapping[str, object]) -> Mapping[str, obje
 def _component_name(target: Target) -> str:
     """Returns the name of a component of Plimsoll; "" for any other class, which may have the same name."""
     return target.__name__ if is_ours(target) and is_component(target) else ""
-
-
-def _migrate_value(component: str, field: str, value: object) -> object:
-    current_by_old = RENAMED_VALUES.get(component, {}).get(field)
-    return current_by_old.get(value, value) if current_by_old and isinstance(value, str) else value
 
 
 @functools.cache

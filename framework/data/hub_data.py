@@ -6,10 +6,10 @@ and folders (the Hub's documentation, "Data files Configuration").
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 
-from plimsoll.framework.data.dataset_card import Splits, choose_splits, match_globs, read_card
 from plimsoll.framework.data.file_formats import (
     FORMAT_BY_EXTENSION,
     DataFormat,
@@ -31,6 +31,18 @@ _HUB_FORMATS: dict[str, DataFormat] = {
     ".txt": "text",
     ".text": "text",
 }
+
+# {split: globs of its files}
+Splits = dict[str, list[str]]
+
+
+@dataclass(frozen=True)
+class CardConfig:
+    """One of the subsets (configs) that a card describes."""
+
+    name: str
+    is_default: bool
+    splits: Splits
 
 
 @dataclass(frozen=True)
@@ -154,3 +166,78 @@ def _files_from_splits(url: str, splits: Splits, names: list[str]) -> _HubSplits
         raise FileNotFoundError(f"{url}: no file matches {', '.join(splits[for_training[0]])}, which its card lists")
     held_out = by_split.get("validation") or by_split.get("test") or []
     return _HubSplits(train, held_out, "by the splits of its card")
+
+
+def read_card(snapshot: Snapshot) -> list[CardConfig]:
+    """Reads the subsets of a card; empty if there is no card, or it lists no files.
+
+    Raises:
+        ValueError: the front matter of README.md does not follow the Hub's format.
+    """
+    file = snapshot.folder / "README.md"
+    if not file.is_file():
+        return []
+    head = re.match(r"---\s*\n(.*?\n)---\s*(\n|$)", file.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+    if head is None:
+        return []
+    import yaml
+
+    try:
+        facts = yaml.safe_load(head[1]) or {}
+        configs = []
+        for entry in facts.get("configs") or []:
+            if not entry.get("data_files") and not entry.get("data_dir"):
+                continue
+            name = str(entry.get("config_name", "default"))
+            folder = str(entry.get("data_dir") or "").strip("/")
+            prefix = f"{folder}/" if folder else ""
+            data_files = entry.get("data_files") or "**"
+            if isinstance(data_files, (str, dict)):
+                data_files = [data_files]
+            splits: Splits = {}
+            for part in data_files:
+                # A path without a split belongs to the training split.
+                split, paths = ("train", part) if isinstance(part, str) else (str(part["split"]), part["path"])
+                patterns = [paths] if isinstance(paths, str) else list(paths)
+                splits.setdefault(split, []).extend(prefix + pattern for pattern in patterns)
+            configs.append(CardConfig(name, bool(entry.get("default")) or name == "default", splits))
+        return configs
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise ValueError(f"{file}: the front matter of the dataset card cannot be read: {first_line}") from error
+
+
+def choose_splits(url: str, configs: list[CardConfig], path: str) -> Splits | None:
+    """Returns the splits of the subset that `path` names, or of the default one; None to choose files by name.
+
+    Raises:
+        ValueError: there are several subsets to choose from.
+    """
+    for config in configs:
+        if config.name == path:
+            return config.splits
+    if path or not configs:
+        return None
+    if len(configs) == 1:
+        return configs[0].splits
+    for config in configs:
+        if config.is_default:
+            return config.splits
+    names = [config.name for config in configs]
+    shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+    raise ValueError(
+        f"{url} has {len(names)} subsets; choose one, such as {url.rstrip('/')}/{names[0]} (subsets: {shown})"
+    )
+
+
+def match_globs(names: list[str], patterns: list[str]) -> list[str]:
+    """Returns the names that match any of the globs, with the Hub's rules: only `**` matches a slash.
+
+    Raises:
+        ValueError: a glob uses `**` inside a path component.
+    """
+    from fsspec.utils import glob_translate
+
+    regexes = [re.compile(glob_translate(pattern.removeprefix("./"))) for pattern in patterns]
+    # A file's own name may contain glob characters.
+    return [name for name in names if name in patterns or any(regex.fullmatch(name) for regex in regexes)]

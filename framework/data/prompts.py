@@ -279,10 +279,17 @@ class Prompts(Pipeline):
         folder = Path(workdir)
         if is_primary:
             folder.mkdir(parents=True, exist_ok=True)
-            self._prepare_tokenizer(folder, write=True)
-        barrier()
-        if not is_primary:
-            self._prepare_tokenizer(folder, write=False)
+        else:
+            # The other processes can read files only after the primary one has written them.
+            barrier()
+        with prefix_errors("data.tokenizer"):
+            self.tokenizer.prepare(folder, None, write=is_primary)
+            if not self.tokenizer.has_text:
+                raise ValueError(f"expected a tokenizer with text, given {type(self.tokenizer).__name__}")
+            if not self.tokenizer.stop_ids:
+                raise ValueError("expected a tokenizer with an end token, because answers end with it")
+        if is_primary:
+            barrier()
         for prompts in self.sets:
             with prefix_errors(prompts.label):
                 self._read(prompts)
@@ -298,14 +305,6 @@ class Prompts(Pipeline):
         self._prompt_order = GlobalOrder([num_prompts], [1.0], self.seed)
         self._order = _IdentityOrder()
         self.is_ready = True
-
-    def _prepare_tokenizer(self, folder: Path, *, write: bool) -> None:
-        with prefix_errors("data.tokenizer"):
-            self.tokenizer.prepare(folder, None, write=write)
-            if not self.tokenizer.has_text:
-                raise ValueError(f"expected a tokenizer with text, given {type(self.tokenizer).__name__}")
-            if not self.tokenizer.stop_ids:
-                raise ValueError("expected a tokenizer with an end token, because answers end with it")
 
     def _read(self, prompts: PromptSet) -> None:
         """Reads the rows of a source, and tokenizes their prompts."""

@@ -26,7 +26,7 @@ Content = str | list[Message]
 
 
 class SequenceSource(ExampleSource):
-    """Base class of sources of sequences that are scored.
+    """Base class of sources of sequences that are scored. Only messages need a tokenizer with a chat template.
 
     Attributes:
         classes: names of the classes; None for pairs.
@@ -66,9 +66,6 @@ class SequenceSource(ExampleSource):
 
     def codec(self, tokenizer: Tokenizer) -> SequenceCodec:
         return SequenceCodec(tokenizer, self)
-
-    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Accepts any tokenizer; `SequenceCodec` rejects messages without a template, naming the file and row."""
 
     def rows(self, stream: TokenStream, seq_len: int, seed: int | None) -> ScoredSequences:
         rows = ScoredSequences(stream, self, seq_len, seed)

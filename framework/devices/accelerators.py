@@ -192,11 +192,6 @@ def find_spec(name: str) -> AcceleratorSpec | None:
     return _SPEC_BY_PLAIN_NAME.get(_plain(name))
 
 
-def list_names() -> list[str]:
-    """Return all names, including aliases, without duplicates."""
-    return list(dict.fromkeys(name for spec in ACCELERATORS for name in (spec.name, *spec.aliases)))
-
-
 def spec_for(name_or_devices: str | Sequence[Device]) -> AcceleratorSpec:
     """Return the spec for a name ("v5p"), a jax device kind ("TPU v5"), or jax devices of one kind.
 
@@ -226,7 +221,8 @@ def spec_for(name_or_devices: str | Sequence[Device]) -> AcceleratorSpec:
         spec = find_spec(kind)
         if spec is not None:
             return spec
-        nearest_names = difflib.get_close_matches(kind, list_names(), n=3, cutoff=0.4) or list_names()
+        names = list(dict.fromkeys(name for spec in ACCELERATORS for name in (spec.name, *spec.aliases)))
+        nearest_names = difflib.get_close_matches(kind, names, n=3, cutoff=0.4) or names
         raise ValueError(f"unknown accelerator {kind!r}; nearest: {', '.join(nearest_names)}")
     slug = kind.lower().removeprefix("nvidia ").replace(" ", "-")
     return AcceleratorSpec(slug, name_or_devices[0].platform, (kind,))

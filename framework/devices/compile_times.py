@@ -43,11 +43,6 @@ def folder() -> Path | None:
     return Path(cache) / "times" if cache else None
 
 
-def compute_key(lowered: jax.stages.Lowered, about: str) -> str:
-    """Return the key of a program: a hash of its lowered text and of other facts, such as the devices."""
-    return hashlib.sha256(f"{about}\n{lowered.as_text()}".encode()).hexdigest()[:32]
-
-
 def read(times: Path, key: str) -> float | None:
     """Return the seconds that a program took the last time; None if it was never compiled here."""
     try:
@@ -87,7 +82,8 @@ def compiling(what: str, lowered: jax.stages.Lowered, *, about: str = "", times:
     key = ""
     text = f"compiling {what}"
     if times is not None:
-        key = compute_key(lowered, about or f"{jax.device_count()} {jax.devices()[0].device_kind}")
+        about = about or f"{jax.device_count()} {jax.devices()[0].device_kind}"
+        key = hashlib.sha256(f"{about}\n{lowered.as_text()}".encode()).hexdigest()[:32]
         last_seconds = read(times, key)
         if last_seconds is not None:
             text += f" ({human_seconds(last_seconds)} the last time)"
