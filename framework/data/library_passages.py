@@ -12,7 +12,7 @@ from typing import Literal
 
 from plimsoll.framework.config import PositiveInt, component
 from plimsoll.framework.data.files import DataFile
-from plimsoll.framework.data.scored_sequences import Content, SequenceSource
+from plimsoll.framework.data.scored_sequences import ScoredRow, SequenceSource
 from plimsoll.framework.data.sources import StdlibSource
 
 Split = Literal["train", "validation"]
@@ -54,7 +54,7 @@ class LibraryPassages(_LibrarySource):
         super().__init__(split, characters)
         self.classes: list[str] = ["code", "comment", "docstring"]
 
-    def read_scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
+    def read_scored_rows(self, file: DataFile) -> Iterator[ScoredRow]:
         """See SequenceSource.read_scored_rows."""
         text = file.read().decode("utf-8", errors="replace")
         comments = [re.sub(r"(?m)^[ \t]*#+ ?", "", match[0]) for match in _COMMENT.finditer(text)]
@@ -67,7 +67,7 @@ class LibraryPassages(_LibrarySource):
         fewest = max(1, min(len(texts) for texts in passages))
         for label, texts in enumerate(passages):
             for number, passage in enumerate(texts[:fewest]):
-                yield f"{file}, {self.classes[label]} {number}", [passage], label
+                yield ScoredRow(f"{file}, {self.classes[label]} {number}", [passage], label)
 
 
 @component
@@ -85,7 +85,7 @@ class LibraryPairs(_LibrarySource):
     def __init__(self, *, split: Literal["train", "validation"] = "train", characters: PositiveInt = 80):
         super().__init__(split, characters)
 
-    def read_scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
+    def read_scored_rows(self, file: DataFile) -> Iterator[ScoredRow]:
         """See SequenceSource.read_scored_rows."""
         text = file.read().decode("utf-8", errors="replace")
         size = 2 * self.characters
@@ -107,4 +107,4 @@ class LibraryPairs(_LibrarySource):
             words[::2] = shuffled
             corrupted = "".join(words)
             if corrupted != answer:
-                yield f"{file}, character {start}", [prompt + answer, prompt + corrupted], None
+                yield ScoredRow(f"{file}, character {start}", [prompt + answer, prompt + corrupted])

@@ -108,6 +108,23 @@ def _combine(prompts: _Answers, answers: _Answers) -> _Sequences:
     return _Sequences(prompts.starts, prompts.prompt_lens, answer_starts, answers.answer_lens)
 
 
+@dataclass(frozen=True)
+class _SequencePairs:
+    """Examples of two sequences, in the order of the stream.
+
+    Attributes:
+        documents: int64[N], the document of each example.
+        first: the first sequence of each example.
+        second: the second sequence of each example.
+        num_left_out: number of examples that were already skipped.
+    """
+
+    documents: np.ndarray
+    first: _Sequences
+    second: _Sequences
+    num_left_out: int
+
+
 class PreferenceRows(Examples):
     """Rows of examples of two sequences.
 
@@ -117,10 +134,7 @@ class PreferenceRows(Examples):
     Args:
         stream: a stream written by PreferenceCodec.
         seq_len: S.
-        documents: int64[N], the document of each example.
-        first: the first sequence of each example.
-        second: the second sequence of each example.
-        num_left_out: number of examples that were already skipped.
+        pairs: the examples.
         seed, packed: as for Examples.
 
     Attributes:
@@ -128,18 +142,9 @@ class PreferenceRows(Examples):
             all fit.
     """
 
-    def __init__(
-        self,
-        stream: TokenStream,
-        seq_len: int,
-        documents: np.ndarray,
-        first: _Sequences,
-        second: _Sequences,
-        *,
-        num_left_out: int,
-        seed: int | None,
-        packed: bool,
-    ):
+    def __init__(self, stream: TokenStream, seq_len: int, pairs: _SequencePairs, seed: int | None, *, packed: bool):
+        first = pairs.first
+        second = pairs.second
         # Tokens available for both answers, next to the prompts.
         answer_budget = seq_len + 2 - first.prompt_lens - second.prompt_lens
         has_answers = (first.answer_lens > 0) & (second.answer_lens > 0)
@@ -153,7 +158,7 @@ class PreferenceRows(Examples):
                     f"its prompt of {int(first.prompt_lens[number]):,} tokens leaves no room for two answers in a row "
                     f"of data.seq_len={seq_len:,}, which holds the prompt twice"
                 )
-            self.first_unusable = int(documents[number]), problem
+            self.first_unusable = int(pairs.documents[number]), problem
         # The longer answer may use the tokens that the shorter one leaves; each gets at least half of the budget.
         shorter = np.minimum(first.answer_lens, second.answer_lens)
         longest = np.maximum(answer_budget // 2, answer_budget - shorter)
@@ -177,7 +182,7 @@ class PreferenceRows(Examples):
             )
         self.note = (
             f"{len(lengths):,} examples of two sequences, {self.padding:.1%} padding, {is_cut.sum():,} with truncated "
-            f"answers, {num_left_out + np.sum(~is_usable):,} skipped"
+            f"answers, {pairs.num_left_out + np.sum(~is_usable):,} skipped"
         )
 
     def sequences(self, example: int) -> list[np.ndarray]:
@@ -211,16 +216,13 @@ class PairRows(PreferenceRows):
         answers = _find_answers(stream.read(0, stream.num_tokens), stream.eos_id or 0)
         chosen = answers.at(np.flatnonzero(answers.label_indices == ANSWER_LABELS.index("chosen")))
         rejected = answers.at(np.flatnonzero(answers.label_indices == ANSWER_LABELS.index("rejected")))
-        super().__init__(
-            stream,
-            seq_len,
-            chosen.documents,
-            _combine(chosen, chosen),
-            _combine(rejected, rejected),
+        pairs = _SequencePairs(
+            documents=chosen.documents,
+            first=_combine(chosen, chosen),
+            second=_combine(rejected, rejected),
             num_left_out=answers.num_documents - len(chosen.documents),
-            seed=seed,
-            packed=packed,
         )
+        super().__init__(stream, seq_len, pairs, seed, packed=packed)
 
 
 class UnpairedRows(PreferenceRows):
@@ -239,16 +241,13 @@ class UnpairedRows(PreferenceRows):
         values = stream.read(0, stream.num_tokens)
         answers = _find_answers(values, stream.eos_id or 0)
         mismatched = answers.at(_find_mismatches(values, answers))
-        super().__init__(
-            stream,
-            seq_len,
-            answers.documents,
-            _combine(answers, answers),
-            _combine(answers, mismatched),
+        pairs = _SequencePairs(
+            documents=answers.documents,
+            first=_combine(answers, answers),
+            second=_combine(answers, mismatched),
             num_left_out=answers.num_documents - len(answers.documents),
-            seed=seed,
-            packed=packed,
         )
+        super().__init__(stream, seq_len, pairs, seed, packed=packed)
         is_desirable = answers.label_indices[self.is_usable] == ANSWER_LABELS.index("desirable")
         self._labels = np.where(is_desirable, 1.0, -1.0).astype(np.float32)
         if is_desirable.all() or not is_desirable.any():

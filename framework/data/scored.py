@@ -11,7 +11,7 @@ from plimsoll.framework.data.chats import FORMATS, parse_conversation
 from plimsoll.framework.data.files import DataFile, find
 from plimsoll.framework.data.preference_formats import parse_pair
 from plimsoll.framework.data.row_files import read_file_rows, text_field
-from plimsoll.framework.data.scored_sequences import Content, SequenceSource
+from plimsoll.framework.data.scored_sequences import Content, ScoredRow, SequenceSource
 from plimsoll.framework.data.sources import assign_split
 
 
@@ -56,7 +56,7 @@ class LabeledSource(SequenceSource):
         self.pad_token_id = pad_token_id
         self.template_variables = template_variables
 
-    def read_scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
+    def read_scored_rows(self, file: DataFile) -> Iterator[ScoredRow]:
         """See SequenceSource.read_scored_rows."""
         for location, row in read_file_rows(file):
             try:
@@ -66,7 +66,7 @@ class LabeledSource(SequenceSource):
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{file}, {location}: {error}") from error
             if self.split in ("all", part):
-                yield f"{file}, {location}", [content], label
+                yield ScoredRow(f"{file}, {location}", [content], label)
 
 
 @component
@@ -100,7 +100,7 @@ class RankedSource(SequenceSource):
         self.pad_token_id = pad_token_id
         self.template_variables = template_variables
 
-    def read_scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
+    def read_scored_rows(self, file: DataFile) -> Iterator[ScoredRow]:
         """See SequenceSource.read_scored_rows."""
         for location, row in read_file_rows(file):
             try:
@@ -112,7 +112,7 @@ class RankedSource(SequenceSource):
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{file}, {location}: {error}") from error
             if self.split in ("all", part):
-                yield f"{file}, {location}", pair, None
+                yield ScoredRow(f"{file}, {location}", pair)
 
 
 def parse_content(row: object) -> Content:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,21 @@ from plimsoll.framework.data.tokenizers import Tokenizer
 
 # A text, or the messages of a conversation.
 Content = str | list[Message]
+
+
+@dataclass(frozen=True)
+class ScoredRow:
+    """A row of the data.
+
+    Attributes:
+        location: file and row, for messages.
+        sequences: one text or conversation; two for a pair, the chosen one first.
+        label: number of the class; None for pairs.
+    """
+
+    location: str
+    sequences: list[Content]
+    label: int | None = None
 
 
 class SequenceSource(ExampleSource):
@@ -44,8 +60,8 @@ class SequenceSource(ExampleSource):
     template_variables: dict[str, Any] = {}
 
     @abc.abstractmethod
-    def read_scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
-        """Yields (location, sequences, class) for each row of a file.
+    def read_scored_rows(self, file: DataFile) -> Iterator[ScoredRow]:
+        """Yields the rows of a file.
 
         Raises:
             ValueError: a row cannot be read. The message names the file, row and field.
@@ -53,8 +69,8 @@ class SequenceSource(ExampleSource):
 
     def read(self, file: DataFile) -> Iterator[str]:
         """Yields each row as JSON: [location, sequences, class]."""
-        for location, contents, label in self.read_scored_rows(file):
-            yield json.dumps([location, contents, label], ensure_ascii=False)
+        for row in self.read_scored_rows(file):
+            yield json.dumps([row.location, row.sequences, row.label], ensure_ascii=False)
 
     def training_texts(self) -> Iterator[str]:
         """Yields the texts; for conversations, the contents of the messages."""
