@@ -79,7 +79,7 @@ def _detect_scored_data(config: Config, path: str) -> DetectedData:
 
     A published classifier keeps its classes; otherwise the classes are those of the file.
     """
-    from plimsoll.framework.data.detect_scored_format import detect_scored_format
+    from plimsoll.framework.data.detect_format import detect_scored_format
 
     is_reward = config.model.head.num_labels == 1
     pretrained = config.pretrained if "pretrained" in config else None

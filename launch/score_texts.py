@@ -75,8 +75,8 @@ def run(args: argparse.Namespace, overrides: cli.Overrides) -> int:
 def read_rows(path: str) -> Iterator[ScoreRow]:
     """Yield the rows of a file. Raises ValueError with file, row and field if a row has an unknown form."""
     from plimsoll.framework.data.files import find
+    from plimsoll.framework.data.row_files import read_file_rows
     from plimsoll.framework.data.scored import get_class_name, parse_content, parse_sequences
-    from plimsoll.framework.data.sources import read_file_rows
 
     for file in find([path]):
         for place, row in read_file_rows(file):

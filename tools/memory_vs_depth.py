@@ -209,7 +209,7 @@ def _rows(configs: dict[str, Config], target: Any, rounds: int) -> Iterator[Dept
             stats, offloaded = program.compiled_step.memory_analysis(), HostBytes()
             peak, argument = (
                 peak_bytes(stats, target.platform, offloaded),
-                split_device_bytes(stats, target.platform, offloaded)[0],
+                split_device_bytes(stats, target.platform, offloaded).arguments,
             )
         else:
             step = compile_step(program, target, None)

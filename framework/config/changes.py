@@ -1,7 +1,7 @@
 """Differences between two configs, or between two saved configs."""
 
 import json
-from typing import Any
+from collections.abc import Mapping
 
 from plimsoll.framework.config.config import Config
 from plimsoll.framework.config.migrations import migrate_fields
@@ -11,14 +11,18 @@ from plimsoll.framework.config.schema import ABSENT
 _MISSING = "(absent)"
 
 
-def diff(left: Config, right: Config) -> list[tuple[str, Any, Any]]:
+def diff(left: Config, right: Config) -> list[tuple[str, object, object]]:
     """Returns (path, left value, right value) for each path at which two configs differ.
 
     ABSENT stands for a value that only the other side has. Components of different classes are listed by name, at the
     path of the component.
     """
-    left_values = _values_by_path(left)
-    right_values = _values_by_path(right)
+    # {dotted path: value} of each side; the value of a config is the name of its target.
+    left_values: dict[str, object] = {}
+    right_values: dict[str, object] = {}
+    for config, values in ((left, left_values), (right, right_values)):
+        for path, value in config.walk():
+            values[path] = get_dotted_name(value._target) if isinstance(value, Config) else value
     differences = []
     for path in left_values | right_values:
         left_value = left_values.get(path, ABSENT)
@@ -29,15 +33,7 @@ def diff(left: Config, right: Config) -> list[tuple[str, Any, Any]]:
     return differences
 
 
-def _values_by_path(config: Config) -> dict[str, Any]:
-    """Returns {dotted path: value}; the value of a config is the name of its target."""
-    values = {}
-    for path, value in config.walk():
-        values[path] = get_dotted_name(value._target) if isinstance(value, Config) else value
-    return values
-
-
-def config_changes(old: Any, new: Any, *, path: str = "config") -> list[str]:
+def config_changes(old: object, new: object, *, path: str = "config") -> list[str]:
     """Returns a line for each leaf that differs between two configs, in the order of the old one.
 
     Tuples equal lists and 1 equals 1.0, because JSON does not distinguish them; True does not equal 1. Old names of
@@ -59,12 +55,15 @@ def config_changes(old: Any, new: Any, *, path: str = "config") -> list[str]:
     elif isinstance(old, list | tuple) and isinstance(new, list | tuple) and len(old) == len(new):
         for i, (old_value, new_value) in enumerate(zip(old, new, strict=True)):
             lines += config_changes(old_value, new_value, path=f"{path}[{i}]")
-    elif _current(old) != _current(new) or isinstance(old, bool) != isinstance(new, bool):
-        lines.append(f"{path}: {_short(old)} -> {_short(new)}")
+    else:
+        current_old = get_current_name(old) if isinstance(old, str) else old
+        current_new = get_current_name(new) if isinstance(new, str) else new
+        if current_old != current_new or isinstance(old, bool) != isinstance(new, bool):
+            lines.append(f"{path}: {_short(old)} -> {_short(new)}")
     return lines
 
 
-def _migrate(data: dict[str, Any]) -> dict[str, Any]:
+def _migrate(data: Mapping[str, object]) -> Mapping[str, object]:
     """Returns the JSON data of a component with the current names of its fields and values; other dicts unchanged."""
     name = data.get("$class")
     if not isinstance(name, str):
@@ -73,12 +72,7 @@ def _migrate(data: dict[str, Any]) -> dict[str, Any]:
     return {"$class": name, **migrate_fields(get_current_name(name), fields)}
 
 
-def _current(value: Any) -> Any:
-    """Returns the value; an old name of a component is replaced by its current name."""
-    return get_current_name(value) if isinstance(value, str) else value
-
-
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     # A value may be a whole component, but a log line should fit on the screen.
     text = _MISSING if value == _MISSING else json.dumps(value, default=repr)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -21,13 +21,15 @@ import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeAlias, TypeVar
 
 import plimsoll
 
 _DEFINITION = re.compile(r"^@component\n(?:@.+\n)*(?:class|def) (\w+)", re.MULTILINE)
 
-Target = TypeVar("Target", bound=Callable[..., Any])
+# A class or function that a config builds from.
+Target: TypeAlias = Callable[..., object]
+_Marked = TypeVar("_Marked", bound=Target)
 _MARK = "_marked_component"
 # Code in these packages always needs the mark, even if code of this process has configured it.
 OURS = ("plimsoll", "tools")
@@ -42,7 +44,7 @@ FOREIGN_MODULES = (*OPTAX, INITIALIZERS, FUNCTIONS)
 _NOT_ANNOTATED = {"monitor", "scale_by_factored_rms", "dog", "dowg", "hutchinson_estimator_diag_hessian"}
 
 
-def component(target: Target) -> Target:
+def component(target: _Marked) -> _Marked:
     """Marks a component: untrusted data may name the class or function, with any arguments."""
     # The mark is the object itself, not True. A subclass inherits it and functools.wraps copies it, but then it is not
     # equal to the object, so neither counts as marked.
@@ -50,7 +52,7 @@ def component(target: Target) -> Target:
     return target
 
 
-def is_component(target: Any) -> bool:
+def is_component(target: object) -> bool:
     """Returns whether this exact class or function is marked."""
     if not callable(target):
         return False
@@ -80,20 +82,36 @@ def find_components() -> dict[str, str]:
     return module_by_name
 
 
-def is_ours(target: Any) -> bool:
+def is_ours(target: object) -> bool:
     """Returns whether a class or function is defined in a package of Plimsoll."""
     return _package(target) in OURS
 
 
-def is_foreign_component(module_name: str, target: Any) -> bool:
-    """Returns whether an object in a module of optax or jax.nn is a component.
+def is_foreign_component(module_name: str, target: object, *, passed: bool) -> bool:
+    """Returns whether an object in a module of optax or jax.nn may be named.
 
     Functions that return an optimizer, a schedule or an initializer are components.
+
+    Args:
+        module_name: module that has the object as a member.
+        target: the object.
+        passed: the object is passed on and not called, so it may also be a function of arrays (`jax.nn.gelu`) or an
+            initializer (`jax.nn.initializers.zeros`).
     """
-    package = module_name.partition(".")[0]
-    if not _is_public_function(target, package):
+    if isinstance(target, type) or not callable(target) or not hasattr(target, "__qualname__"):
         return False
-    annotation = _return_annotation(target)
+    if _package(target) != module_name.partition(".")[0]:
+        return False
+    name = getattr(target, "__name__", "")
+    if module_name == FUNCTIONS:
+        return passed
+    # All other functions of that module return an initializer.
+    if module_name == INITIALIZERS and name in ("zeros", "ones") and passed:
+        return True
+    try:
+        annotation = inspect.signature(target, eval_str=True).return_annotation
+    except (TypeError, ValueError, NameError):
+        annotation = None
     # Imported here, because a config by itself needs neither jax nor optax, and errors in it are reported before either
     # is imported.
     if module_name == INITIALIZERS:
@@ -103,37 +121,10 @@ def is_foreign_component(module_name: str, target: Any) -> bool:
     optax = importlib.import_module("optax")
     if isinstance(annotation, type) and issubclass(annotation, optax.GradientTransformation):
         return True
-    return annotation == optax.Schedule or target.__name__ in _NOT_ANNOTATED
+    return annotation == optax.Schedule or name in _NOT_ANNOTATED
 
 
-def is_foreign_function(module_name: str, target: Any) -> bool:
-    """Returns whether an object of jax.nn may be passed without being called.
-
-    That is allowed for functions of arrays and for initializers (`jax.nn.initializers.zeros`).
-    """
-    if module_name == INITIALIZERS:
-        # All other functions of that module return an initializer.
-        is_listed = getattr(target, "__name__", "") in ("zeros", "ones")
-    else:
-        is_listed = module_name == FUNCTIONS
-    return is_listed and _is_public_function(target, "jax")
-
-
-def _is_public_function(target: Any, package: str) -> bool:
-    if isinstance(target, type) or not callable(target):
-        return False
-    return hasattr(target, "__qualname__") and _package(target) == package
-
-
-def _package(target: Any) -> str:
+def _package(target: object) -> str:
     """Returns the package of an object's `__module__`; "" if it has none."""
     module_name = getattr(target, "__module__", None) or ""
     return module_name.partition(".")[0]
-
-
-def _return_annotation(function: Callable[..., Any]) -> Any:
-    """Returns the return annotation; None if it cannot be read."""
-    try:
-        return inspect.signature(function, eval_str=True).return_annotation
-    except (TypeError, ValueError, NameError):
-        return None

@@ -9,17 +9,19 @@ declaration of its fields. A parameter whose hint mentions `Config` receives the
 builds that child once it knows the late arguments (`attention.instantiate(dim=dim)`), so a width is written only once.
 A config given to any other parameter (such as a schedule for optax's `learning_rate`) is built first, and the object is
 passed. A config owns its values: they are copied when set, so no two places share a child by accident. The design
-follows axlearn's configs (nested, strict, did-you-mean) on top of ml_collections' ConfigDict.
+follows axlearn's configs (nested, strict, did-you-mean).
 """
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from plimsoll.framework.config.components import component
+from plimsoll.framework.config.components import Target, component
 from plimsoll.framework.config.migrations import find_current_field, find_current_value, migrate_fields
 from plimsoll.framework.config.names import (
+    TRUSTED,
     ConfigError,
     FieldError,
     FieldTypeError,
@@ -29,6 +31,7 @@ from plimsoll.framework.config.names import (
     join,
     remember,
     resolve,
+    resolve_short_name,
     show,
 )
 from plimsoll.framework.config.nested import replace_value_at
@@ -44,14 +47,13 @@ from plimsoll.framework.config.schema import (
     schema,
     short_names,
 )
-from plimsoll.framework.config.short_names import resolve_short_name
-from plimsoll.framework.config.value_parsing import parse_literal, parse_value, reject_duplicate_keys
+from plimsoll.framework.config.value_parsing import parse_literal, parse_text, reject_duplicate_keys
 
 # Maximum depth of JSON data to decode; reached before Python's own recursion limit.
 _MAX_DEPTH = 100
 
 
-def config_for(target: Callable[..., Any], /, **fields: Any) -> "Config":
+def config_for(target: Target, /, **fields: object) -> "Config":
     """Returns a config of a class or function: its defaults, with `fields` set one by one.
 
     Args:
@@ -69,12 +71,12 @@ def config_for(target: Callable[..., Any], /, **fields: Any) -> "Config":
 
 
 @component
-def reference(name: str) -> Any:
+def reference(name: str) -> Target:
     """Return the object with a dotted name, without calling it: `config_for(reference, name="jax.nn.gelu")`."""
     return resolve(name, passed=True)
 
 
-def get_target(config: "Config") -> Callable[..., Any]:
+def get_target(config: "Config") -> Target:
     """Returns the class or function that a config builds from."""
     return config._target
 
@@ -85,33 +87,32 @@ def get_schema(config: "Config") -> Mapping[str, Field]:
 
 
 @functools.cache
-def _build_schema(target: Callable[..., Any]) -> dict[str, Field]:
-    # `update` may be a field although ConfigDict has a method of that name, because `memory.update` is a public option
-    # of Plimsoll.
-    reserved = [name for name in dir(Config) if name != "update"]
-    return schema(target, reserved=reserved)
+def _build_schema(target: Target) -> dict[str, Field]:
+    return schema(target, reserved=dir(Config))
 
 
-class _FieldLocation(NamedTuple):
+@dataclass(frozen=True)
+class _FieldLocation:
     """The end of a dotted path, as returned by `Config._walk_to`."""
 
     config: "Config"  # the innermost config on the path
     field: str  # the field of that config
-    keys: list[Any]  # keys and indices inside that field's lists and dicts
-    value: Any
+    keys: list[str | int]  # keys and indices inside that field's lists and dicts
+    value: object
 
 
 class Config(ConfigBase):
-    """A class or function together with its named arguments.
+    """A class or function together with its named arguments: a mapping of the fields that are set.
 
-    Every argument is checked against the signature of the class or function when it is set.
+    Every argument is checked against the signature of the class or function when it is set. The mapping's order is that
+    of the signature, not of the assignments, so that equal configs print the same JSON.
     """
 
     _schema: dict[str, Field]
+    _fields: dict[str, object]
     _path: str | None  # set when an enclosing config passes this one to its constructor
 
-    def __init__(self, target: Callable[..., Any], fields: Mapping[str, Any] | None = None, path: str | None = None):
-        super().__init__(type_safe=False, convert_dict=False, sort_keys=False)
+    def __init__(self, target: Target, fields: Mapping[str, object] | None = None, path: str | None = None):
         target_schema = _build_schema(target)
         if fields is None:
             fields = {name: field.default for name, field in target_schema.items() if field.is_data}
@@ -124,11 +125,6 @@ class Config(ConfigBase):
         object.__setattr__(self, "_schema", target_schema)
         object.__setattr__(self, "_path", path)
         object.__setattr__(self, "_fields", values)
-
-    @property
-    def update(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The field `update`. It replaces ConfigDict's method of that name."""
-        return self["update"]
 
     def _at(self, name: str) -> str:
         """Returns a field's path for error messages: from the root if known, else from the class."""
@@ -165,7 +161,19 @@ class Config(ConfigBase):
             raise FieldError("required, and not set", path=self._at(key))
         return value
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name in self._schema if name in self._fields])
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._fields
+
+    def __dir__(self) -> list[str]:
+        return [*self, *super().__dir__()]
+
+    def get(self, key: str, default: object = None) -> Any:
         """Returns the field, or `default` if it is unset.
 
         Unlike a dict's `get`, it raises FieldError for an unknown field.
@@ -178,16 +186,19 @@ class Config(ConfigBase):
         """Returns whether there is a field of that name."""
         return name in self._schema
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self[name] = value
 
-    def __setitem__(self, key: str, value: Any) -> None:
+    def __setitem__(self, key: str, value: object) -> None:
         key = self._current(key)
         self._fields[key] = self._convert_value(key, value)
 
-    def _convert_value(self, name: str, value: Any, path: str | None = None) -> Any:
+    def _convert_value(self, name: str, value: object, path: str | None = None) -> object:
         hint = self._field(name, path).hint
         return convert(hint, find_current_value(self._target, name, value), path or self._at(name))
+
+    def __delattr__(self, name: str) -> None:
+        del self[name]
 
     def __delitem__(self, key: str) -> None:
         """Resets the field to its default; a field without a default becomes unset."""
@@ -197,19 +208,13 @@ class Config(ConfigBase):
         if field.is_data:
             self[key] = field.default
 
-    @property
-    def _ordered_fields(self) -> dict[str, Any]:
-        # ConfigDict iterates over this. Using the order of the signature, not of the assignments, makes equal configs
-        # print the same JSON.
-        return {name: self._fields[name] for name in self._schema if name in self._fields}
-
     def copy(self) -> "Config":
         """Returns a deep copy."""
         return Config(self._target, self._fields, self._path)
 
     __copy__ = copy
 
-    def __deepcopy__(self, memo: Any) -> "Config":
+    def __deepcopy__(self, memo: object) -> "Config":
         return self.copy()
 
     def __eq__(self, other: object) -> bool:
@@ -235,7 +240,7 @@ class Config(ConfigBase):
         required = [name for name, field in self._schema.items() if field.default is REQUIRED]
         return [name for name in required if name not in self._fields and name not in late_names]
 
-    def instantiate(self, **late: Any) -> Any:
+    def instantiate(self, **late: object) -> Any:
         """Builds the object.
 
         Args:
@@ -258,7 +263,18 @@ class Config(ConfigBase):
         abstract = sorted(getattr(self._target, "__abstractmethods__", ()))
         if abstract:
             raise ConfigError(f"{target_name} does not define {', '.join(abstract)}", path=path)
-        arguments = _arguments(self, late, path)
+        arguments = {}
+        for name in self:
+            if name in late:
+                continue
+            hint = self._schema[name].hint
+            # Check again, because a list or dict can be changed in place.
+            value = self._convert_value(name, self._fields[name])
+            value = _build(value, join(path, name), keeps_config=mentions_config(hint))
+            if isinstance(value, dict) and has_integer_keys(hint):
+                # JSON has no integer keys, so a config stores them as strings.
+                value = {int(key): item for key, item in value.items()}
+            arguments[name] = value
         try:
             return self._target(**arguments, **late)
         except ValueError as error:
@@ -271,8 +287,8 @@ class Config(ConfigBase):
         """Follows a dotted path. Raises FieldError at the first part that does not exist."""
         config = self
         field = ""
-        keys: list[Any] = []
-        value: Any = self
+        keys: list[str | int] = []
+        value: object = self
         walked = ""
         for part in path.split("."):
             outer = walked
@@ -308,15 +324,12 @@ class Config(ConfigBase):
             raise FieldError("not set", path=path)
         return value
 
-    def set_path(self, path: str, value: Any) -> None:
+    def set_path(self, path: str, value: object) -> None:
         """Sets the value at a dotted path, with the same checks as setting an attribute.
 
         Dicts accept new keys; lists keep their length. Raises ConfigError.
         """
-        self._set(self._walk_to(path), path, value)
-
-    def _set(self, location: _FieldLocation, path: str, value: Any) -> None:
-        """Sets the value at a location; `path` is its dotted path."""
+        location = self._walk_to(path)
         # The whole field is checked, so an error names the path of the element below the field.
         below_field = "".join(f".{key}" for key in location.keys)
         field_path = path.removesuffix(below_field)
@@ -340,62 +353,61 @@ class Config(ConfigBase):
         Raises ConfigError.
         """
         location = self._walk_to(path)
-        text = find_current_value(location.config._target, location.field, text)
+        text = str(find_current_value(location.config._target, location.field, text))
         hint = location.config._field(location.field).hint
         for key in location.keys:
             hint = element_hint(hint, key)
-        component = _parse_component(hint, text, path)
-        if component is not None:
-            self._set(location, path, component)
-            return
-        try:
-            value = parse_value(hint, text, path)
-        except FieldTypeError as error:
-            if not accepts_config(hint):
-                raise
-            component, advice = resolve_short_name(text, self._neighbors(path))
-            if component is None:
-                error.args = (f"{error.args[0]}{advice}",)
-                raise
-            self._set(location, path, config_for(component))
-            return
-        if location.keys:
-            # An element may be valid by itself but not together with the others, so the whole field is checked.
-            self._set(location, path, value)
+        components = short_names(hint)
+        if '"$class"' in text:
+            # As in a file, names may only refer to components.
+            value = _decode(parse_literal(text), path)
+        elif text in components:
+            value = config_for(components[text])
+        elif accepts_config(hint) and is_trusted(text):
+            value = config_for(resolve(text, path))
         else:
-            # The text was parsed by the field's type, so there is nothing left to check.
-            location.config._fields[location.field] = value
+            try:
+                value = parse_text(hint, text, path)
+            except FieldTypeError as error:
+                if not accepts_config(hint):
+                    raise
+                # The text may be a name without its module. The component at `path` comes first, because the modules of
+                # this config's components are searched in order.
+                configs = {at: value for at, value in self.walk() if isinstance(value, Config)}
+                ordered_paths = sorted(configs, key=lambda at: at != path)
+                neighbors = [get_dotted_name(configs[at]._target) for at in ordered_paths]
+                component, suggestion = resolve_short_name(text, neighbors)
+                if component is None:
+                    packages = ", ".join(TRUSTED)
+                    choices = f", or is one of {', '.join(components)}" if components else ""
+                    advice = f"name a component by its own name, or by its dotted name inside {packages}{choices}"
+                    error.args = (f"{error.args[0]}; {advice}{suggestion}",)
+                    raise
+                value = config_for(component)
+        # An element may be valid by itself but not together with the others, so the whole field is checked.
+        self.set_path(path, value)
 
-    def _neighbors(self, path: str) -> list[str]:
-        """Lists the dotted names of all components in this config, the one at `path` first."""
-        configs = {at: value for at, value in self.walk() if isinstance(value, Config)}
-        return [get_dotted_name(configs[at]._target) for at in sorted(configs, key=lambda at: at != path)]
-
-    def to_dict(self, visit_map: Any = None, preserve_field_references: bool = False) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Returns plain JSON data in signature order.
 
         It has the form {"$class": "plimsoll.Linear", "out": 8, ...}. The name of a component has no module, so it stays
-        valid when the class moves (see `framework.config.names`). The parameters exist only for compatibility with
-        ConfigDict's method, and are ignored.
+        valid when the class moves (see `framework.config.names`).
         """
         # Check again, because a list or dict can be changed in place.
-        fields = {}
-        for name, value in self._ordered_fields.items():
-            fields[name] = self._convert_value(name, value)
+        fields = {name: self._convert_value(name, self._fields[name]) for name in self}
         # The round trip through text converts child configs and tuples to what a JSON file would contain.
         text = json.dumps(fields, default=Config.to_dict)
         return {"$class": get_dotted_name(self._target), **json.loads(text)}
 
-    def to_json(self, json_encoder_cls: Any = None, **options: Any) -> str:
+    def to_json(self, **options: Any) -> str:
         """Returns `to_dict` as text, indented by 2; the text is the same for equal configs.
 
         `options` are passed to json.dumps.
         """
-        dump_options = {"indent": 2, **options}
-        return json.dumps(self.to_dict(), **dump_options)
+        return json.dumps(self.to_dict(), **{"indent": 2, **options})
 
     @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> "Config":
+    def from_dict(data: Mapping[str, object]) -> "Config":
         """Returns the config for data that `to_dict` returned, with every field checked.
 
         Nothing is called, and nothing untrusted is imported: a "$class" that is not a component (see
@@ -418,62 +430,34 @@ class Config(ConfigBase):
     def walk(self) -> Iterator[tuple[str, Any]]:
         """Yields (dotted path, value), depth first in signature order.
 
-        Each config, including this one, comes before its own values. An unset field has the value REQUIRED; a list of
-        plain values counts as one value.
+        Each config, including this one, comes before its own values. An unset required field has the value REQUIRED; a
+        list of plain values counts as one value. Other unset fields are left out: the constructor uses its own default.
         """
-        return _walk("", self)
+        remaining: list[tuple[str, object]] = [("", self)]
+        while remaining:
+            path, value = remaining.pop()
+            items: list[tuple[str | int, object]] = []
+            if isinstance(value, Config):
+                yield path, value
+                for name, field in value._schema.items():
+                    item = value._fields.get(name, field.default)
+                    if name in value._fields or item is REQUIRED:
+                        items.append((name, item))
+            elif isinstance(value, dict) and value:
+                items += value.items()
+            elif isinstance(value, list | tuple) and any(isinstance(item, Config | dict) for item in value):
+                items += enumerate(value)
+            else:
+                yield path, value
+            # The last one is popped first.
+            remaining += [(join(path, key), item) for key, item in reversed(items)]
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
         """Yields the same items as `walk`, without the configs."""
         return ((path, value) for path, value in self.walk() if not isinstance(value, Config))
 
 
-def _walk(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Config):
-        yield path, value
-        items = _list_set_or_required(value)
-    elif isinstance(value, dict) and value:
-        items = value.items()
-    elif isinstance(value, list | tuple) and any(isinstance(item, Config | dict) for item in value):
-        items = enumerate(value)
-    else:
-        yield path, value
-        return
-    for key, item in items:
-        yield from _walk(join(path, key), item)
-
-
-def _list_set_or_required(config: Config) -> list[tuple[str, Any]]:
-    """Lists (name, value) for fields that are set, and (name, REQUIRED) for required fields that are not.
-
-    Unset fields whose default is not data are left out: the constructor uses its own default.
-    """
-    items = []
-    for name, field in config._schema.items():
-        value = config._fields.get(name, field.default)
-        if name in config._fields or value is REQUIRED:
-            items.append((name, value))
-    return items
-
-
-def _arguments(config: Config, late: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Returns the fields as constructor arguments, without those that `late` overrides."""
-    arguments = {}
-    for name, value in config._ordered_fields.items():
-        if name in late:
-            continue
-        # Check again, because a list or dict can be changed in place.
-        value = config._convert_value(name, value)
-        keeps_config = mentions_config(config._schema[name].hint)
-        arguments[name] = _build(value, join(path, name), keeps_config)
-    for name, value in arguments.items():
-        # JSON has no integer keys, so a config stores them as strings.
-        if isinstance(value, dict) and has_integer_keys(config._schema[name].hint):
-            arguments[name] = {int(key): item for key, item in value.items()}
-    return arguments
-
-
-def _build(value: Any, path: str, keeps_config: bool) -> Any:
+def _build(value: object, path: str, keeps_config: bool) -> object:
     """Returns a config's value as the constructor receives it.
 
     `value` must be a copy owned by the caller, because this sets the paths of its configs in place.
@@ -489,20 +473,7 @@ def _build(value: Any, path: str, keeps_config: bool) -> Any:
     return value
 
 
-def _parse_component(hint: Any, text: str, path: str) -> Any:
-    """Returns the component that the text names, or the decoded value of JSON with components; None for other text."""
-    components = short_names(hint)
-    if '"$class"' in text:
-        # As in a file, names may only refer to components.
-        return _decode(parse_literal(text), path)
-    if text in components:
-        return config_for(components[text])
-    if accepts_config(hint) and is_trusted(text):
-        return config_for(resolve(text, path))
-    return None
-
-
-def _decode(data: Any, path: str, depth: int = 0) -> Any:
+def _decode(data: object, path: str, depth: int = 0) -> object:
     """Decodes JSON data; a dict with a "$class" becomes a config with checked fields."""
     if depth > _MAX_DEPTH:
         raise ConfigError(f"expected at most {_MAX_DEPTH} nested levels, given more", path=path[:80])

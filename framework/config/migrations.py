@@ -6,10 +6,9 @@ The old names will be removed one release later.
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
 
-from plimsoll.framework.config.components import is_component, is_ours
+from plimsoll.framework.config.components import Target, is_component, is_ours
 
 # {component: {old field: current field}}
 RENAMED_FIELDS = {
@@ -31,7 +30,7 @@ RENAMED_VALUES = {
 }
 
 
-def find_current_field(target: Callable[..., Any], name: str) -> str:
+def find_current_field(target: Target, name: str) -> str:
     """Returns the current name of a field that a user has typed; a name that was never renamed stays as it is."""
     current = RENAMED_FIELDS.get(_component_name(target), {}).get(name, name)
     if current != name:
@@ -39,15 +38,17 @@ def find_current_field(target: Callable[..., Any], name: str) -> str:
     return current
 
 
-def find_current_value(target: Callable[..., Any], field: str, value: Any) -> Any:
+def find_current_value(target: Target, field: str, value: object) -> object:
     """Returns the current form of a value that a user has set."""
-    current = _migrate_value(_component_name(target), field, value)
-    if current is not value:
+    if not isinstance(value, str):
+        return value
+    current = RENAMED_VALUES.get(_component_name(target), {}).get(field, {}).get(value, value)
+    if current != value:
         _warn_once(f"{field} = {value} was renamed; use {current}")
     return current
 
 
-def migrate_fields(name: str, fields: dict[str, Any]) -> dict[str, Any]:
+def migrate_fields(name: str, fields: Mapping[str, object]) -> Mapping[str, object]:
     """Returns the fields of a stored config under their current names.
 
     Args:
@@ -61,7 +62,9 @@ def migrate_fields(name: str, fields: dict[str, Any]) -> dict[str, Any]:
     migrated = {}
     for field, value in fields.items():
         current = renamed.get(field, field)
-        migrated[current] = _migrate_value(component, current, value)
+        if isinstance(value, str):
+            value = RENAMED_VALUES.get(component, {}).get(current, {}).get(value, value)
+        migrated[current] = value
     if component == "Memory" and "hosted_layers" in migrated:
         # The number of layers is now part of the placement: pinned_host:8.
         hosted_layers = migrated.pop("hosted_layers")
@@ -70,14 +73,9 @@ def migrate_fields(name: str, fields: dict[str, Any]) -> dict[str, Any]:
     return migrated
 
 
-def _component_name(target: Callable[..., Any]) -> str:
+def _component_name(target: Target) -> str:
     """Returns the name of a component of Plimsoll; "" for any other class, which may have the same name."""
     return target.__name__ if is_ours(target) and is_component(target) else ""
-
-
-def _migrate_value(component: str, field: str, value: Any) -> Any:
-    current_by_old = RENAMED_VALUES.get(component, {}).get(field)
-    return current_by_old.get(value, value) if current_by_old and isinstance(value, str) else value
 
 
 @functools.cache

@@ -12,21 +12,23 @@ of older versions have the module too (`framework.any.module.NAME`). Such a modu
 is found by the last part of the name. `RENAMED` maps components that have been renamed since.
 """
 
+import contextlib
 import difflib
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import ModuleType
-from typing import Any
 
 from plimsoll.framework.config.components import (
     FOREIGN_MODULES,
+    INITIALIZERS,
+    OPTAX,
     OURS,
+    Target,
     find_components,
     is_component,
     is_foreign_component,
-    is_foreign_function,
     is_ours,
 )
 
@@ -43,7 +45,7 @@ _DOTTED = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+\Z", re.ASCII)
 # exhaust the stack.
 _LONGEST = 200
 # Targets of config_for in this process, by name. This makes a user's own classes loadable.
-_configured: dict[str, Any] = {}
+_configured: dict[str, Target] = {}
 
 
 class ConfigError(ValueError):
@@ -77,7 +79,7 @@ class FieldTypeError(ConfigError, TypeError):
     """A value of the wrong type. A value of the right type that is out of range raises a plain ConfigError."""
 
 
-def join(path: str, name: Any) -> str:
+def join(path: str, name: object) -> str:
     """Returns the dotted path of `name` under `path`; the path of the root is ""."""
     return f"{path}.{name}" if path else str(name)
 
@@ -96,7 +98,7 @@ def printable(text: str) -> str:
     return "".join(characters)
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """Formats a value for an error message: its repr, cut to 80 characters, and its type."""
     text = repr(value)
     if len(text) > 80:
@@ -126,7 +128,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return ""
 
 
-def remember(target: Callable[..., Any]) -> None:
+def remember(target: Target) -> None:
     """Records that code of this process configures `target`.
 
     Args:
@@ -141,7 +143,7 @@ def remember(target: Callable[..., Any]) -> None:
     _configured[get_dotted_name(target)] = target
 
 
-def get_dotted_name(target: Callable[..., Any]) -> str:
+def get_dotted_name(target: Target) -> str:
     """Returns the dotted name of a class or function.
 
     This is `plimsoll.NAME` for a component of Plimsoll, and else the name of its definition. For an object defined in a
@@ -186,7 +188,7 @@ def is_trusted(name: str) -> bool:
     return is_dotted and name.startswith(prefixes)
 
 
-def resolve(name: Any, path: str = "", *, passed: bool = False) -> Any:
+def resolve(name: object, path: str = "", *, passed: bool = False) -> Target:
     """Returns the component with a dotted name.
 
     Args:
@@ -233,9 +235,34 @@ def choices_in(module: ModuleType, passed: bool = False) -> list[str]:
     return [name for name, value in vars(module).items() if _is_nameable(module.__name__, value, passed)]
 
 
-def _is_nameable(module_name: str, target: Any, passed: bool) -> bool:
-    package = module_name.partition(".")[0]
-    if package in OURS:
+def _is_nameable(module_name: str, target: object, passed: bool) -> bool:
+    if module_name.partition(".")[0] in OURS:
         return is_component(target)
-    is_function = passed and is_foreign_function(module_name, target)
-    return is_function or is_foreign_component(module_name, target)
+    return is_foreign_component(module_name, target, passed=passed)
+
+
+def resolve_short_name(name: str, neighbors: Iterable[str]) -> tuple[Target | None, str]:
+    """Returns the component with a name without dots.
+
+    Args:
+        name: short name, such as TextFiles or cosine_decay_schedule.
+        neighbors: dotted names of components, such as plimsoll.JsonLines. Their modules are searched first, in this
+            order; then Plimsoll's components, and those of optax and jax.nn.initializers.
+
+    Returns:
+        (component, ""), or (None, suggestion for the error message) if there is no component of that name.
+    """
+    if not name.isidentifier():
+        return None, ""
+    module_names = [neighbor.rpartition(".")[0] for neighbor in neighbors]
+    if name in find_components():
+        module_names.append(find_components()[name])
+    # Only imported modules are searched: a config that can use these has imported them.
+    module_names += [module_name for module_name in (*OPTAX, INITIALIZERS) if module_name in sys.modules]
+    choices = list(find_components())
+    for module_name in dict.fromkeys(module_names):
+        with contextlib.suppress(ConfigError):
+            return resolve(f"{module_name}.{name}"), ""
+        if module_name in sys.modules:
+            choices += choices_in(sys.modules[module_name])
+    return None, did_you_mean(name, choices)

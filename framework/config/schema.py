@@ -14,12 +14,12 @@ import operator
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator
-from typing import Annotated, Any, Literal, NamedTuple, Union
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeAlias, Union
 
 import annotated_types as at
-import ml_collections
 
+from plimsoll.framework.config.components import Target
 from plimsoll.framework.config.names import (
     ConfigError,
     FieldTypeError,
@@ -30,12 +30,16 @@ from plimsoll.framework.config.names import (
     show,
 )
 
+# A type hint as Python keeps it at run time. `type` does not cover unions, Literal or strings.
+Annotation: TypeAlias = Any
+# The alternative that accepts any data, and configs.
+_ANY_DATA: Annotation = Any
 LISTS = (list, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
 DICTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 _NONE = type(None)
 _TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", _NONE: "none", str: "text"}
 # Alternatives are tried in this order: the specific ones come first, because `str` and Any accept whatever is left.
-_ORDER = [Literal, _NONE, bool, int, float, *LISTS, tuple, *DICTS, str, Any]
+_ORDER = [Literal, _NONE, bool, int, float, *LISTS, tuple, *DICTS, str, _ANY_DATA]
 _SIGNS = {at.Gt: ">", at.Ge: ">=", at.Lt: "<", at.Le: "<="}
 _INTEGER = re.compile(r"-?[0-9]+")
 
@@ -50,15 +54,15 @@ class Mark(enum.Enum):
     ABSENT = 2
 
 
-REQUIRED: Any = Mark.REQUIRED
-ABSENT: Any = Mark.ABSENT
+REQUIRED = Mark.REQUIRED
+ABSENT = Mark.ABSENT
 
 
-class ConfigBase(ml_collections.ConfigDict):
+class ConfigBase(Mapping[str, Any]):
     """Base class of `Config`, so that this module can recognize a Config without importing it."""
 
-    _target: Callable[..., Any]
-    copy: Callable[..., Any]
+    _target: Target
+    copy: Callable[..., "ConfigBase"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +70,9 @@ class Field:
     """One parameter of a constructor."""
 
     # A hint whose names cannot be resolved stays a string, and accepts any data.
-    hint: Any
+    hint: Annotation
     # The default in the signature.
-    default: Any = REQUIRED
+    default: object = REQUIRED
     # True if the default is data, so that a config can hold it; otherwise the constructor applies the default.
     is_data: bool = False
 
@@ -81,20 +85,21 @@ class ShortNames:
     It is part of the field's hint: `Annotated[Config, ShortNames(...)]`.
     """
 
-    components: collections.abc.Mapping[str, Callable[..., Any]]
+    components: Mapping[str, Target]
 
 
-class _Limit(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Limit:
     """One bound of a range: `value > 0` has the sign ">", the bound 0 and the test operator.gt."""
 
     sign: str
-    bound: Any
-    test: Callable[[Any, Any], bool]
+    bound: float
+    test: Callable[[object, float], bool]
 
 
-def short_names(hint: Any) -> dict[str, Callable[..., Any]]:
+def short_names(hint: Annotation) -> dict[str, Target]:
     """Returns the components that a field with this hint accepts by short name."""
-    components: dict[str, Callable[..., Any]] = {}
+    components: dict[str, Target] = {}
     for arm in arms(hint):
         for note in getattr(arm, "__metadata__", ()):
             if isinstance(note, ShortNames):
@@ -102,7 +107,7 @@ def short_names(hint: Any) -> dict[str, Callable[..., Any]]:
     return components
 
 
-def schema(target: Callable[..., Any], reserved: Collection[str] = ()) -> dict[str, Field]:
+def schema(target: Target, reserved: Collection[str] = ()) -> dict[str, Field]:
     """Returns the fields of a function or class.
 
     The fields of a class are the parameters of its `__init__`, and of those of its bases as long as `**kwargs` forwards
@@ -112,17 +117,31 @@ def schema(target: Callable[..., Any], reserved: Collection[str] = ()) -> dict[s
     range.
     """
     owner = get_dotted_name(target)
-    functions: list[Callable[..., Any]] = [target]
+    functions: list[Target] = [target]
     if isinstance(target, type):
         functions += [cls for cls in target.__mro__ if "__init__" in vars(cls)]
     fields: dict[str, Field] = {}
     for function in functions:
-        parameters = _signature(owner, function).parameters
+        try:
+            parameters = inspect.signature(function, eval_str=True).parameters
+        except (NameError, AttributeError, SyntaxError):
+            # Hints with names that are imported only for type checking stay strings.
+            parameters = inspect.signature(function).parameters
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{owner} cannot be configured: {error}") from error
         for name, parameter in parameters.items():
             # If several classes define a name, the one closest to the target wins.
-            if name in fields or _is_internal(parameter):
+            if name in fields or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
-            _check_name(owner, parameter, reserved)
+            if name.startswith("_") and parameter.default is not parameter.empty:
+                continue
+            reason = ""
+            if name in reserved:
+                reason = "Config has a member with that name; rename the parameter"
+            elif name.startswith("_") or parameter.kind is parameter.POSITIONAL_ONLY:
+                reason = "it is positional-only"
+            if reason:
+                raise ConfigError(f"{owner}: parameter {name!r} cannot be a field: {reason}")
             fields[name] = _field(f"{owner}.{name}", parameter)
         forwards = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         if not forwards:
@@ -130,37 +149,8 @@ def schema(target: Callable[..., Any], reserved: Collection[str] = ()) -> dict[s
     return fields
 
 
-def _is_internal(parameter: inspect.Parameter) -> bool:
-    """Returns whether a parameter is not a field: `*args`, `**kwargs`, or a private name with a default."""
-    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-        return True
-    return parameter.name.startswith("_") and parameter.default is not parameter.empty
-
-
-def _check_name(owner: str, parameter: inspect.Parameter, reserved: Collection[str]) -> None:
-    """Raises ConfigError for a parameter that cannot be a field."""
-    name = parameter.name
-    if name in reserved:
-        reason = "Config has a member with that name; rename the parameter"
-    elif name.startswith("_") or parameter.kind is parameter.POSITIONAL_ONLY:
-        reason = "it is positional-only"
-    else:
-        return
-    raise ConfigError(f"{owner}: parameter {name!r} cannot be a field: {reason}")
-
-
-def _signature(owner: str, function: Callable[..., Any]) -> inspect.Signature:
-    try:
-        return inspect.signature(function, eval_str=True)
-    except (NameError, AttributeError, SyntaxError):
-        # Hints with names that are imported only for type checking stay strings.
-        return inspect.signature(function)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{owner} cannot be configured: {error}") from error
-
-
 def _field(path: str, parameter: inspect.Parameter) -> Field:
-    hint = Any if parameter.annotation is parameter.empty else parameter.annotation
+    hint = _ANY_DATA if parameter.annotation is parameter.empty else parameter.annotation
     default = parameter.default
     if default is parameter.empty:
         return Field(hint)
@@ -174,7 +164,7 @@ def _field(path: str, parameter: inspect.Parameter) -> Field:
         return Field(hint, default)
 
 
-def arms(hint: Any) -> list[Any]:
+def arms(hint: Annotation) -> list[Annotation]:
     """Returns the alternatives of a hint, in the order in which they are tried."""
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
@@ -189,11 +179,11 @@ def arms(hint: Any) -> list[Any]:
         return [Annotated[(arm, *hint.__metadata__)] for arm in arms(args[0])]
     # A hint that cannot be resolved must not refuse a valid value.
     if hint is object or isinstance(hint, str | typing.ForwardRef | typing.TypeVar):
-        return [Any]
+        return [_ANY_DATA]
     return [_NONE if hint is None else hint]
 
 
-def split(arm: Any) -> tuple[Any, tuple[Any, ...]]:
+def split(arm: Annotation) -> tuple[Annotation, tuple[Annotation, ...]]:
     """Returns (origin or the type itself, arguments) of an alternative.
 
     `list[int]` gives (list, (int,)). Annotated is unwrapped first.
@@ -203,12 +193,12 @@ def split(arm: Any) -> tuple[Any, tuple[Any, ...]]:
     return typing.get_origin(arm) or arm, typing.get_args(arm)
 
 
-def _rank(arm: Any) -> int:
+def _rank(arm: Annotation) -> int:
     base, _ = split(arm)
     return _ORDER.index(base) if base in _ORDER else len(_ORDER)
 
 
-def mentions_config(hint: Any) -> bool:
+def mentions_config(hint: Annotation) -> bool:
     """Returns whether a parameter receives configs without building them.
 
     That is the case for `Config`, `Config | None`, `list[Config]` or `dict[str, Config]`.
@@ -224,16 +214,16 @@ def mentions_config(hint: Any) -> bool:
     return False
 
 
-def accepts_config(hint: Any) -> bool:
+def accepts_config(hint: Annotation) -> bool:
     """Returns whether a field with this hint accepts a Config.
 
     It does if the hint mentions Config, allows any data, or has an alternative that is not data.
     """
     # Any comes last in the order of data types, so alternatives with a higher rank are not data.
-    return any(_rank(arm) >= _ORDER.index(Any) for arm in arms(hint))
+    return any(_rank(arm) >= _ORDER.index(_ANY_DATA) for arm in arms(hint))
 
 
-def element_hint(hint: Any, key: str | int) -> Any:
+def element_hint(hint: Annotation, key: str | int) -> Annotation:
     """Returns the hint of `value[key]` for a value of this hint; Any if the hint does not specify one."""
     for arm in arms(hint):
         base, args = split(arm)
@@ -243,10 +233,10 @@ def element_hint(hint: Any, key: str | int) -> Any:
             return args[int(key)]
         if base in DICTS and len(args) == 2:
             return args[1]
-    return Any
+    return _ANY_DATA
 
 
-def has_integer_keys(hint: Any) -> bool:
+def has_integer_keys(hint: Annotation) -> bool:
     """Returns whether a value of this hint may be a dict with integer keys.
 
     In optax's piecewise schedules, for example, the keys are steps.
@@ -258,40 +248,37 @@ def has_integer_keys(hint: Any) -> bool:
     return False
 
 
-def describe_hint(hint: Any) -> str:
+def describe_hint(hint: Annotation) -> str:
     """Describes a hint in words: `an integer > 0 or none`."""
-    # "none" goes last, where readers expect it.
-    choices = sorted(arms(hint), key=lambda arm: arm is _NONE)
     # A dict removes duplicates and keeps the order.
-    phrases = dict.fromkeys(map(_describe_arm, choices))
+    phrases: dict[str, None] = {}
+    # "none" goes last, where readers expect it.
+    for arm in sorted(arms(hint), key=lambda arm: arm is _NONE):
+        base, args = split(arm)
+        if base is Literal:
+            description = f"one of {', '.join(map(repr, args))}"
+        elif base is tuple and args and args[-1] is not Ellipsis:
+            elements = ", ".join(map(describe_hint, args))
+            description = f"a tuple of {len(args)} ({elements})"
+        elif base is tuple or base in LISTS:
+            description = "a tuple" if base is tuple else "a list"
+            if args:
+                description += f" (each: {describe_hint(args[0])})"
+        elif base in DICTS:
+            key_type = "integer" if has_integer_keys(arm) else "text"
+            description = f"a dict with {key_type} keys"
+            if args:
+                description += f" (each value: {describe_hint(args[1])})"
+        elif base is _ANY_DATA:
+            description = "data or a config"
+        else:
+            description = _TYPE_NAMES.get(base, "a config")
+        limits = " and ".join(f"{limit.sign} {limit.bound}" for limit in _limits(arm))
+        phrases[f"{description} {limits}".strip()] = None
     return " or ".join(phrases)
 
 
-def _describe_arm(arm: Any) -> str:
-    base, args = split(arm)
-    if base is Literal:
-        description = f"one of {', '.join(map(repr, args))}"
-    elif base is tuple and args and args[-1] is not Ellipsis:
-        elements = ", ".join(map(describe_hint, args))
-        description = f"a tuple of {len(args)} ({elements})"
-    elif base is tuple or base in LISTS:
-        description = "a tuple" if base is tuple else "a list"
-        if args:
-            description += f" (each: {describe_hint(args[0])})"
-    elif base in DICTS:
-        key_type = "integer" if has_integer_keys(arm) else "text"
-        description = f"a dict with {key_type} keys"
-        if args:
-            description += f" (each value: {describe_hint(args[1])})"
-    elif base is Any:
-        description = "data or a config"
-    else:
-        description = _TYPE_NAMES.get(base, "a config")
-    limits = " and ".join(f"{limit.sign} {limit.bound}" for limit in _limits(arm))
-    return f"{description} {limits}".strip()
-
-
-def _limits(hint: Any) -> Iterator[_Limit]:
+def _limits(hint: Annotation) -> Iterator[_Limit]:
     """Yields each annotated-types limit. Other metadata is documentation, not a limit.
 
     Raises ConfigError, on iteration, for an annotated-types constraint other than Gt, Ge, Lt, Le and Interval: a range
@@ -312,7 +299,7 @@ def _limits(hint: Any) -> Iterator[_Limit]:
                 raise ConfigError(f"{constraint!r} is not supported in a type hint; {advice}")
 
 
-def convert(hint: Any, value: Any, path: str) -> Any:
+def convert(hint: Annotation, value: object, path: str) -> object:
     """Converts `value` to the form that a field with this hint stores; containers and configs are copied.
 
     Raises ConfigError if the value does not fit (FieldTypeError if its type is wrong), with `path` or the path of the
@@ -335,7 +322,11 @@ def convert(hint: Any, value: Any, path: str) -> Any:
         raise element_failures[0]
     suggestion = ""
     if isinstance(value, str):
-        choices = _text_choices(hint)
+        choices = []
+        for arm in arms(hint):
+            base, args = split(arm)
+            if base is Literal:
+                choices += [str(choice) for choice in args]
         if nearest(value, choices):
             suggestion = did_you_mean(value, choices)
     is_type_error = all(isinstance(failure, FieldTypeError) for failure in failures)
@@ -343,17 +334,7 @@ def convert(hint: Any, value: Any, path: str) -> Any:
     raise error_type(f"expected {describe_hint(hint)}, given {show(value)}{suggestion}", path=path)
 
 
-def _text_choices(hint: Any) -> list[str]:
-    """Returns the choices of a hint's Literals, as strings."""
-    choices = []
-    for arm in arms(hint):
-        base, args = split(arm)
-        if base is Literal:
-            choices += [str(choice) for choice in args]
-    return choices
-
-
-def _convert_arm(arm: Any, value: Any, path: str) -> Any:
+def _convert_arm(arm: Annotation, value: object, path: str) -> object:
     """Converts a value for one alternative, without checking its limits.
 
     Errors at `path` itself have no message, because `convert` writes one.
@@ -361,67 +342,47 @@ def _convert_arm(arm: Any, value: Any, path: str) -> Any:
     base, args = split(arm)
     if isinstance(value, ConfigBase) and accepts_config(arm):
         return value.copy()
-    if base is Any:
-        base = _data_type(value)
+    if base is _ANY_DATA:
+        # bool before int, because it is a subclass of int. Anything that is not data fails as a list.
+        base = next((kind for kind in (bool, int, float, str, dict, _NONE) if isinstance(value, kind)), list)
     if base is Literal:
-        return _convert_choice(args, value, path)
-    if base in LISTS and isinstance(value, list | tuple):
-        # Tuples become lists too: unless the hint is a tuple, reading back from JSON could not restore one.
-        return _convert_elements(arm, value, path)
-    if base is tuple and isinstance(value, list | tuple):
-        if args and args[-1] is not Ellipsis and len(args) != len(value):
+        for choice in args:
+            # Compare the types too, because 1 == True.
+            if choice == value and type(choice) is type(value):
+                return choice
+        if type(value) in map(type, args):
             raise ConfigError("", path=path)
-        return tuple(_convert_elements(arm, value, path))
-    if base in DICTS and isinstance(value, dict):
+    elif (base in LISTS or base is tuple) and isinstance(value, list | tuple):
+        if base is tuple and args and args[-1] is not Ellipsis and len(args) != len(value):
+            raise ConfigError("", path=path)
+        elements = [convert(element_hint(arm, i), item, join(path, i)) for i, item in enumerate(value)]
+        # Tuples become lists too: unless the hint is a tuple, reading back from JSON could not restore one.
+        return tuple(elements) if base is tuple else elements
+    elif base in DICTS and isinstance(value, dict):
         return _convert_dict(arm, value, path)
-    if base in (bool, _NONE) and isinstance(value, base):
+    elif base in (bool, _NONE) and isinstance(value, base):
         return value
     # True and False are integers in Python, but a mistake where a number is expected.
-    if base is float and isinstance(value, int | float) and not isinstance(value, bool):
+    elif base is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
-    if base in (int, str) and isinstance(value, base) and not isinstance(value, bool):
+    elif base in (int, str) and isinstance(value, base) and not isinstance(value, bool):
         # Convert subclasses, such as those of numpy or Enum, to the plain type.
         return base(value)
     raise FieldTypeError("", path=path)
 
 
-def _data_type(value: Any) -> type:
-    """Returns the data type of a value; list for anything that is not data, which then fails."""
-    # bool before int, because it is a subclass of int.
-    for kind in (bool, int, float, str, dict, _NONE):
-        if isinstance(value, kind):
-            return kind
-    return list
-
-
-def _convert_choice(choices: tuple[Any, ...], value: Any, path: str) -> Any:
-    """Returns the choice of a Literal that equals the value."""
-    for choice in choices:
-        # Compare the types too, because 1 == True.
-        if choice == value and type(choice) is type(value):
-            return choice
-    if type(value) in map(type, choices):
-        raise ConfigError("", path=path)
-    raise FieldTypeError("", path=path)
-
-
-def _convert_elements(arm: Any, values: list[Any] | tuple[Any, ...], path: str) -> list[Any]:
-    return [convert(element_hint(arm, i), item, join(path, i)) for i, item in enumerate(values)]
-
-
-def _convert_dict(arm: Any, value: dict[Any, Any], path: str) -> dict[str, Any]:
-    keys: list[str]
+def _convert_dict(arm: Annotation, value: dict[object, object], path: str) -> dict[str, object]:
+    keys = list(value)
     if has_integer_keys(arm):
         # Stored as strings, because JSON has no other keys; `Config.instantiate` converts them back to integers.
-        keys = [str(key) for key in value if not isinstance(key, bool)]
-        fits = len(keys) == len(value) and all(map(_INTEGER.fullmatch, keys))
+        fits = all(not isinstance(key, bool) and _INTEGER.fullmatch(str(key)) for key in keys)
     else:
         # "$class" is reserved: it marks a dict in a JSON file as a config.
-        keys = list(value)
         fits = all(isinstance(key, str) and key and not key.startswith("$") for key in keys)
     if not fits:
         raise FieldTypeError("", path=path)
     converted = {}
-    for key, item in zip(keys, value.values(), strict=True):
-        converted[key] = convert(element_hint(arm, key), item, join(path, key))
+    for key, item in value.items():
+        name = key if isinstance(key, str) else str(key)
+        converted[name] = convert(element_hint(arm, name), item, join(path, name))
     return converted

@@ -4,19 +4,18 @@ import ast
 import contextlib
 import json
 import re
-from typing import Any, Literal
+from typing import Literal
 
-from plimsoll.framework.config.names import TRUSTED, ConfigError, FieldTypeError, get_dotted_name, join
+from plimsoll.framework.config.names import ConfigError, get_dotted_name, join
 from plimsoll.framework.config.schema import (
     LISTS,
     REQUIRED,
+    Annotation,
     ConfigBase,
     Mark,
-    accepts_config,
     arms,
     convert,
     element_hint,
-    short_names,
     split,
 )
 
@@ -33,24 +32,7 @@ _LITERALS = {
 }
 
 
-def parse_value(hint: Any, text: str, path: str) -> Any:
-    """Parses text that is not the name of a component, and returns the value as a field stores it.
-
-    Raises the same errors as `convert`. If the field accepts a component, the error also explains how to name one.
-    """
-    try:
-        return parse_text(hint, text, path)
-    except FieldTypeError as error:
-        if accepts_config(hint):
-            packages = ", ".join(TRUSTED)
-            components = short_names(hint)
-            choices = f", or is one of {', '.join(components)}" if components else ""
-            advice = f"name a component by its own name, or by its dotted name inside {packages}{choices}"
-            error.args = (f"{error.args[0]}; {advice}",)
-        raise
-
-
-def parse_text(hint: Any, text: str, path: str) -> Any:
+def parse_text(hint: Annotation, text: str, path: str) -> object:
     """Parses `text` according to this hint.
 
     Accepts `12`, `3e-4`, `true`, `none`, a choice, text with or without quotes, JSON, a Python literal, or `a,b,c` if
@@ -77,7 +59,7 @@ def parse_text(hint: Any, text: str, path: str) -> Any:
     return convert(hint, elements, path)
 
 
-def parse_literal(text: str) -> Any:
+def parse_literal(text: str) -> object:
     """Parses text as JSON, else as a Python literal, else returns the text itself.
 
     none, null, true, false, inf, -inf and nan are case-insensitive.
@@ -91,7 +73,7 @@ def parse_literal(text: str) -> Any:
     return text
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     """Formats a value as it is written on the command line.
 
     A config is shown by its name; "?" stands for an unset required value, "-" for an absent one.
@@ -108,7 +90,7 @@ def as_text(value: Any) -> str:
     return repr(value)
 
 
-def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def reject_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Returns a JSON object as a dict. Raises ValueError if a key occurs twice.
 
     With two values for a key, a reader may look at the one that is not used.

@@ -10,8 +10,9 @@ import abc
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -21,7 +22,8 @@ from plimsoll.framework.data.packing import Batch
 Shapes = dict[str, tuple[tuple[int, ...], str]]  # {name: (shape, dtype)}
 
 
-class RowSet(NamedTuple):
+@dataclass(frozen=True)
+class RowSet:
     """The rows of a training source or validation set, in order, for code that computes a value for each row.
 
     Attributes:
@@ -33,6 +35,15 @@ class RowSet(NamedTuple):
     num_rows: int
     row: Callable[[int], Batch]
     digest: str
+
+
+class ReportRow(Protocol):
+    """One row of the startup table; `str` returns its text."""
+
+    @property
+    def name(self) -> str:
+        """The name of a training source or validation set."""
+        ...
 
 
 # The end of an endless iterator. Python requires the length of a sequence to fit in 63 bits.
@@ -49,7 +60,7 @@ class Pipeline(abc.ABC):
         global_batch_size: B, rows per batch over all processes.
         prefetch: number of batches prepared in the background.
         validation_names: names of the validation sets, in config order.
-        source_report: returns the rows for the startup table, each with a name and a text.
+        source_report: returns the rows for the startup table.
         setup: (workdir, *, is_primary, barrier) reads the data, and raises every data error.
         fingerprint: returns a hash of everything that determines the training batches.
     """
@@ -59,8 +70,8 @@ class Pipeline(abc.ABC):
     seq_len: int
     global_batch_size: int
     prefetch: int
-    validation_names: Any
-    source_report: Callable[[], list[Any]]
+    validation_names: Sequence[str]
+    source_report: Callable[[], Sequence[ReportRow]]
     setup: Callable[..., None]
     fingerprint: Callable[[], str]
     # `setup` sets the order of the training sequences and the number of rows per epoch.
@@ -119,11 +130,6 @@ class Pipeline(abc.ABC):
         """
         # A new dict: the class attribute is shared.
         self._attached = {**self._attached, name: dict(values)}
-
-    def get_attached_shapes(self) -> Shapes:
-        """Returns the arrays added by `attach`, for a subclass's `arrays`."""
-        shape = (self.global_batch_size, self.seq_len)
-        return dict.fromkeys(self._attached, (shape, "float32"))
 
     def _attach_values(self, set_name: str, index: int, row: Batch) -> Batch:
         """Adds the `attach` values of row `index` of a set to the row."""

@@ -19,7 +19,8 @@ from plimsoll.framework.config import Fraction, component
 from plimsoll.framework.data.files import DataFile, compute_digest
 from plimsoll.framework.data.packing import Conversations
 from plimsoll.framework.data.pretrained_tokenizer import Message, PretrainedTokenizer, Span
-from plimsoll.framework.data.sources import ExampleSource, assign_split, read_file_rows
+from plimsoll.framework.data.row_files import read_file_rows
+from plimsoll.framework.data.sources import ExampleSource, assign_split
 from plimsoll.framework.data.token_files import TokenStream
 from plimsoll.framework.data.tokenizers import Tokenizer
 
@@ -57,7 +58,7 @@ class ChatSource(ExampleSource):
         paths: list[str],
         split: Literal["all", "train", "validation"] = "all",
         validation_fraction: Fraction = 0.05,
-        template_variables: dict[str, Any] = {},  # noqa: B006
+        template_variables: dict[str, object] = {},  # noqa: B006
     ):
         # These attributes are the source's settings, and so determine its digest.
         self.paths = paths
@@ -97,7 +98,7 @@ class ChatSource(ExampleSource):
         return rows
 
 
-def parse_conversation(row: Any, *, formats: str = FORMATS) -> list[Message]:
+def parse_conversation(row: object, *, formats: str = FORMATS) -> list[Message]:
     """Returns the messages of a row, in any of the formats.
 
     Args:
@@ -111,10 +112,10 @@ def parse_conversation(row: Any, *, formats: str = FORMATS) -> list[Message]:
         raise ValueError(f"expected a JSON object, given {type(row).__name__}")
     messages = row.get("messages") or row.get("conversations")
     if messages is None and {"prompt", "completion"} <= row.keys():
-        messages = [
-            *_prompt_or_completion("user", row["prompt"]),
-            *_prompt_or_completion("assistant", row["completion"]),
-        ]
+        messages = []
+        for role, content in (("user", row["prompt"]), ("assistant", row["completion"])):
+            # Each is a text, or a list of messages.
+            messages += content if isinstance(content, list) else [{"role": role, "content": content}]
     if messages is None and {"instruction", "output"} <= row.keys():
         request = row["instruction"]
         if row.get("input"):
@@ -130,14 +131,7 @@ def parse_conversation(row: Any, *, formats: str = FORMATS) -> list[Message]:
     return checked_messages
 
 
-def _prompt_or_completion(role: str, content: Any) -> list[Any]:
-    """Returns the messages of a prompt or completion, which is a text or a list of messages."""
-    if isinstance(content, list):
-        return content
-    return [{"role": role, "content": content}]
-
-
-def parse_message(number: int, message: Any) -> Message:
+def parse_message(number: int, message: object) -> Message:
     """Returns a message in the form that templates read.
 
     Raises:
@@ -243,7 +237,7 @@ class ChatCodec(Tokenizer):
         return encoding.ids[-1:]
 
     def render_conversation(
-        self, location: str, messages: list[Message], tools: Any, first_turn: int = 0
+        self, location: str, messages: list[Message], tools: object, first_turn: int = 0
     ) -> tuple[str, list[Span]]:
         """Returns (text of a conversation, the spans of its answers).
 
@@ -257,7 +251,7 @@ class ChatCodec(Tokenizer):
             ValueError: the template cannot render the conversation.
         """
         messages = self._break_special_tokens(messages)
-        variables = {**self.variables, "tools": tools}
+        variables: dict[str, Any] = {**self.variables, "tools": tools}
         try:
             text, spans = self.tokenizer.render(messages, **variables)
             # A template with generation tags marks the answers itself.
@@ -280,8 +274,11 @@ class ChatCodec(Tokenizer):
         render = self.tokenizer.render
         prompt, _ = render(earlier_messages, add_generation_prompt=True, **variables)
         answered, _ = render(messages_with_answer, **variables)
+        # White space after its last special token belongs to the next turn: a model stops at that token.
+        trailing_space = self._trailing_space.search(answered)
+        answer_end = trailing_space.start(1) if trailing_space else len(answered)
         if text.startswith(prompt) and text.startswith(answered):
-            return len(prompt), self._answer_end(answered)
+            return len(prompt), answer_end
         # This template renders an answer differently if it is not the last one, or not after the last question (Qwen 3
         # then leaves out its thoughts), so neither rendered text is a prefix of the whole. The answer is the part
         # that depends on the message, from the generation prompt before it to the token after it.
@@ -295,7 +292,7 @@ class ChatCodec(Tokenizer):
                 _, previous_end = self._find_changing_span(text, messages, turn - 1, variables)
             start = self._find_opening_end(text, opening, previous_end, content_start)
         if text.startswith(answered):
-            return start, self._answer_end(answered)
+            return start, answer_end
         # The token after the answer may open the next turn. It belongs to the answer only if it also follows the answer
         # when that is the last message.
         _, answered_end = self._find_changing_span(answered, messages_with_answer, turn, variables)
@@ -303,14 +300,6 @@ class ChatCodec(Tokenizer):
         common_length = _common_prefix(remaining_text, answered[answered_end:])
         ending = self._turn_end.match(remaining_text[:common_length])
         return start, content_end + (ending.end() if ending else 0)
-
-    def _answer_end(self, answered: str) -> int:
-        """Returns the end of the answer at the end of a rendered text.
-
-        White space after its last special token belongs to the next turn: a model stops at that token.
-        """
-        trailing_space = self._trailing_space.search(answered)
-        return trailing_space.start(1) if trailing_space else len(answered)
 
     def _find_changing_span(self, text: str, messages: list[Message], turn: int, variables: dict[str, Any]) -> Span:
         """Returns the span of the text that changes with the content of the message at `turn`."""

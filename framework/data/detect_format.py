@@ -1,31 +1,35 @@
 """--data=PATH: detects the kind of the user's data, and how to split it for training and evaluation.
 
 detect_format("my_folder/")  # text, JSON lines, Parquet, token files, conversations, preference pairs, labeled answers
+
+For a model that scores sequences, the data is preference pairs, or texts with labels:
+
+detect_scored_format("pairs.jsonl", None, pairs=True, keeps_classes=False)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.data import hub_data, local_data
 from plimsoll.framework.data.chats import ChatSource, parse_conversation
 from plimsoll.framework.data.file_formats import ROW_FORMATS, DataFormat, DataListing
-from plimsoll.framework.data.files import DataFile
 from plimsoll.framework.data.held_out import TextPart, TokenPart
-from plimsoll.framework.data.preference_formats import LabeledAnswers, is_pair, is_unpaired, parse_pair, parse_unpaired
+from plimsoll.framework.data.preference_formats import is_pair, is_unpaired, parse_pair, parse_unpaired
 from plimsoll.framework.data.preferences import PairSource, UnpairedSource
-from plimsoll.framework.data.sources import (
-    Csv,
-    ExampleSource,
-    JsonLines,
-    Parquet,
-    TextFiles,
-    TokenMemmap,
-    read_file_rows,
+from plimsoll.framework.data.row_files import read_file_rows
+from plimsoll.framework.data.scored import (
+    LabeledSource,
+    RankedSource,
+    collect_class_names,
+    get_class_name,
+    parse_content,
+    parse_sequences,
 )
+from plimsoll.framework.data.sources import Csv, ExampleSource, JsonLines, Parquet, TextFiles, TokenMemmap
 from plimsoll.framework.files.hub_names import is_hub_url
 
 # Columns that hold the text of a document, the most likely first.
@@ -37,8 +41,14 @@ _NOUNS: dict[type[ExampleSource], str] = {
     UnpairedSource: "labeled answers",
 }
 
+# Settings that a source keeps when it reads other files.
+_KEPT_SETTINGS = ("append_eos", "pad_token_id", "template_variables")
+# Maximum number of class names to show.
+_NUM_SHOWN = 8
 
-class _Rows(NamedTuple):
+
+@dataclass(frozen=True)
+class _Rows:
     """Content of the rows of the user's files.
 
     Attributes:
@@ -53,13 +63,6 @@ class _Rows(NamedTuple):
     needs_template: bool = False
     text_field: str | None = None
     text_fields: tuple[str, ...] = ()
-
-
-class _SplitPart(NamedTuple):
-    """The part of the files that a source reads, when one set of files is split in two."""
-
-    split: str
-    validation_fraction: float
 
 
 @dataclass(frozen=True)
@@ -98,11 +101,13 @@ def detect_format(path: str, validation_fraction: float = 0.05) -> DetectedData:
     """
     listing = hub_data.data_listing(path) if is_hub_url(path) else local_data.data_listing(path)
     rows = _rows(listing)
-    train_part = held_out_part = None
+    train_part: dict[str, object] = {}
+    held_out_part: dict[str, object] = {}
     held_out_paths = listing.validation
     if not held_out_paths:
-        train_part = _SplitPart("train", validation_fraction)
-        held_out_part = _SplitPart("validation", validation_fraction)
+        # One set of files is split in two: each source reads one part of it.
+        train_part = {"split": "train", "validation_fraction": validation_fraction}
+        held_out_part = {"split": "validation", "validation_fraction": validation_fraction}
         held_out_paths = listing.train
     return DetectedData(
         source=_source(listing.data_format, rows, listing.train, train_part),
@@ -116,8 +121,8 @@ def detect_format(path: str, validation_fraction: float = 0.05) -> DetectedData:
 def _line(listing: DataListing, rows: _Rows, validation_fraction: float) -> str:
     """Returns a summary of the data and of its split."""
     what = listing.data_format if rows.examples is None else _NOUNS[rows.examples]
-    files = _format_count(listing.num_train, "file")
-    line = f"data: {what} from {listing.location}: {files}"
+    noun = "file" if listing.num_train == 1 else "files"
+    line = f"data: {what} from {listing.location}: {listing.num_train:,} {noun}"
     if listing.validation:
         line += f" for training, {listing.num_validation} held out, {listing.split_basis}"
     else:
@@ -133,18 +138,34 @@ def _rows(listing: DataListing) -> _Rows:
     """Inspects the first row, if the files have rows."""
     if listing.data_format not in ROW_FORMATS:
         return _Rows()
-    location, row = _first_row(listing.first)
+    location, row = next(read_file_rows(listing.first), (None, None))
+    if location is None:
+        raise ValueError(f"{listing.first} has no rows")
+    if not isinstance(row, dict):
+        raise ValueError(f"{listing.first}, {location}: expected a JSON object, given {type(row).__name__}")
     try:
         # Check these first: their fields are more specific than those of a conversation, which such a row may also
         # have.
+        examples = []
         if is_pair(row):
-            return _Rows(examples=PairSource, needs_template=_has_messages(parse_pair(row)))
-        if is_unpaired(row):
-            return _Rows(examples=UnpairedSource, needs_template=_has_messages(*parse_unpaired(row)))
-        _check_no_label(row)
+            examples = [parse_pair(row)]
+        elif is_unpaired(row):
+            examples = parse_unpaired(row)
+        elif "label" in row:
+            # A language model would learn the text of good and bad rows alike, as if the label were not there.
+            raise ValueError(
+                f"field 'label' is {str(row['label'])[:40]!r}, which the next-token loss does not use; expected true "
+                "or false (1 or 0) with prompt and completion or with messages (KTO), a classifier "
+                "(--config=classify:DIR or lora-classify:DIR) for class names, or a file without labels"
+            )
     except ValueError as error:
         raise ValueError(f"{listing.first}, {location}: {error}") from error
-    if _is_conversation(row):
+    if examples:
+        has_messages = any(not isinstance(answer, str) for example in examples for _, answer in example.answers)
+        return _Rows(examples=PairSource if is_pair(row) else UnpairedSource, needs_template=has_messages)
+    # A row that ChatSource cannot read is a document.
+    with contextlib.suppress(ValueError, TypeError):
+        parse_conversation(row)
         return _Rows(examples=ChatSource, needs_template=True)
     text_fields = tuple(name for name, value in row.items() if isinstance(value, str))
     if not text_fields:
@@ -155,55 +176,14 @@ def _rows(listing: DataListing) -> _Rows:
     return _Rows(text_field=[*usual_fields, longest_field][0], text_fields=text_fields)
 
 
-def _check_no_label(row: dict[str, Any]) -> None:
-    """Raises ValueError if a row that is not a labeled answer has a label.
-
-    A language model would learn the text of good and bad rows alike, as if the label were not there.
-    """
-    if "label" in row:
-        raise ValueError(
-            f"field 'label' is {str(row['label'])[:40]!r}, which the next-token loss does not use; expected true or "
-            "false (1 or 0) with prompt and completion or with messages (KTO), a classifier (--config=classify:DIR or "
-            "lora-classify:DIR) for class names, or a file without labels"
-        )
-
-
-def _format_count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def _has_messages(*examples: LabeledAnswers) -> bool:
-    """Returns whether any answer is a list of messages rather than a text."""
-    return any(not isinstance(answer, str) for example in examples for _, answer in example.answers)
-
-
-def _first_row(file: DataFile) -> tuple[str, dict[str, Any]]:
-    """Returns (location, row) of the first row of a file. Raises ValueError if it is absent, or not a JSON object."""
-    for location, row in read_file_rows(file):
-        if not isinstance(row, dict):
-            raise ValueError(f"{file}, {location}: expected a JSON object, given {type(row).__name__}")
-        return location, row
-    raise ValueError(f"{file} has no rows")
-
-
-def _is_conversation(row: dict[str, Any]) -> bool:
-    """Returns whether ChatSource can read a row."""
-    try:
-        parse_conversation(row)
-    except (ValueError, TypeError):
-        return False
-    return True
-
-
-def _source(data_format: DataFormat, rows: _Rows, paths: Sequence[str], part: _SplitPart | None) -> Config:
-    """Returns the config of a source that reads one part of the files, or all of them."""
-    part_fields = part._asdict() if part else {}
+def _source(data_format: DataFormat, rows: _Rows, paths: Sequence[str], part: Mapping[str, object]) -> Config:
+    """Returns the config of a source of the files; `part` has the fields that select one part of them, if not all."""
     if data_format == "tokens":
         if len(paths) > 1:
             raise ValueError(f"{len(paths)} token files: select them with one glob in --config.data.source.path")
-        return config_for(TokenPart if part else TokenMemmap, path=paths[0], **part_fields)
+        return config_for(TokenPart if part else TokenMemmap, path=paths[0], **part)
     if rows.examples is not None:
-        return config_for(rows.examples, paths=list(paths), **part_fields)
+        return config_for(rows.examples, paths=list(paths), **part)
     if data_format == "JSON lines":
         documents = config_for(JsonLines, paths=list(paths), field=rows.text_field)
     elif data_format == "Parquet":
@@ -212,4 +192,65 @@ def _source(data_format: DataFormat, rows: _Rows, paths: Sequence[str], part: _S
         documents = config_for(Csv, paths=list(paths), column=rows.text_field)
     else:
         documents = config_for(TextFiles, paths=list(paths))
-    return config_for(TextPart, source=documents, **part_fields) if part else documents
+    return config_for(TextPart, source=documents, **part) if part else documents
+
+
+def detect_scored_format(
+    path: str, template: Config | None, *, pairs: bool, keeps_classes: bool, validation_fraction: float = 0.05
+) -> DetectedData:
+    """Inspects a file, a folder, a glob, an fsspec URL, or a Hub dataset, as `detect_format` does.
+
+    Args:
+        path: as for `detect_format`.
+        template: config of a LabeledSource or a RankedSource, whose other settings stay; None for the defaults.
+        pairs: rows are preference pairs; otherwise texts or conversations with labels.
+        keeps_classes: use the classes of `template`; otherwise, those of the training files.
+        validation_fraction: as for `detect_format`.
+
+    Raises:
+        FileNotFoundError, PermissionError, ValueError: as for `detect_format`, or a row has no label, or a field is
+            missing. The message names the file, row and field.
+    """
+    listing = hub_data.data_listing(path) if is_hub_url(path) else local_data.data_listing(path)
+    if listing.data_format not in ROW_FORMATS:
+        wanted = "chosen and rejected" if pairs else "text (or messages) and label"
+        raise ValueError(
+            f"{listing.location} has {listing.data_format}; expected JSON lines, Parquet or CSV with {wanted}"
+        )
+    location, row = next(read_file_rows(listing.first), ("", None))
+    if not location:
+        raise ValueError(f"{listing.first} has no rows")
+    try:
+        content = parse_sequences(row)[0] if pairs else parse_content(row)
+        if not pairs:
+            get_class_name(row)
+    except ValueError as error:
+        raise ValueError(f"{listing.first}, {location}: {error}") from error
+    needs_template = not isinstance(content, str)
+    classes: list[str] | None = None
+    if pairs:
+        source = config_for(RankedSource, paths=list(listing.train))
+        what = "pairs"
+    else:
+        names: list[str] = (
+            template.classes if template is not None and keeps_classes else collect_class_names(listing.train)
+        )
+        classes = names
+        source = config_for(LabeledSource, paths=list(listing.train), classes=names)
+        more = ", ..." if len(names) > _NUM_SHOWN else ""
+        what = f"texts of {len(names)} classes ({', '.join(names[:_NUM_SHOWN])}{more})"
+    if template is not None:
+        for name in _KEPT_SETTINGS:
+            source[name] = template[name]
+    # Copied after the settings are set, so that both sources have the same ones.
+    held_out = source.copy()
+    split = f"{validation_fraction:.0%} held out"
+    if listing.validation:
+        held_out.paths = list(listing.validation)
+        split = f"{listing.num_validation} files held out, {listing.split_basis}"
+    else:
+        for config, part in ((source, "train"), (held_out, "validation")):
+            config.split = part
+            config.validation_fraction = validation_fraction
+    line = f"data: {what} from {listing.location}: files for training: {listing.num_train}, {split}"
+    return DetectedData(source, held_out, has_text=True, needs_template=needs_template, line=line, classes=classes)

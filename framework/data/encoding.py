@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +34,8 @@ _MANY_CORES = 8
 _LIBRARY_THREADS = "TOKENIZERS_PARALLELISM"
 
 
-class EncodedBatch(NamedTuple):
+@dataclass(frozen=True)
+class EncodedBatch:
     """A batch of documents in token file format.
 
     Attributes:
@@ -75,14 +78,10 @@ def default_workers() -> int:
     return cores if cores >= _MANY_CORES else 1
 
 
-def create_encoder(tokenizer: Tokenizer) -> Encode:
-    """Returns a function that encodes in this process, with as many threads as the tokenizers library chooses."""
-
-    def encode(documents: Iterable[str]) -> Iterator[EncodedBatch]:
-        for texts in _batches(documents, _LOCAL_BATCH):
-            yield _encode_batch(tokenizer, texts)
-
-    return encode
+def encode_locally(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator[EncodedBatch]:
+    """Encodes in this process, with as many threads as the tokenizers library chooses."""
+    for texts in _batches(documents, _LOCAL_BATCH):
+        yield _encode_batch(tokenizer, texts)
 
 
 class _Forks(ForkContext):
@@ -114,7 +113,7 @@ def start_workers(tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
     """
     # Bytes are their own ids, and transferring them takes longer than encoding them.
     if workers == 1 or isinstance(tokenizer, ByteTokenizer):
-        yield create_encoder(tokenizer)
+        yield functools.partial(encode_locally, tokenizer)
         return
     # The forks inherit the variable. With threads in each of them, there would be more threads than cores.
     with _environment(_LIBRARY_THREADS, "false"):
@@ -132,28 +131,31 @@ def start_workers(tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
         unregister = interrupts.register_cleanup(kill)
 
         def encode(documents: Iterable[str]) -> Iterator[EncodedBatch]:
+            # In the order of the documents.
+            futures: deque[Future[EncodedBatch]] = deque()
             try:
                 first_call.result()
-                yield from _encode_in_order(executor, documents, _BATCHES_PER_WORKER * workers)
+                for texts in _batches(documents, _WORKER_BATCH):
+                    futures.append(executor.submit(_work, texts))
+                    if len(futures) == _BATCHES_PER_WORKER * workers:
+                        yield futures.popleft().result()
+                while futures:
+                    yield futures.popleft().result()
             except BrokenProcessPool as error:
-                raise WorkerLostError(_describe_lost_worker(processes)) from error
+                for process in processes:
+                    process.join(1.0)
+                # The pool ends the other processes with SIGTERM.
+                codes = [process.exitcode or 0 for process in processes]
+                codes = [code for code in codes if code not in (0, -signal.SIGTERM)]
+                how = f"was killed by {signal.Signals(-codes[0]).name}" if codes and codes[0] < 0 else "ended"
+                advice = "if memory is short, use a smaller --workers"
+                raise WorkerLostError(f"one of {len(processes)} tokenizer processes {how}; {advice}") from error
 
         try:
             yield encode
         finally:
             executor.shutdown(cancel_futures=True)
             unregister()
-
-
-def _encode_in_order(executor: ProcessPoolExecutor, documents: Iterable[str], limit: int) -> Iterator[EncodedBatch]:
-    """Yields the batches in the order of the documents, with at most `limit` of them in flight."""
-    futures: deque[Future[EncodedBatch]] = deque()
-    for texts in _batches(documents, _WORKER_BATCH):
-        futures.append(executor.submit(_work, texts))
-        if len(futures) == limit:
-            yield futures.popleft().result()
-    while futures:
-        yield futures.popleft().result()
 
 
 # The tokenizer of a worker process; None in any other process.
@@ -187,18 +189,6 @@ def _encode_batch(tokenizer: Tokenizer, texts: list[str]) -> EncodedBatch:
     ids = np.concatenate(parts)
     text_bytes = sum(len(text.encode("utf-8")) for text in texts)
     return EncodedBatch(ids.tobytes(), len(texts), text_bytes, len(ids))
-
-
-def _describe_lost_worker(processes: list[BaseProcess]) -> str:
-    """Returns the error message for a lost worker process."""
-    for process in processes:
-        process.join(1.0)
-    # The pool ends the other processes with SIGTERM.
-    codes = [process.exitcode for process in processes if process.exitcode not in (None, 0, -signal.SIGTERM)]
-    how = "ended"
-    if codes and codes[0] is not None and codes[0] < 0:
-        how = f"was killed by {signal.Signals(-codes[0]).name}"
-    return f"one of {len(processes)} tokenizer processes {how}; if memory is short, use a smaller --workers"
 
 
 @contextlib.contextmanager

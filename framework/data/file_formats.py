@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 from plimsoll.framework.data.files import DataFile
 
@@ -42,7 +43,8 @@ def detect_json_format(file: DataFile) -> DataFormat | None:
     return "JSON lines" if first_line.startswith(b"{") and first_line.endswith(b"}") else None
 
 
-class FilesBySplit(NamedTuple):
+@dataclass(frozen=True)
+class FilesBySplit:
     """File names by existing split, and the names of files in no split."""
 
     train: list[str]
@@ -79,7 +81,8 @@ def group_by_split(names: list[str]) -> FilesBySplit:
     return files_by_split
 
 
-class DataListing(NamedTuple):
+@dataclass(frozen=True)
+class DataListing:
     """The files of the user's data.
 
     Attributes:

@@ -19,7 +19,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from plimsoll.framework.config import did_you_mean
 from plimsoll.framework.files import durable, hub
@@ -27,6 +27,11 @@ from plimsoll.framework.files.remote import connect, explain_errors, is_url
 from plimsoll.framework.files.text_files import parse_json
 from plimsoll.framework.files.workdir import write_json
 from plimsoll.framework.terminal.phases import SHORT, phase
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+Result = TypeVar("Result")
 
 # Content is hashed in blocks of this size, so that damage can be located to one of them.
 BLOCK_BYTES = 4 << 20
@@ -44,7 +49,7 @@ class DataFile:
         position: number of stored bytes read so far, which a progress bar shows.
     """
 
-    def __init__(self, fs: Any, path: str):
+    def __init__(self, fs: AbstractFileSystem, path: str):
         from fsspec.implementations.local import LocalFileSystem
 
         self.fs = fs
@@ -79,7 +84,9 @@ class DataFile:
         """Returns bytes [start, stop), or all bytes from `start` on; fewer when the file ends before `stop`."""
         with readable(self.name):
             if not self.is_local:
-                return bytes(self.fs.cat_file(self.path, start=start, end=stop))
+                # fsspec's declared type includes str, for reads in text mode.
+                content = cast(bytes, self.fs.cat_file(self.path, start=start, end=stop))
+                return bytes(content)
             # Opening takes microseconds. A memory map would save them, but would kill the process with SIGBUS if the
             # file is truncated meanwhile.
             with open(self.path, "rb") as stream:
@@ -170,21 +177,16 @@ def _match(pattern: str) -> list[DataFile]:
     # List the folder, because a glob cannot distinguish a forbidden folder from an empty one.
     with readable(f"the folder {folder} of {pattern}"):
         entries = fs.ls(folder, detail=False)
-        names = [_base_name(entry.rstrip("/")) for entry in entries]
+        names = [os.path.basename(entry.rstrip("/")) for entry in entries]
     has_wildcard = literal_prefix != path
     if not has_wildcard:
         raise FileNotFoundError(f"{pattern} does not exist{did_you_mean(name, names)}")
-    matches = []
-    for match, info in fs.glob(path, detail=True).items():
-        if info["type"] != "directory":
-            matches.append(match)
+    # fsspec's declared type is that of a listing without details.
+    infos = cast(dict[str, dict[str, object]], fs.glob(path, detail=True))
+    matches = [match for match, info in infos.items() if info["type"] != "directory"]
     if not matches:
         raise FileNotFoundError(f"no file matches {pattern} ({len(names)} entries in {folder})")
     return [DataFile(fs, match) for match in sorted(matches)]
-
-
-def _base_name(path: str) -> str:
-    return path.rpartition("/")[2]
 
 
 def fetch_local_copy(file: DataFile, folder: str | None, sidecar_path: str) -> DataFile:
@@ -218,12 +220,12 @@ def fetch_local_copy(file: DataFile, folder: str | None, sidecar_path: str) -> D
         # The processes of a host share the folder; the first one downloads, and the others wait here.
         fcntl.flock(lock, fcntl.LOCK_EX)
         for remote_path in remote_paths:
-            target = copies / _base_name(remote_path)
+            target = copies / os.path.basename(remote_path)
             if not target.exists():
                 # The rename makes the copy appear as a whole, even if the process is killed.
                 file.fs.get_file(remote_path, f"{target}.tmp")
                 durable.rename(f"{target}.tmp", target)
-    (copy,) = find(str(copies / _base_name(file.path)))
+    (copy,) = find(str(copies / os.path.basename(file.path)))
     # Messages use the name that the user gave.
     copy.name = file.name
     return copy
@@ -239,7 +241,7 @@ class FileHashes:
     def __init__(self, path: Path | None = None):
         self._path = path
         # {key: [state, result]}: a result is valid as long as the file still has that state.
-        self._entries: dict[str, Any] = {}
+        self._entries: dict[str, list] = {}
         if path is not None:
             # If the file is missing or damaged, everything is hashed again.
             with contextlib.suppress(FileNotFoundError, ValueError):
@@ -250,7 +252,7 @@ class FileHashes:
                         if isinstance(entry, list) and len(entry) == 2:
                             self._entries[key] = entry
 
-    def get_or_compute(self, file: DataFile, kind: str, compute: Callable[[], Any]) -> Any:
+    def get_or_compute(self, file: DataFile, kind: str, compute: Callable[[], Result]) -> Result:
         """Returns `compute()` (JSON data of that kind), or the earlier result if the file has not changed since."""
         # Get the state before reading the content: a change in between is then noticed next time.
         state = file.state()
@@ -286,7 +288,7 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def compute_digest(data: Any) -> str:
+def compute_digest(data: object) -> str:
     """Returns the sha256 of JSON data, independent of the order of keys."""
     text = json.dumps(data, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

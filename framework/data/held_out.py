@@ -6,7 +6,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from plimsoll.framework.config import Config, Fraction, NonNegativeInt, component
 from plimsoll.framework.data.files import DataFile, FileHashes
@@ -46,8 +46,27 @@ class TextPart(DataSource):
         files = self.source.files()
         if not self._splits_by_file:
             return files
-        held_out_names = self._select_held_out([file.name for file in files])
-        first_names = _find_first_copies(files)
+        # Ignore the folder that all files share, so that a corpus that moved is split as before.
+        folder = os.path.commonpath([file.name for file in files])
+        relative_names = {file.name: file.name.removeprefix(folder) for file in files}
+        held_out_names = set()
+        for name, relative_name in relative_names.items():
+            if assign_split(relative_name, self.validation_fraction) == "validation":
+                held_out_names.add(name)
+        if not held_out_names:
+            # At least one file is held out.
+            held_out_names.add(min(relative_names, key=lambda name: _digest(relative_names[name])))
+        # Files with the same content stay together: {name of a file: name of the first file with the same content}.
+        first_names: dict[str, str] = {}
+        by_size: dict[int, list[DataFile]] = {}
+        for file in files:
+            by_size.setdefault(file.size(), []).append(file)
+        for candidates in by_size.values():
+            first_by_digest: dict[str, str] = {}
+            for file in candidates:
+                # Most files are the only ones of their size, and are not read.
+                digest = FileHashes().sha256(file) if len(candidates) > 1 else ""
+                first_names[file.name] = first_by_digest.setdefault(digest, file.name)
         is_validation = self.split == "validation"
         return [file for file in files if (first_names[file.name] in held_out_names) == is_validation]
 
@@ -56,43 +75,24 @@ class TextPart(DataSource):
         """True if each file belongs to one part as a whole; cached, so that the files are listed only once."""
         return self.is_whole_files and len(self.source.files()) >= _MANY_FILES
 
-    def _select_held_out(self, names: list[str]) -> set[str]:
-        """Returns the names of the held-out files; at least one."""
-        # Ignore the folder that all files share, so that a corpus that moved is split as before.
-        folder = os.path.commonpath(names)
-        relative_names = {name: name.removeprefix(folder) for name in names}
-        held_out_names = {
-            name for name in names if assign_split(relative_names[name], self.validation_fraction) == "validation"
-        }
-        if held_out_names:
-            return held_out_names
-        return {min(names, key=lambda name: hashlib.sha256(relative_names[name].encode()).digest())}
-
     def read(self, file: DataFile) -> Iterator[str]:
-        documents = self.source.read(file)
-        if not self.is_whole_files:
-            return self._select_documents(documents)
-        if self._splits_by_file:
-            return documents
-        return (self._cut_document(document) for document in documents)
-
-    def _cut_document(self, document: str) -> str:
-        """Returns the beginning of a document for training, or its end for validation."""
-        middle = int(len(document) * (1.0 - self.validation_fraction))
-        # Lines are not split, unless the document has only one.
-        line_start = document.rfind("\n", 0, middle) + 1
-        cut = line_start or middle
-        return document[:cut] if self.split == "train" else document[cut:]
-
-    def _select_documents(self, documents: Iterator[str]) -> Iterator[str]:
-        """Yields the documents that belong to this part."""
-        moved = self._moved_digest
-        for document in documents:
-            is_held_out = assign_split(document, self.validation_fraction) == "validation"
-            if moved is not None and _digest(document) == moved:
-                is_held_out = not is_held_out
-            if is_held_out == (self.split == "validation"):
+        moved = None if self.is_whole_files else self._moved_digest
+        for document in self.source.read(file):
+            if self._splits_by_file:
                 yield document
+            elif self.is_whole_files:
+                # Training gets the beginning of the document, and validation its end.
+                middle = int(len(document) * (1.0 - self.validation_fraction))
+                # Lines are not split, unless the document has only one.
+                line_start = document.rfind("\n", 0, middle) + 1
+                cut = line_start or middle
+                yield document[:cut] if self.split == "train" else document[cut:]
+            else:
+                is_held_out = assign_split(document, self.validation_fraction) == "validation"
+                if moved is not None and _digest(document) == moved:
+                    is_held_out = not is_held_out
+                if is_held_out == (self.split == "validation"):
+                    yield document
 
     @functools.cached_property
     def _moved_digest(self) -> bytes | None:
@@ -121,7 +121,7 @@ class TextPart(DataSource):
     def codec(self, tokenizer: Tokenizer) -> Tokenizer:
         return self.source.codec(tokenizer)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         return {
             "split": self.split,
             "validation_fraction": self.validation_fraction,
@@ -132,23 +132,8 @@ class TextPart(DataSource):
         }
 
 
-def _digest(document: str) -> bytes:
-    return hashlib.sha256(document.encode()).digest()
-
-
-def _find_first_copies(files: list[DataFile]) -> dict[str, str]:
-    """Returns {name of a file: name of the first file with the same content}."""
-    by_size: dict[int, list[DataFile]] = {}
-    for file in files:
-        by_size.setdefault(file.size(), []).append(file)
-    first_names = {}
-    for candidates in by_size.values():
-        first_by_digest: dict[str, str] = {}
-        for file in candidates:
-            # Most files are the only ones of their size, and are not read.
-            digest = FileHashes().sha256(file) if len(candidates) > 1 else ""
-            first_names[file.name] = first_by_digest.setdefault(digest, file.name)
-    return first_names
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
 
 
 @component

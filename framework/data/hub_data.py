@@ -6,10 +6,10 @@ and folders (the Hub's documentation, "Data files Configuration").
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from plimsoll.framework.data.dataset_card import Splits, choose_splits, match_globs, read_card
 from plimsoll.framework.data.file_formats import (
     FORMAT_BY_EXTENSION,
     DataFormat,
@@ -32,8 +32,21 @@ _HUB_FORMATS: dict[str, DataFormat] = {
     ".text": "text",
 }
 
+# {split: globs of its files}
+Splits = dict[str, list[str]]
 
-class _HubSplits(NamedTuple):
+
+@dataclass(frozen=True)
+class CardConfig:
+    """One of the subsets (configs) that a card describes."""
+
+    name: str
+    is_default: bool
+    splits: Splits
+
+
+@dataclass(frozen=True)
+class _HubSplits:
     """Names of the training and evaluation files, and the information that the split is based on."""
 
     train: list[str]
@@ -53,14 +66,23 @@ def data_listing(url: str) -> DataListing:
         ValueError: it has no readable data, or several kinds of data to choose from.
     """
     repo, path = parse_url(url)
-    fetched = hub.fetch_file_list(HubRepo("dataset", repo.name, repo.revision))
+    fetched = hub.fetch(HubRepo("dataset", repo.name, repo.revision), ["README.md", hub.UNKNOWN_FILE])
     snapshot = fetched.snapshot
     location = snapshot.repo.url(path)
     parts, candidates = _split_files(url, snapshot, path)
-    sizes = _sizes(snapshot, [*parts.train, *parts.validation])
-    data_format = _largest_format(location, sizes, candidates)
-    train = [name for name in parts.train if _format_for_name(name) == data_format]
-    validation = [name for name in parts.validation if _format_for_name(name) == data_format]
+    # The kind with the most bytes is used. Sizes are known from the commit's file list, or from the files in the cache.
+    bytes_by_format: Counter[DataFormat] = Counter()
+    for name in [*parts.train, *parts.validation]:
+        size = (snapshot.folder / name).stat().st_size if snapshot.sizes is None else snapshot.sizes[name]
+        format_for_name = _HUB_FORMATS.get(get_extension(name))
+        if format_for_name is not None:
+            bytes_by_format[format_for_name] += size
+    if not bytes_by_format:
+        endings = ", ".join(sorted({get_extension(name) or name for name in candidates})[:8])
+        raise ValueError(f"{location} has no data in a known format ({endings}): expected Parquet, JSON lines or .txt")
+    data_format = max(bytes_by_format, key=lambda data_format: bytes_by_format[data_format])
+    train = [name for name in parts.train if _HUB_FORMATS.get(get_extension(name)) == data_format]
+    validation = [name for name in parts.validation if _HUB_FORMATS.get(get_extension(name)) == data_format]
     if not train:
         raise ValueError(
             f"{location} has no {data_format} files to train on, only some to evaluate: {', '.join(validation[:3])}"
@@ -88,14 +110,20 @@ def data_listing(url: str) -> DataListing:
 
 def _split_files(url: str, snapshot: Snapshot, path: str) -> tuple[_HubSplits, list[str]]:
     """Returns (the parts, the names of all files that were considered for them)."""
-    names = [name for name in snapshot.names(["*"]) if not _is_repository_metadata(name)]
+    names = []
+    for name in snapshot.names(["*"]):
+        # Leave out files that are hidden, or that describe the data rather than being data.
+        is_hidden = any(component.startswith(".") for component in name.split("/"))
+        is_license = name.rpartition("/")[2].upper().startswith("LICENSE")
+        if not is_hidden and not is_license and get_extension(name) not in (".md", ".py"):
+            names.append(name)
     splits = choose_splits(url, read_card(snapshot), path)
     if splits is not None:
         return _files_from_splits(url, splits, names), names
     candidates = match_globs(names, [path, f"{path}/**"]) if path else names
     if not candidates:
         raise FileNotFoundError(f"{snapshot.repo.url(path)} does not exist: the dataset has {', '.join(names[:8])}")
-    data_names = [name for name in candidates if _format_for_name(name) is not None]
+    data_names = [name for name in candidates if _HUB_FORMATS.get(get_extension(name)) is not None]
     if not data_names:
         endings = sorted({get_extension(name) or name for name in candidates})
         converted = snapshot.repo.at("refs/convert/parquet").url()
@@ -140,31 +168,76 @@ def _files_from_splits(url: str, splits: Splits, names: list[str]) -> _HubSplits
     return _HubSplits(train, held_out, "by the splits of its card")
 
 
-def _is_repository_metadata(name: str) -> bool:
-    """Returns whether a file is hidden, or describes the data rather than being data."""
-    is_hidden = any(component.startswith(".") for component in name.split("/"))
-    return is_hidden or get_extension(name) in (".md", ".py") or name.rpartition("/")[2].upper().startswith("LICENSE")
+def read_card(snapshot: Snapshot) -> list[CardConfig]:
+    """Reads the subsets of a card; empty if there is no card, or it lists no files.
+
+    Raises:
+        ValueError: the front matter of README.md does not follow the Hub's format.
+    """
+    file = snapshot.folder / "README.md"
+    if not file.is_file():
+        return []
+    head = re.match(r"---\s*\n(.*?\n)---\s*(\n|$)", file.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+    if head is None:
+        return []
+    import yaml
+
+    try:
+        facts = yaml.safe_load(head[1]) or {}
+        configs = []
+        for entry in facts.get("configs") or []:
+            if not entry.get("data_files") and not entry.get("data_dir"):
+                continue
+            name = str(entry.get("config_name", "default"))
+            folder = str(entry.get("data_dir") or "").strip("/")
+            prefix = f"{folder}/" if folder else ""
+            data_files = entry.get("data_files") or "**"
+            if isinstance(data_files, (str, dict)):
+                data_files = [data_files]
+            splits: Splits = {}
+            for part in data_files:
+                # A path without a split belongs to the training split.
+                split, paths = ("train", part) if isinstance(part, str) else (str(part["split"]), part["path"])
+                patterns = [paths] if isinstance(paths, str) else list(paths)
+                splits.setdefault(split, []).extend(prefix + pattern for pattern in patterns)
+            configs.append(CardConfig(name, bool(entry.get("default")) or name == "default", splits))
+        return configs
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise ValueError(f"{file}: the front matter of the dataset card cannot be read: {first_line}") from error
 
 
-def _format_for_name(name: str) -> DataFormat | None:
-    return _HUB_FORMATS.get(get_extension(name))
+def choose_splits(url: str, configs: list[CardConfig], path: str) -> Splits | None:
+    """Returns the splits of the subset that `path` names, or of the default one; None to choose files by name.
+
+    Raises:
+        ValueError: there are several subsets to choose from.
+    """
+    for config in configs:
+        if config.name == path:
+            return config.splits
+    if path or not configs:
+        return None
+    if len(configs) == 1:
+        return configs[0].splits
+    for config in configs:
+        if config.is_default:
+            return config.splits
+    names = [config.name for config in configs]
+    shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+    raise ValueError(
+        f"{url} has {len(names)} subsets; choose one, such as {url.rstrip('/')}/{names[0]} (subsets: {shown})"
+    )
 
 
-def _sizes(snapshot: Snapshot, names: list[str]) -> dict[str, int]:
-    """Returns the sizes of files in bytes, by name: from the commit's file list, or from the files in the cache."""
-    if snapshot.sizes is not None:
-        return {name: snapshot.sizes[name] for name in names}
-    return {name: (snapshot.folder / name).stat().st_size for name in names}
+def match_globs(names: list[str], patterns: list[str]) -> list[str]:
+    """Returns the names that match any of the globs, with the Hub's rules: only `**` matches a slash.
 
+    Raises:
+        ValueError: a glob uses `**` inside a path component.
+    """
+    from fsspec.utils import glob_translate
 
-def _largest_format(location: str, sizes: dict[str, int], candidates: list[str]) -> DataFormat:
-    """Returns the kind with the most bytes. Raises ValueError if no file is of a known kind."""
-    bytes_by_format: Counter[DataFormat] = Counter()
-    for name, size in sizes.items():
-        data_format = _format_for_name(name)
-        if data_format is not None:
-            bytes_by_format[data_format] += size
-    if not bytes_by_format:
-        endings = ", ".join(sorted({get_extension(name) or name for name in candidates})[:8])
-        raise ValueError(f"{location} has no data in a known format ({endings}): expected Parquet, JSON lines or .txt")
-    return max(bytes_by_format, key=lambda data_format: bytes_by_format[data_format])
+    regexes = [re.compile(glob_translate(pattern.removeprefix("./"))) for pattern in patterns]
+    # A file's own name may contain glob characters.
+    return [name for name in names if name in patterns or any(regex.fullmatch(name) for regex in regexes)]

@@ -24,27 +24,16 @@ def make_pairs(text: str) -> Iterator[LabeledAnswers]:
     lines = [line for line in text.split("\n") if line.strip()]
     size = _PROMPT_LINES + _ANSWER_LINES
     for start in range(0, len(lines) - size + 1, size):
-        answer_start = start + _PROMPT_LINES
-        pair = _pair(lines[start:answer_start], lines[answer_start : start + size])
-        if pair is not None:
-            yield pair
-
-
-def _pair(prompt_lines: list[str], answer_lines: list[str]) -> LabeledAnswers | None:
-    """Returns the pair of these lines; None if too long, or if more than one line is the same when reversed."""
-    prompt = "\n".join(prompt_lines) + "\n"
-    chosen = "\n".join(answer_lines)
-    if len(prompt) + len(chosen) > _MAX_CHARACTERS:
-        return None
-    reversed_lines = [_reverse_words(line) for line in answer_lines]
-    changed = [line for line, reversed_line in zip(answer_lines, reversed_lines, strict=True) if line != reversed_line]
-    if len(changed) < len(answer_lines) - 1:
-        return None
-    return LabeledAnswers(prompt, [("chosen", chosen), ("rejected", "\n".join(reversed_lines))])
-
-
-def _reverse_words(line: str) -> str:
-    """Reverses the words of a line; its indentation stays."""
-    words = line.split()
-    indentation = line[: len(line) - len(line.lstrip())]
-    return indentation + " ".join(reversed(words))
+        answer_lines = lines[start + _PROMPT_LINES : start + size]
+        prompt = "\n".join(lines[start : start + _PROMPT_LINES]) + "\n"
+        chosen = "\n".join(answer_lines)
+        if len(prompt) + len(chosen) > _MAX_CHARACTERS:
+            continue
+        reversed_lines = []
+        for line in answer_lines:
+            indentation = line[: len(line) - len(line.lstrip())]
+            reversed_lines.append(indentation + " ".join(reversed(line.split())))
+        num_changed = sum(line != other for line, other in zip(answer_lines, reversed_lines, strict=True))
+        # At most one line may be the same when reversed.
+        if num_changed >= len(answer_lines) - 1:
+            yield LabeledAnswers(prompt, [("chosen", chosen), ("rejected", "\n".join(reversed_lines))])

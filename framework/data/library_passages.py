@@ -12,7 +12,7 @@ from typing import Literal
 
 from plimsoll.framework.config import PositiveInt, component
 from plimsoll.framework.data.files import DataFile
-from plimsoll.framework.data.scored_sequences import Content, SequenceSource
+from plimsoll.framework.data.scored_sequences import ScoredRow, SequenceSource
 from plimsoll.framework.data.sources import StdlibSource
 
 Split = Literal["train", "validation"]
@@ -35,10 +35,6 @@ class _LibrarySource(SequenceSource):
     def files(self) -> list[DataFile]:
         return StdlibSource(split=self.split).files()
 
-    def read_file_text(self, file: DataFile) -> str:
-        """Returns the text of a file."""
-        return file.read().decode("utf-8", errors="replace")
-
 
 @component
 class LibraryPassages(_LibrarySource):
@@ -58,9 +54,9 @@ class LibraryPassages(_LibrarySource):
         super().__init__(split, characters)
         self.classes: list[str] = ["code", "comment", "docstring"]
 
-    def read_scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
+    def read_scored_rows(self, file: DataFile) -> Iterator[ScoredRow]:
         """See SequenceSource.read_scored_rows."""
-        text = self.read_file_text(file)
+        text = file.read().decode("utf-8", errors="replace")
         comments = [re.sub(r"(?m)^[ \t]*#+ ?", "", match[0]) for match in _COMMENT.finditer(text)]
         docstrings = [match[1] for match in _DOCSTRING.finditer(text)]
         code = _COMMENT.sub("", _DOCSTRING.sub("", text))
@@ -71,7 +67,7 @@ class LibraryPassages(_LibrarySource):
         fewest = max(1, min(len(texts) for texts in passages))
         for label, texts in enumerate(passages):
             for number, passage in enumerate(texts[:fewest]):
-                yield f"{file}, {self.classes[label]} {number}", [passage], label
+                yield ScoredRow(f"{file}, {self.classes[label]} {number}", [passage], label)
 
 
 @component
@@ -89,9 +85,9 @@ class LibraryPairs(_LibrarySource):
     def __init__(self, *, split: Literal["train", "validation"] = "train", characters: PositiveInt = 80):
         super().__init__(split, characters)
 
-    def read_scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
+    def read_scored_rows(self, file: DataFile) -> Iterator[ScoredRow]:
         """See SequenceSource.read_scored_rows."""
-        text = self.read_file_text(file)
+        text = file.read().decode("utf-8", errors="replace")
         size = 2 * self.characters
         for start in range(0, len(text) - size + 1, size):
             prompt = text[start : start + self.characters]
@@ -111,4 +107,4 @@ class LibraryPairs(_LibrarySource):
             words[::2] = shuffled
             corrupted = "".join(words)
             if corrupted != answer:
-                yield f"{file}, character {start}", [prompt + answer, prompt + corrupted], None
+                yield ScoredRow(f"{file}, character {start}", [prompt + answer, prompt + corrupted])

@@ -29,9 +29,26 @@ def data_listing(path: str) -> DataListing:
         FileNotFoundError, PermissionError: there are no such files, or they cannot be read.
         ValueError: no file holds data of a known kind.
     """
-    files = _files(path)
-    data_format, files_of_format, left_out = _select_largest_format(path, files)
-    file_by_path = {file.path: file for file in files_of_format}
+    files_by_format: dict[DataFormat, list[DataFile]] = {}
+    left_out: Counter[str] = Counter()
+    for file in _files(path):
+        data_format = _detect_format(file)
+        if data_format is None:
+            left_out[get_extension(file.path) or file.name.rpartition("/")[2]] += 1
+        else:
+            files_by_format.setdefault(data_format, []).append(file)
+    if not files_by_format:
+        endings = ", ".join(left_out)
+        raise ValueError(
+            f"{path} has no data in a known format ({endings}): expected UTF-8 text, .jsonl, .parquet, .csv or .bin "
+            "files"
+        )
+    # The kind with the most bytes is used.
+    largest_format = max(files_by_format, key=lambda kind: sum(file.size() for file in files_by_format[kind]))
+    for data_format, others in files_by_format.items():
+        if data_format != largest_format:
+            left_out.update(get_extension(file.path) or "files without an ending" for file in others)
+    file_by_path = {file.path: file for file in files_by_format[largest_format]}
     parts = group_by_split(list(file_by_path))
     held_out_paths = sorted([*parts.validation, *parts.test], key=list(file_by_path).index)
     train_paths = parts.train
@@ -43,7 +60,7 @@ def data_listing(path: str) -> DataListing:
     held_out_files = [file_by_path[name] for name in held_out_paths]
     return DataListing(
         location=path,
-        data_format=data_format,
+        data_format=largest_format,
         first=train_files[0],
         train=_shorten_paths(path, train_files),
         validation=_shorten_paths(path, held_out_files) if held_out_files else [],
@@ -67,31 +84,6 @@ def _files(path: str) -> list[DataFile]:
     if not names:
         raise FileNotFoundError(f"the folder {path} has no files")
     return find(name for name in sorted(names) if os.path.isfile(name))
-
-
-def _select_largest_format(path: str, files: list[DataFile]) -> tuple[DataFormat, list[DataFile], Counter[str]]:
-    """Returns (the kind with the most bytes, its files, the number of other files by ending)."""
-    files_by_format: dict[DataFormat, list[DataFile]] = {}
-    left_out: Counter[str] = Counter()
-    for file in files:
-        data_format = _detect_format(file)
-        if data_format is None:
-            left_out[get_extension(file.path) or file.name.rpartition("/")[2]] += 1
-        else:
-            files_by_format.setdefault(data_format, []).append(file)
-    if not files_by_format:
-        endings = ", ".join(left_out)
-        raise ValueError(
-            f"{path} has no data in a known format ({endings}): expected UTF-8 text, .jsonl, .parquet, .csv or .bin "
-            "files"
-        )
-    largest_format = max(
-        files_by_format, key=lambda data_format: sum(file.size() for file in files_by_format[data_format])
-    )
-    for data_format, others in files_by_format.items():
-        if data_format != largest_format:
-            left_out.update(get_extension(file.path) or "files without an ending" for file in others)
-    return largest_format, files_by_format[largest_format], left_out
 
 
 def _detect_format(file: DataFile) -> DataFormat | None:

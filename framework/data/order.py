@@ -15,7 +15,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from grain import MapDataset
 
 T = TypeVar("T")
 # One thread assembles a batch; more threads only hide the latency of remote reads.
@@ -47,7 +50,7 @@ class BatchOrder:
         left_out = tuple(position.get("left_out", ()))
         return cls(left_out, int(position["offset"]), int(position.get("origin", 0)))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns the order as JSON data for a checkpoint."""
         return {"left_out": list(self.left_out), "offset": self.shift, "origin": self.origin}
 
@@ -104,7 +107,7 @@ class GlobalOrder:
     def __init__(self, num_windows: Sequence[int], weights: Sequence[float], seed: int):
         self._num_windows = list(num_windows)
         self._seed = seed
-        self._mix: Any = None
+        self._mix: MapDataset[tuple[int, int]] | None = None
         if len(num_windows) > 1:
             from grain import MapDataset
 
@@ -123,7 +126,10 @@ class GlobalOrder:
             source = 0
             index = sequence
         else:
-            source, index = self._mix[sequence]
+            element = self._mix[sequence]
+            # grain has None in datasets that filter.
+            assert element is not None
+            source, index = element
         count = self._num_windows[source]
         epoch, position = divmod(index, count)
         window = permute_index(position, count, f"{self._seed}/{source}/{epoch}")

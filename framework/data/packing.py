@@ -91,12 +91,8 @@ class Windows:
         separators: list[int] | None = None
         if self._masked:
             separators = [self._stream.eos_id or 0]
-        return _only_row(pack([window], self._seq_len, separators=separators))
-
-
-def _only_row(batch: Batch) -> Batch:
-    """Returns the arrays of a batch of one row, without the batch axis."""
-    return {name: array[0] for name, array in batch.items()}
+        batch = pack([window], self._seq_len, separators=separators)
+        return {name: array[0] for name, array in batch.items()}
 
 
 class Examples:
@@ -130,7 +126,18 @@ class Examples:
         self._seq_len = seq_len
         # If a row is no longer than an example, there is no room for another one.
         row_len = seq_len if packed else 0
-        self._rows = _pack_rows(lengths, row_len, seed)
+        order: Sequence[int] | np.ndarray = range(len(lengths))
+        if seed is not None:
+            # Sorted raw words of a counter-based generator: numpy guarantees a stable stream for a bit generator, but
+            # not for Generator.permutation.
+            random_words = np.random.Philox(key=seed).random_raw(len(lengths))
+            order = np.argsort(random_words)
+        # The examples (indices of `lengths`) of each row.
+        self._rows: list[np.ndarray] = []
+        for start in range(0, len(lengths), _PACKING_GROUP):
+            group = np.array(order[start : start + _PACKING_GROUP])
+            for members in _best_fit(lengths[group], row_len):
+                self._rows.append(group[members])
         self.num_whole = self.num_rows = len(self._rows)
         self.padding = 1 - lengths.sum() / max(1, self.num_rows * seq_len)
         self.facts: tuple[str, ...] = () if packed else ("one example a row",)
@@ -149,7 +156,8 @@ class Examples:
         Rows from num_rows on are padding only.
         """
         padding_window = np.zeros(0, np.int32)
-        row = _only_row(pack([padding_window], self._seq_len, separators=[0]))
+        batch = pack([padding_window], self._seq_len, separators=[0])
+        row = {name: array[0] for name, array in batch.items()}
         start = 0
         segment = 0
         for example in self.get_examples(index).tolist():
@@ -205,22 +213,6 @@ class Conversations(Examples):
     def sequences(self, example: int) -> list[np.ndarray]:
         start, stop = self._spans[example].tolist()
         return [self._stream.read(start, stop)]
-
-
-def _pack_rows(lengths: np.ndarray, seq_len: int, seed: int | None) -> list[np.ndarray]:
-    """Returns the examples (indices of `lengths`) of each row."""
-    order: Sequence[int] | np.ndarray = range(len(lengths))
-    if seed is not None:
-        # Sorted raw words of a counter-based generator: numpy guarantees a stable stream for a bit generator, but not
-        # for Generator.permutation.
-        random_words = np.random.Philox(key=seed).random_raw(len(lengths))
-        order = np.argsort(random_words)
-    rows = []
-    for start in range(0, len(lengths), _PACKING_GROUP):
-        group = np.array(order[start : start + _PACKING_GROUP])
-        for members in _best_fit(lengths[group], seq_len):
-            rows.append(group[members])
-    return rows
 
 
 def _best_fit(lengths: np.ndarray, size: int) -> list[list[int]]:

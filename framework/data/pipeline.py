@@ -6,12 +6,11 @@ not depend on the number of processes or devices: each process requests the rows
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,7 +129,16 @@ class DataPipeline(Pipeline):
         self.train_leaves = list(flatten_sources(source.instantiate(), "data.source", "train"))
         self.validation_leaves: dict[str, LeafSource] = {}
         for name, config in validation.items():
-            self.validation_leaves[name] = _validation_leaf(name, config)
+            label = f"data.validation.{name}"
+            if not re.fullmatch(r"[\w-]+", name) or name == "train":
+                raise ValueError(f"{label}: expected a name of letters, digits, _ and -, and not 'train'")
+            validation_source = config.instantiate()
+            if isinstance(validation_source, Mixture):
+                raise ValueError(f"{label}: a Mixture has no end; make each of its sources a separate validation set")
+            self.validation_leaves[name] = next(flatten_sources(validation_source, label, name))
+        self.validation_names = list(self.validation_leaves)
+        # All sources, training sources first.
+        self.leaves = [*self.train_leaves, *self.validation_leaves.values()]
         for leaf in self.leaves:
             if not isinstance(leaf.source, ExampleSource):
                 continue
@@ -142,28 +150,12 @@ class DataPipeline(Pipeline):
         first_source = self.train_leaves[0].source
         # Defines how sequences are encoded for scoring; None if the model does not score sequences.
         self.scored_source = first_source if isinstance(first_source, SequenceSource) else None
-        check_classes({leaf.label: leaf.source for leaf in self.leaves})
-
-    @property
-    def classes(self) -> list[str] | None:
-        """The class names of labeled sequences; None for other data."""
-        return None if self.scored_source is None else self.scored_source.classes
-
-    @property
-    def validation_names(self) -> list[str]:
-        """The validation sets, in config order."""
-        return list(self.validation_leaves)
-
-    @property
-    def leaves(self) -> list[LeafSource]:
-        """All sources, training sources first."""
-        return [*self.train_leaves, *self.validation_leaves.values()]
-
-    @property
-    def packing_seed(self) -> int | None:
-        """The seed, if it affects the contents of training rows and not only their order; else None."""
+        # The class names of labeled sequences; None for other data.
+        self.classes = None if self.scored_source is None else self.scored_source.classes
+        # The seed, if it affects the contents of training rows and not only their order; else None.
         are_packed = any(isinstance(leaf.source, ExampleSource) for leaf in self.train_leaves)
-        return self.seed if are_packed else None
+        self.packing_seed = seed if are_packed else None
+        check_classes({leaf.label: leaf.source for leaf in self.leaves})
 
     def setup(
         self, workdir: str | Path, *, is_primary: bool = True, barrier: Callable[[], object] = lambda: None
@@ -195,8 +187,16 @@ class DataPipeline(Pipeline):
             if self.cache_dir is None:
                 for leftover in cache.glob(".tokens-*"):
                     shutil.rmtree(leftover)
-            with _delete_tokenizer_on_error(folder / "tokenizer.json"):
+            tokenizer_file = folder / "tokenizer.json"
+            is_new_tokenizer = not tokenizer_file.exists()
+            try:
                 self._open(folder, cache, write=True)
+            except ValueError:
+                # The data is rejected, for example because there is too little text. The next start must not use this
+                # tokenizer on other text.
+                if is_new_tokenizer:
+                    tokenizer_file.unlink(missing_ok=True)
+                raise
         # The other processes can open files only after the primary one has finished writing them.
         barrier()
         if not is_primary:
@@ -302,7 +302,7 @@ class DataPipeline(Pipeline):
         for name in names:
             dtype = "float32" if name in ("weights", "bytes", *self._row_arrays) else "int32"
             shapes[name] = (shape, dtype)
-        return shapes | self.get_attached_shapes()
+        return shapes | dict.fromkeys(self._attached, (shape, "float32"))
 
     def row_sets(self) -> dict[str, RowSet]:
         """See `Pipeline`. Training sets include only whole rows, as batches do."""
@@ -321,7 +321,10 @@ class DataPipeline(Pipeline):
 
     def evaluation_rows(self, name: str) -> tuple[int, Callable[[int], Batch]]:
         """See `Pipeline`. With a text tokenizer, batches also have bytes f32[B,S], the bytes of each counted target."""
-        rows = self._validation(name).rows
+        if name not in self.validation_leaves:
+            valid_names = ", ".join(self.validation_leaves)
+            raise ValueError(f"no validation set {name!r}; data.validation has {valid_names}")
+        rows = self.validation_leaves[name].rows
         tokenizer = self.tokenizer
 
         def read(index: int) -> Batch:
@@ -340,12 +343,12 @@ class DataPipeline(Pipeline):
             name: the validation set.
             limit: as in `eval_batch_numbers`: return only the text of the batches that such an evaluation reads.
         """
-        rows = self._validation(name).rows
+        num_rows, read = self.evaluation_rows(name)
         row_texts = []
         for number in self.eval_batch_numbers(name, limit):
             first_row = number * self.global_batch_size
-            for index in range(first_row, min(first_row + self.global_batch_size, rows.num_rows)):
-                row = rows.row(index)
+            for index in range(first_row, min(first_row + self.global_batch_size, num_rows)):
+                row = read(index)
                 counted_targets = row["targets"][row["weights"] > 0]
                 row_texts.append(self.tokenizer.decode_bytes(counted_targets))
         return b"".join(row_texts)
@@ -381,27 +384,6 @@ class DataPipeline(Pipeline):
             for warning in leaf.rows.warnings
         ]
 
-    def _validation(self, name: str) -> LeafSource:
-        if name not in self.validation_leaves:
-            valid_names = ", ".join(self.validation_leaves)
-            raise ValueError(f"no validation set {name!r}; data.validation has {valid_names}")
-        return self.validation_leaves[name]
-
-
-@contextlib.contextmanager
-def _delete_tokenizer_on_error(file: Path) -> Iterator[None]:
-    """Deletes a new tokenizer from the workdir if the data is rejected, for example because there is too little text.
-
-    Otherwise, the next start would use it on other text.
-    """
-    is_new = not file.exists()
-    try:
-        yield
-    except ValueError:
-        if is_new:
-            file.unlink(missing_ok=True)
-        raise
-
 
 def _row_arrays(leaves: Sequence[LeafSource]) -> tuple[str, ...]:
     """Returns the names of the sources' additional row arrays; raises ValueError if the sources differ."""
@@ -416,17 +398,6 @@ def _row_arrays(leaves: Sequence[LeafSource]) -> tuple[str, ...]:
                 "expected sources of one kind, because they share a batch"
             )
     return names_by_label[first.label]
-
-
-def _validation_leaf(name: str, config: Config) -> LeafSource:
-    """Returns the source of validation set `name`."""
-    label = f"data.validation.{name}"
-    if not re.fullmatch(r"[\w-]+", name) or name == "train":
-        raise ValueError(f"{label}: expected a name of letters, digits, _ and -, and not 'train'")
-    source = config.instantiate()
-    if isinstance(source, Mixture):
-        raise ValueError(f"{label}: a Mixture has no end; make each of its sources a separate validation set")
-    return next(flatten_sources(source, label, name))
 
 
 def load_or_tokenize(
@@ -449,20 +420,17 @@ def load_or_tokenize(
     codec = source.codec(tokenizer)
     key = compute_digest([contents["sha256"], codec.digest])
     folder = cache / f"tokens-{key[:16]}"
-    if not folder.exists() and not write:
+    tokens = TokenMemmap(path=str(folder / "tokens.bin"))
+    if folder.exists():
+        return tokens.open(codec, hashes)
+    if not write:
         raise FileNotFoundError(
             f"{folder} does not exist, but process 0 should have written it; check that all processes see the same "
             "folders and sources"
         )
-    if not folder.exists():
-        _write_folder(folder, source, codec, contents, name)
-    return TokenMemmap(path=str(folder / "tokens.bin")).open(codec, hashes)
-
-
-def _write_folder(folder: Path, source: DataSource, codec: Tokenizer, contents: dict[str, object], name: str) -> None:
-    """Tokenizes `source` into a new `folder`, which a single rename creates once it is complete."""
-    # The random suffix separates two jobs that tokenize the same content into a shared cache.
-    temporary = folder.parent / f".{folder.name}-{uuid.uuid4().hex[:8]}"
+    # A single rename creates the folder once it is complete. The random suffix separates two jobs that tokenize the
+    # same content into a shared cache.
+    temporary = cache / f".{folder.name}-{uuid.uuid4().hex[:8]}"
     temporary.mkdir()
     try:
         with phase(f"tokenizing {name}".rstrip()) as tokenizing:
@@ -478,3 +446,4 @@ def _write_folder(folder: Path, source: DataSource, codec: Tokenizer, contents: 
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+    return tokens.open(codec, hashes)

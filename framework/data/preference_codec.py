@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from plimsoll.framework.data.chats import ChatCodec
 from plimsoll.framework.data.files import compute_digest
 from plimsoll.framework.data.preference_formats import ANSWER_LABELS, AnswerLabel
-from plimsoll.framework.data.pretrained_tokenizer import Message, PretrainedTokenizer, Span
+from plimsoll.framework.data.pretrained_tokenizer import PretrainedTokenizer
 from plimsoll.framework.data.tokenizers import Tokenizer
 
 # A private-use character, which stands for the prompt when an answer is encoded separately.
@@ -36,7 +35,7 @@ class PreferenceCodec(Tokenizer):
         variables: variables for the chat template.
     """
 
-    def __init__(self, tokenizer: Tokenizer, variables: dict[str, Any]):
+    def __init__(self, tokenizer: Tokenizer, variables: dict[str, object]):
         self.tokenizer = tokenizer
         self._chats = ChatCodec(tokenizer, variables) if isinstance(tokenizer, PretrainedTokenizer) else None
         self._separator = 2 * tokenizer.vocab_size
@@ -58,8 +57,16 @@ class PreferenceCodec(Tokenizer):
         rendered = []
         for location, prompt, answers, tools in records:
             for _, answer in answers:
-                if not isinstance(answer, str):
-                    rendered.append(self._render_answer(location, prompt, answer, tools))
+                if isinstance(answer, str):
+                    continue
+                if self._chats is None:
+                    raise ValueError(
+                        f"{location}: messages need the chat template of a PretrainedTokenizer, "
+                        f"given {type(self.tokenizer).__name__}"
+                    )
+                roles = [message["role"] for message in answer]
+                first_turn = len(prompt) + roles.index("assistant")
+                rendered.append(self._chats.render_conversation(location, [*prompt, *answer], tools, first_turn))
         # Encode all conversations in one call, because the library uses many threads.
         encoded_chats = iter(self._chats.encode_spans(rendered) if self._chats else [])
         encoded_documents = []
@@ -72,19 +79,6 @@ class PreferenceCodec(Tokenizer):
             encoded_documents.append(np.concatenate(parts))
         return encoded_documents
 
-    def _render_answer(
-        self, location: str, prompt: list[Message], answer: list[Message], tools: Any
-    ) -> tuple[str, list[Span]]:
-        """Returns (text of prompt and answer, the spans of the assistant's content in the answer)."""
-        if self._chats is None:
-            raise ValueError(
-                f"{location}: messages need the chat template of a PretrainedTokenizer, "
-                f"given {type(self.tokenizer).__name__}"
-            )
-        roles = [message["role"] for message in answer]
-        first_turn = len(prompt) + roles.index("assistant")
-        return self._chats.render_conversation(location, [*prompt, *answer], tools, first_turn)
-
     def _text_values(self, prompt: str, answer: str) -> np.ndarray:
         """Returns the values of a prompt as the model receives it, followed by an answer and the end token."""
         tokenizer = self.tokenizer
@@ -94,20 +88,17 @@ class PreferenceCodec(Tokenizer):
         answer_ids = both_ids[len(prompt_ids) :]
         if both_ids[: len(prompt_ids)] != prompt_ids:
             # A token would span the boundary, which no prompt ends with: encode the answer separately.
-            answer_ids = self._ids(answer)
+            if isinstance(tokenizer, PretrainedTokenizer):
+                # At the start of a text, sentencepiece would insert a space.
+                (encoding,) = tokenizer.encode_rendered([_PROMPT + answer])
+                offsets = zip(encoding.ids, encoding.offsets, strict=True)
+                answer_ids = [token for token, (start, _) in offsets if start >= len(_PROMPT)]
+            else:
+                (ids,) = tokenizer.encode_batch([answer])
+                answer_ids = ids.tolist()
         if not prompt_ids:
             # The answer's first token needs an input to be predicted from.
             prompt_ids = [tokenizer.eos_id if tokenizer.separator_id is None else tokenizer.separator_id]
         if answer_ids[-1:] != [tokenizer.eos_id]:
             answer_ids = [*answer_ids, tokenizer.eos_id]
         return np.concatenate([2 * np.array(prompt_ids, np.int64), 2 * np.array(answer_ids, np.int64) + 1])
-
-    def _ids(self, text: str) -> list[int]:
-        """Returns the ids of a text that continues another one; special tokens are parsed as in `encode_prompt`."""
-        if isinstance(self.tokenizer, PretrainedTokenizer):
-            # At the start of a text, sentencepiece would insert a space.
-            (encoding,) = self.tokenizer.encode_rendered([_PROMPT + text])
-            offsets = zip(encoding.ids, encoding.offsets, strict=True)
-            return [token for token, (start, _) in offsets if start >= len(_PROMPT)]
-        (ids,) = self.tokenizer.encode_batch([text])
-        return ids.tolist()

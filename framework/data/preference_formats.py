@@ -7,7 +7,8 @@ with the prompt included in both; prompt, completion and label.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 from plimsoll.framework.config import did_you_mean
 from plimsoll.framework.data.chats import parse_message
@@ -21,7 +22,8 @@ AnswerLabel = Literal["chosen", "rejected", "desirable", "undesirable"]
 ANSWER_LABELS: tuple[AnswerLabel, ...] = ("chosen", "rejected", "desirable", "undesirable")
 
 
-class LabeledAnswers(NamedTuple):
+@dataclass(frozen=True)
+class LabeledAnswers:
     """Labeled answers to one prompt; prompt and answers are all texts, or all messages.
 
     Attributes:
@@ -36,7 +38,14 @@ class LabeledAnswers(NamedTuple):
     def problem(self) -> str | None:
         """The reason why the answers are unusable, as text; None if they are usable."""
         for answer_label, answer in self.answers:
-            if not _has_content(answer):
+            if isinstance(answer, str):
+                is_empty = not answer.strip()
+            else:
+                # A tool call is content too.
+                messages = [message for message in answer if message["role"] == "assistant"]
+                texts = [(message.get("content") or "").strip() for message in messages]
+                is_empty = not any(texts) and not any(message.get("tool_calls") for message in messages)
+            if is_empty:
                 return f"the {answer_label} answer is empty"
         content = [answer for _, answer in self.answers]
         if len(content) == 2 and content[0] == content[1]:
@@ -44,7 +53,7 @@ class LabeledAnswers(NamedTuple):
         return None
 
 
-def parse_pair(row: Any, *, strings_are_messages: bool = False) -> LabeledAnswers:
+def parse_pair(row: object, *, strings_are_messages: bool = False) -> LabeledAnswers:
     """Returns the chosen and the rejected answer of a row.
 
     Args:
@@ -56,7 +65,7 @@ def parse_pair(row: Any, *, strings_are_messages: bool = False) -> LabeledAnswer
         ValueError: the row matches none of the formats. The message names the field.
     """
     row = _check_row(row)
-    answers: dict[str, Any] = {}
+    answers: dict[str, object] = {}
     for name in ("chosen", "rejected"):
         answers[name] = _field(row, name, "a pair has chosen and rejected")
     if answers["chosen"] == answers["rejected"]:
@@ -67,7 +76,7 @@ def parse_pair(row: Any, *, strings_are_messages: bool = False) -> LabeledAnswer
     return LabeledAnswers(prompt, [("chosen", chosen), ("rejected", rejected)])
 
 
-def parse_unpaired(row: Any, *, strings_are_messages: bool = False) -> list[LabeledAnswers]:
+def parse_unpaired(row: object, *, strings_are_messages: bool = False) -> list[LabeledAnswers]:
     """Returns the labeled answers of a row, one `LabeledAnswers` each: a single answer, or the two of a pair.
 
     Args:
@@ -98,29 +107,29 @@ def parse_unpaired(row: Any, *, strings_are_messages: bool = False) -> list[Labe
     return [LabeledAnswers(prompt, [("desirable" if label else "undesirable", answer)])]
 
 
-def is_pair(row: Mapping[str, Any]) -> bool:
+def is_pair(row: Mapping[str, object]) -> bool:
     """Returns whether a row is meant as a preference pair: it has chosen or rejected."""
     return row.get("chosen") is not None or row.get("rejected") is not None
 
 
-def is_unpaired(row: Mapping[str, Any]) -> bool:
+def is_unpaired(row: Mapping[str, object]) -> bool:
     """Returns whether a row is meant as a labeled answer: it has a binary label and an answer or a conversation."""
     answer_names = ("completion", "messages", "conversations")
     return _is_unpaired_label(row.get("label")) and any(row.get(name) is not None for name in answer_names)
 
 
-def _is_unpaired_label(label: Any) -> bool:
+def _is_unpaired_label(label: object) -> bool:
     """Returns whether a label is binary: true or false, or 1 or 0."""
     return isinstance(label, bool | int | float) and label in (0, 1)
 
 
-def _check_row(row: Any) -> dict[str, Any]:
+def _check_row(row: object) -> dict[str, object]:
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, given {type(row).__name__}")
     return row
 
 
-def _field(row: dict[str, Any], name: str, expected: str) -> Any:
+def _field(row: dict[str, object], name: str, expected: str) -> object:
     """Returns the value of a field; raises ValueError if it is absent or null."""
     value = row.get(name)
     if value is not None:
@@ -133,7 +142,7 @@ def _field(row: dict[str, Any], name: str, expected: str) -> Any:
     raise ValueError(f"no field {name!r}: {expected}{hint}")
 
 
-def _parse_content(name: str, value: Any) -> TextOrMessages:
+def _parse_content(name: str, value: object) -> TextOrMessages:
     """Returns the text or the messages of a field, after checking them.
 
     Raises:
@@ -155,7 +164,7 @@ def _parse_content(name: str, value: Any) -> TextOrMessages:
 
 
 def _prompt_and_answers(
-    row: dict[str, Any], answers: dict[str, Any], strings_are_messages: bool
+    row: dict[str, object], answers: dict[str, object], strings_are_messages: bool
 ) -> tuple[TextOrMessages, list[TextOrMessages]]:
     """Returns (the prompt, the text or messages of each answer after the prompt).
 
@@ -189,20 +198,20 @@ def _common_text(content_by_name: Mapping[str, TextOrMessages]) -> tuple[TextOrM
     while length < min(map(len, texts)) and len({text[length] for text in texts}) == 1:
         length += 1
     prompt = texts[0][:length]
-    # The space before a word is part of its token, so it stays with the answer.
-    while prompt and any(_is_inside_word(text, len(prompt)) for text in texts):
+    while prompt:
+        end = len(prompt)
+        if not any(end < len(text) and not text[end].isspace() and not text[end - 1].isspace() for text in texts):
+            break
+        # The prompt ends inside a word of an answer.
         prompt = prompt[:-1]
+    # The space before a word is part of its token, so it stays with the answer.
     if prompt.endswith(" "):
         prompt = prompt[:-1]
     return prompt, [text[len(prompt) :] for text in texts]
 
 
-def _is_inside_word(text: str, position: int) -> bool:
-    return position < len(text) and not text[position].isspace() and not text[position - 1].isspace()
-
-
 def _split_turns(
-    content_by_name: Mapping[str, TextOrMessages], prompt: TextOrMessages | None, system: Any
+    content_by_name: Mapping[str, TextOrMessages], prompt: TextOrMessages | None, system: object
 ) -> tuple[list[Message], list[TextOrMessages]]:
     """Returns (the messages of the prompt, the messages of each answer)."""
     turns_by_name: dict[str, list[Message]] = {}
@@ -214,7 +223,9 @@ def _split_turns(
     # If the first role is not the assistant's, the field is a conversation that includes the prompt.
     holding_names = [name for name, turns in turns_by_name.items() if turns and turns[0]["role"] != "assistant"]
     for name in holding_names:
-        if prompt_turns is not None and not _contains_prompt(turns_by_name[name], prompt_turns):
+        # The prompt's messages may be in any of its turns.
+        contents = [message.get("content") for message in turns_by_name[name]]
+        if any(message.get("content") not in contents for message in prompt_turns or []):
             raise ValueError(f"field {name!r} is a conversation without the prompt; expected the prompt in it, or none")
     if prompt_turns is None or len(holding_names) == len(turns_by_name):
         conversations = list(turns_by_name.values())
@@ -232,12 +243,6 @@ def _split_turns(
     return prompt_turns, list(answers)
 
 
-def _contains_prompt(conversation: list[Message], prompt: list[Message]) -> bool:
-    """Returns whether a conversation contains the content of every prompt message, in any of its turns."""
-    contents = [message.get("content") for message in conversation]
-    return all(message.get("content") in contents for message in prompt)
-
-
 def _common_turns(conversations: list[list[Message]]) -> int:
     """Returns the number of leading turns that form the prompt of the conversations.
 
@@ -251,11 +256,3 @@ def _common_turns(conversations: list[list[Message]]) -> int:
     while all(length < len(turns) and turns[length] == conversations[0][length] for turns in conversations):
         length += 1
     return length
-
-
-def _has_content(answer: TextOrMessages) -> bool:
-    """Returns whether an answer has content: text that is not only white space, or a tool call."""
-    if isinstance(answer, str):
-        return bool(answer.strip())
-    contents = [message for message in answer if message["role"] == "assistant"]
-    return any((message.get("content") or "").strip() or message.get("tool_calls") for message in contents)

@@ -8,7 +8,7 @@ undesirable one.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,7 +21,8 @@ from plimsoll.framework.data.token_files import TokenStream
 _MANY_CUT = 0.1
 
 
-class _Answers(NamedTuple):
+@dataclass(frozen=True)
+class _Answers:
     """The answers of a stream, in order; all arrays are int64[N].
 
     Attributes:
@@ -79,7 +80,8 @@ def _find_answers(values: np.ndarray, separator: int) -> _Answers:
     )
 
 
-class _Sequences(NamedTuple):
+@dataclass(frozen=True)
+class _Sequences:
     """One sequence of each example: a prompt, and an answer that may belong to another prompt; all are int64[N].
 
     Attributes:
@@ -99,15 +101,28 @@ class _Sequences(NamedTuple):
         """Columns of a row that each sequence takes: one less than its number of tokens."""
         return self.prompt_lens + self.answer_lens - 1
 
-    def truncate(self, answer_lens: np.ndarray) -> _Sequences:
-        """Returns the same sequences with truncated answers."""
-        return self._replace(answer_lens=np.minimum(self.answer_lens, answer_lens))
-
 
 def _combine(prompts: _Answers, answers: _Answers) -> _Sequences:
     """Combines the prompts of some answers with the answers of others."""
     answer_starts = answers.starts + answers.prompt_lens
     return _Sequences(prompts.starts, prompts.prompt_lens, answer_starts, answers.answer_lens)
+
+
+@dataclass(frozen=True)
+class _SequencePairs:
+    """Examples of two sequences, in the order of the stream.
+
+    Attributes:
+        documents: int64[N], the document of each example.
+        first: the first sequence of each example.
+        second: the second sequence of each example.
+        num_left_out: number of examples that were already skipped.
+    """
+
+    documents: np.ndarray
+    first: _Sequences
+    second: _Sequences
+    num_left_out: int
 
 
 class PreferenceRows(Examples):
@@ -119,10 +134,7 @@ class PreferenceRows(Examples):
     Args:
         stream: a stream written by PreferenceCodec.
         seq_len: S.
-        documents: int64[N], the document of each example.
-        first: the first sequence of each example.
-        second: the second sequence of each example.
-        num_left_out: number of examples that were already skipped.
+        pairs: the examples.
         seed, packed: as for Examples.
 
     Attributes:
@@ -130,18 +142,9 @@ class PreferenceRows(Examples):
             all fit.
     """
 
-    def __init__(
-        self,
-        stream: TokenStream,
-        seq_len: int,
-        documents: np.ndarray,
-        first: _Sequences,
-        second: _Sequences,
-        *,
-        num_left_out: int,
-        seed: int | None,
-        packed: bool,
-    ):
+    def __init__(self, stream: TokenStream, seq_len: int, pairs: _SequencePairs, seed: int | None, *, packed: bool):
+        first = pairs.first
+        second = pairs.second
         # Tokens available for both answers, next to the prompts.
         answer_budget = seq_len + 2 - first.prompt_lens - second.prompt_lens
         has_answers = (first.answer_lens > 0) & (second.answer_lens > 0)
@@ -155,13 +158,19 @@ class PreferenceRows(Examples):
                     f"its prompt of {int(first.prompt_lens[number]):,} tokens leaves no room for two answers in a row "
                     f"of data.seq_len={seq_len:,}, which holds the prompt twice"
                 )
-            self.first_unusable = int(documents[number]), problem
+            self.first_unusable = int(pairs.documents[number]), problem
         # The longer answer may use the tokens that the shorter one leaves; each gets at least half of the budget.
         shorter = np.minimum(first.answer_lens, second.answer_lens)
         longest = np.maximum(answer_budget // 2, answer_budget - shorter)
-        self._sequences = [
-            _Sequences(*(array[is_usable] for array in sequence.truncate(longest))) for sequence in (first, second)
-        ]
+        self._sequences: list[_Sequences] = []
+        for sequence in (first, second):
+            usable_sequence = _Sequences(
+                prompt_starts=sequence.prompt_starts[is_usable],
+                prompt_lens=sequence.prompt_lens[is_usable],
+                answer_starts=sequence.answer_starts[is_usable],
+                answer_lens=np.minimum(sequence.answer_lens, longest)[is_usable],
+            )
+            self._sequences.append(usable_sequence)
         lengths = self._sequences[0].columns + self._sequences[1].columns
         super().__init__(stream, seq_len, lengths, seed, packed=packed)
         is_cut = is_usable & (first.answer_lens + second.answer_lens > answer_budget)
@@ -173,15 +182,16 @@ class PreferenceRows(Examples):
             )
         self.note = (
             f"{len(lengths):,} examples of two sequences, {self.padding:.1%} padding, {is_cut.sum():,} with truncated "
-            f"answers, {num_left_out + np.sum(~is_usable):,} skipped"
+            f"answers, {pairs.num_left_out + np.sum(~is_usable):,} skipped"
         )
 
     def sequences(self, example: int) -> list[np.ndarray]:
         sequences = []
         for sequence in self._sequences:
-            prompt_start, prompt_len, answer_start, answer_len = (int(array[example]) for array in sequence)
-            prompt = self._stream.read(prompt_start, prompt_start + prompt_len)
-            answer = self._stream.read(answer_start, answer_start + answer_len)
+            prompt_start = int(sequence.prompt_starts[example])
+            prompt = self._stream.read(prompt_start, prompt_start + int(sequence.prompt_lens[example]))
+            answer_start = int(sequence.answer_starts[example])
+            answer = self._stream.read(answer_start, answer_start + int(sequence.answer_lens[example]))
             # A prompt may include earlier answers, which have no label.
             sequences.append(np.concatenate([prompt & ~1, answer]))
         return sequences
@@ -206,16 +216,13 @@ class PairRows(PreferenceRows):
         answers = _find_answers(stream.read(0, stream.num_tokens), stream.eos_id or 0)
         chosen = answers.at(np.flatnonzero(answers.label_indices == ANSWER_LABELS.index("chosen")))
         rejected = answers.at(np.flatnonzero(answers.label_indices == ANSWER_LABELS.index("rejected")))
-        super().__init__(
-            stream,
-            seq_len,
-            chosen.documents,
-            _combine(chosen, chosen),
-            _combine(rejected, rejected),
+        pairs = _SequencePairs(
+            documents=chosen.documents,
+            first=_combine(chosen, chosen),
+            second=_combine(rejected, rejected),
             num_left_out=answers.num_documents - len(chosen.documents),
-            seed=seed,
-            packed=packed,
         )
+        super().__init__(stream, seq_len, pairs, seed, packed=packed)
 
 
 class UnpairedRows(PreferenceRows):
@@ -234,16 +241,13 @@ class UnpairedRows(PreferenceRows):
         values = stream.read(0, stream.num_tokens)
         answers = _find_answers(values, stream.eos_id or 0)
         mismatched = answers.at(_find_mismatches(values, answers))
-        super().__init__(
-            stream,
-            seq_len,
-            answers.documents,
-            _combine(answers, answers),
-            _combine(answers, mismatched),
+        pairs = _SequencePairs(
+            documents=answers.documents,
+            first=_combine(answers, answers),
+            second=_combine(answers, mismatched),
             num_left_out=answers.num_documents - len(answers.documents),
-            seed=seed,
-            packed=packed,
         )
+        super().__init__(stream, seq_len, pairs, seed, packed=packed)
         is_desirable = answers.label_indices[self.is_usable] == ANSWER_LABELS.index("desirable")
         self._labels = np.where(is_desirable, 1.0, -1.0).astype(np.float32)
         if is_desirable.all() or not is_desirable.any():

@@ -7,18 +7,20 @@ A document is one prompt with its answers. `framework.data.preference_formats` p
 from __future__ import annotations
 
 import abc
+import itertools
 import json
 import platform
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 from plimsoll.framework.config import Fraction, PositiveInt, component
 from plimsoll.framework.data.files import DataFile
 from plimsoll.framework.data.library_pairs import LIBRARY_PAIRS_VERSION, make_pairs
 from plimsoll.framework.data.preference_codec import PreferenceCodec
-from plimsoll.framework.data.preference_formats import LabeledAnswers, TextOrMessages, parse_pair, parse_unpaired
+from plimsoll.framework.data.preference_formats import LabeledAnswers, parse_pair, parse_unpaired
 from plimsoll.framework.data.preference_rows import PairRows, PreferenceRows, UnpairedRows
-from plimsoll.framework.data.sources import ExampleSource, StdlibSource, assign_split, read_file_rows
+from plimsoll.framework.data.row_files import read_file_rows
+from plimsoll.framework.data.sources import ExampleSource, StdlibSource, assign_split
 from plimsoll.framework.data.token_files import TokenStream
 from plimsoll.framework.data.tokenizers import Tokenizer
 
@@ -28,9 +30,11 @@ class PreferenceSource(ExampleSource):
 
     Attributes:
         noun: name of the examples, in the plural.
+        rows_type: class of the rows of the examples.
     """
 
     noun: str
+    rows_type: ClassVar[type[PairRows | UnpairedRows]]
 
     def __init__(
         self,
@@ -41,7 +45,7 @@ class PreferenceSource(ExampleSource):
         strings: Literal["text", "messages"] = "text",
         unusable: Literal["error", "leave_out"] = "error",
         packed: bool = True,
-        template_variables: dict[str, Any] = {},  # noqa: B006
+        template_variables: dict[str, object] = {},  # noqa: B006
     ):
         # These attributes are the source's settings, and so determine its digest.
         self.paths = paths
@@ -53,14 +57,10 @@ class PreferenceSource(ExampleSource):
         self.template_variables = template_variables
 
     @abc.abstractmethod
-    def parse_examples(self, row: Any) -> list[LabeledAnswers]:
+    def parse_examples(self, row: object) -> list[LabeledAnswers]:
         """Returns the examples of a row. Raises ValueError with the name of the field."""
 
-    @abc.abstractmethod
-    def build_rows(self, stream: TokenStream, seq_len: int, seed: int | None) -> PreferenceRows:
-        """Returns the rows of the examples that fit."""
-
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         settings = super().settings()
         # Packing does not affect the tokens.
         del settings["packed"]
@@ -74,7 +74,9 @@ class PreferenceSource(ExampleSource):
         for location, row in read_file_rows(file):
             try:
                 examples = self.parse_examples(row)
-                part = assign_split(_get_identity(examples, row), self.validation_fraction)
+                # Rows with one prompt stay in one part. Without a prompt, the whole row decides.
+                identity = examples[0].prompt or [row.get(name) for name in sorted(row)]
+                part = assign_split(json.dumps(identity, ensure_ascii=False), self.validation_fraction)
                 if self.split not in ("all", part):
                     continue
                 for example in examples:
@@ -82,7 +84,7 @@ class PreferenceSource(ExampleSource):
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{file}, {location}: {error}") from error
 
-    def _document(self, location: str, example: LabeledAnswers, tools: Any) -> str:
+    def _document(self, location: str, example: LabeledAnswers, tools: object) -> str:
         answers = example.answers
         problem = example.problem
         if problem is not None:
@@ -96,7 +98,8 @@ class PreferenceSource(ExampleSource):
         for document in self.documents():
             _, prompt, answers, _ = json.loads(document)
             for content in [prompt, *(answer for _, answer in answers)]:
-                yield _join_text(content)
+                messages = [{"content": content}] if isinstance(content, str) else content
+                yield "\n".join(message.get("content") or "" for message in messages)
 
     def codec(self, tokenizer: Tokenizer) -> Tokenizer:
         return PreferenceCodec(tokenizer, self.template_variables)
@@ -106,23 +109,19 @@ class PreferenceSource(ExampleSource):
             raise ValueError(f"{type(self).__name__} needs a tokenizer of text, given {type(tokenizer).__name__}")
 
     def rows(self, stream: TokenStream, seq_len: int, seed: int | None) -> PreferenceRows:
-        rows = self.build_rows(stream, seq_len, seed)
+        rows = self.rows_type(stream, seq_len, seed, packed=self.packed)
         if rows.first_unusable is not None and self.unusable == "error":
-            document, problem = rows.first_unusable
+            number, problem = rows.first_unusable
+            location = f"{self.noun}, number {number}"
+            for document in itertools.islice(self.documents(), number, number + 1):
+                location = json.loads(document)[0]
             raise ValueError(
-                f"{self._locate(document)}: {problem}; expected a shorter prompt, a longer data.seq_len, or "
+                f"{location}: {problem}; expected a shorter prompt, a longer data.seq_len, or "
                 'unusable="leave_out" in the source'
             )
         if not rows.num_rows:
             raise ValueError(f"no {self.noun} fit in rows of data.seq_len={seq_len}")
         return rows
-
-    def _locate(self, number: int) -> str:
-        """Returns the file and row of a document."""
-        for index, document in enumerate(self.documents()):
-            if index == number:
-                return json.loads(document)[0]
-        return f"{self.noun}, number {number}"
 
 
 @component
@@ -146,13 +145,11 @@ class PairSource(PreferenceSource):
     """
 
     noun = "pairs"
+    rows_type = PairRows
     row_arrays = ("ends",)
 
-    def parse_examples(self, row: Any) -> list[LabeledAnswers]:
+    def parse_examples(self, row: object) -> list[LabeledAnswers]:
         return [parse_pair(row, strings_are_messages=self.strings == "messages")]
-
-    def build_rows(self, stream: TokenStream, seq_len: int, seed: int | None) -> PairRows:
-        return PairRows(stream, seq_len, seed, packed=self.packed)
 
 
 @component
@@ -176,13 +173,11 @@ class UnpairedSource(PreferenceSource):
 
     digest_name = "ThumbSource"
     noun = "labeled answers"
+    rows_type = UnpairedRows
     row_arrays = ("ends", "labels")
 
-    def parse_examples(self, row: Any) -> list[LabeledAnswers]:
+    def parse_examples(self, row: object) -> list[LabeledAnswers]:
         return parse_unpaired(row, strings_are_messages=self.strings == "messages")
-
-    def build_rows(self, stream: TokenStream, seq_len: int, seed: int | None) -> UnpairedRows:
-        return UnpairedRows(stream, seq_len, seed, packed=self.packed)
 
 
 @component
@@ -195,37 +190,22 @@ class StdlibPairs(PairSource):
         packed: put several pairs into a row instead of one.
     """
 
+    split: Literal["train", "validation"]
+
     def __init__(self, *, split: Literal["train", "validation"] = "train", every: PositiveInt = 1, packed: bool = True):
         super().__init__(paths=[], split=split, unusable="leave_out", packed=packed)
         self.every = every
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         return {**super().settings(), "python": platform.python_version(), "pairs": LIBRARY_PAIRS_VERSION}
 
     def files(self) -> list[DataFile]:
-        return StdlibSource(split=self._library_split).files()
+        return StdlibSource(split=self.split).files()
 
     def read(self, file: DataFile) -> Iterator[str]:
-        source = StdlibSource(split=self._library_split)
+        source = StdlibSource(split=self.split)
         for text in source.read(file):
             for number, pair in enumerate(make_pairs(text)):
                 if number % self.every:
                     continue
                 yield self._document(f"{file}, pair {number + 1}", pair, None)
-
-    @property
-    def _library_split(self) -> Literal["train", "validation"]:
-        return "validation" if self.split == "validation" else "train"
-
-
-def _get_identity(examples: list[LabeledAnswers], row: Any) -> str:
-    """Returns the text that decides a row's split: its prompt, so that no prompt is in both; else the whole row."""
-    identity = examples[0].prompt or [row.get(name) for name in sorted(row)]
-    return json.dumps(identity, ensure_ascii=False)
-
-
-def _join_text(content: TextOrMessages) -> str:
-    """Returns the text of a prompt or an answer; for messages, their contents."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(message.get("content") or "" for message in content)

@@ -11,7 +11,7 @@ import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from plimsoll.framework.data.tokenizers import TextBudget, Tokenizer, byte_table
 from plimsoll.framework.files.text_files import parse_json
 from plimsoll.framework.files.workdir import write_json
 
+if TYPE_CHECKING:
+    import tokenizers
+
 # {"role": ..., "content": ...}, and any other fields that a template reads.
 Message = dict[str, Any]
 
@@ -30,6 +33,8 @@ Span = tuple[int, int]
 
 # Fields to read from the directory's files that are not about tokens.
 _IDS = {"bos_token_id", "eos_token_id"}
+# Each template is rendered by one process, which is started once.
+_get_process = functools.lru_cache(TemplateProcess)
 
 
 @component
@@ -72,7 +77,15 @@ class PretrainedTokenizer(Tokenizer):
         # A second instance of the same tokenizer, for texts in which special tokens are parsed as tokens.
         self._parsing, _ = load_library(data, file.name, self.vocab_size)
         self._parsing.encode_special_tokens = False
-        self.special = _special_tokens(facts)
+        # The special tokens, by field: {"eos_token": "</s>"}.
+        self.special: dict[str, str] = {}
+        for name, token in facts.items():
+            if name.endswith("_token") and token:
+                # Older files describe a token as an object.
+                text = token.get("content") if isinstance(token, dict) else token
+                if not isinstance(text, str):
+                    raise ValueError(f"tokenizer_config.json: {name} is {token!r:.80}, expected a token")
+                self.special[name] = text
         self.bos_id = self._id("bos", facts)
         self.eos_id = self._id("eos", facts)
         if self.eos_id is None:
@@ -156,7 +169,7 @@ class PretrainedTokenizer(Tokenizer):
         """
         return self._parsing.encode(text).ids
 
-    def encode_rendered(self, texts: Sequence[str]) -> list[Any]:
+    def encode_rendered(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
         """Returns the library's Encodings (ids, offsets) of rendered templates, in which special tokens are parsed."""
         # A template writes the opening token itself.
         return self._parsing.encode_batch(list(texts), add_special_tokens=False)
@@ -166,7 +179,7 @@ class PretrainedTokenizer(Tokenizer):
         return self._library.decode([int(token) for token in tokens], skip_special_tokens=True)
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **variables: Any
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **variables: object
     ) -> tuple[str, list[Span]]:
         """Renders a conversation with the chat template.
 
@@ -210,37 +223,14 @@ class PretrainedTokenizer(Tokenizer):
         # A template may raise anything.
         except Exception as error:
             raise ValueError(f"the chat template fails: {error}") from error
-        return _strip_marks(marked_text)
-
-
-def _special_tokens(facts: dict[str, Any]) -> dict[str, str]:
-    """Returns the special tokens in a tokenizer_config.json, by field: {"eos_token": "</s>"}."""
-    tokens = {}
-    for name, token in facts.items():
-        if name.endswith("_token") and token:
-            # Older files describe a token as an object.
-            text = token.get("content") if isinstance(token, dict) else token
-            if not isinstance(text, str):
-                raise ValueError(f"tokenizer_config.json: {name} is {token!r:.80}, expected a token")
-            tokens[name] = text
-    return tokens
-
-
-def _strip_marks(marked_text: str) -> tuple[str, list[Span]]:
-    """Returns (the text without marks, the spans of it that were between marks)."""
-    text = ""
-    spans = []
-    # Marks come in pairs, so every second part of the text is one that the model generates.
-    for number, part in enumerate(re.split(f"[{OPEN}{CLOSE}]", marked_text)):
-        if number % 2:
-            spans.append((len(text), len(text) + len(part)))
-        text += part
-    return text, spans
-
-
-@functools.lru_cache
-def _get_process(template: str) -> TemplateProcess:
-    return TemplateProcess(template)
+        text = ""
+        spans = []
+        # Marks come in pairs, so every second part of the text is one that the model generates.
+        for number, part in enumerate(re.split(f"[{OPEN}{CLOSE}]", marked_text)):
+            if number % 2:
+                spans.append((len(text), len(text) + len(part)))
+            text += part
+        return text, spans
 
 
 def _ids(facts: dict[str, Any], name: str) -> list[int]:

@@ -25,7 +25,8 @@ from plimsoll.framework.data.files import compute_digest, find
 from plimsoll.framework.data.order import GlobalOrder
 from plimsoll.framework.data.packing import Batch
 from plimsoll.framework.data.pretrained_tokenizer import PretrainedTokenizer
-from plimsoll.framework.data.sources import assign_split, prefix_errors, read_file_rows
+from plimsoll.framework.data.row_files import read_file_rows
+from plimsoll.framework.data.sources import assign_split, prefix_errors
 from plimsoll.framework.data.tokenizers import Tokenizer
 
 # A row of the source: "prompt", and any other fields.
@@ -123,11 +124,8 @@ class Arithmetic(PromptSource):
                 answer = {"+": first + second, "-": first - second, "*": first * second}[operator]
                 problems.append({"prompt": prompt, "answer": str(answer)})
 
-        def order_key(problem: Row) -> bytes:
-            return hashlib.sha256(f"{self.seed}/{problem['prompt']}".encode()).digest()
-
         # Sorting by a hash shuffles in the same way on every machine and in every version of Python.
-        problems.sort(key=order_key)
+        problems.sort(key=lambda problem: hashlib.sha256(f"{self.seed}/{problem['prompt']}".encode()).digest())
         for number, problem in enumerate(problems[: self.count]):
             yield f"problem {number}", problem
 
@@ -213,7 +211,7 @@ class Prompts(Pipeline):
         group_size: PositiveInt = 8,
         global_batch_size: PositiveInt,
         seed: Seed = 0,
-        template_variables: dict[str, Any] = {},  # noqa: B006
+        template_variables: dict[str, object] = {},  # noqa: B006
         prefetch: PositiveInt = 2,
     ):
         if group_size < 2:
@@ -230,6 +228,8 @@ class Prompts(Pipeline):
             )
         self.seq_len = seq_len
         self.answer_tokens = answer_tokens
+        # Maximum number of tokens of a prompt.
+        self.prompt_tokens = seq_len + 1 - answer_tokens
         self.group_size = group_size
         self.global_batch_size = global_batch_size
         self.seed = seed
@@ -237,22 +237,18 @@ class Prompts(Pipeline):
         self.prefetch = prefetch
         self.tokenizer: Tokenizer = tokenizer.instantiate()
         # The number of a set in `sources` is its index here.
-        self.sets = [_prompt_set("data.source", "train", source)]
-        for name, config in validation.items():
-            self.sets.append(_prompt_set(f"data.validation.{name}", name, config))
+        self.validation_names = list(validation)
+        self.sets: list[PromptSet] = []
+        for name, config in [("train", source), *validation.items()]:
+            label = f"data.validation.{name}" if self.sets else "data.source"
+            prompt_source = config.instantiate()
+            if not isinstance(prompt_source, PromptSource):
+                kind = type(prompt_source).__name__
+                raise ValueError(f"{label}: expected a PromptSource (PromptFiles, Arithmetic), given {kind}")
+            self.sets.append(PromptSet(label, name, prompt_source, [], []))
         self._codec: ChatCodec | None = None
         # True once `setup` is done.
         self.is_ready = False
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Maximum number of tokens of a prompt."""
-        return self.seq_len + 1 - self.answer_tokens
-
-    @property
-    def validation_names(self) -> list[str]:
-        """The held-out sets, in config order."""
-        return [prompts.name for prompts in self.sets[1:]]
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -283,10 +279,17 @@ class Prompts(Pipeline):
         folder = Path(workdir)
         if is_primary:
             folder.mkdir(parents=True, exist_ok=True)
-            self._prepare_tokenizer(folder, write=True)
-        barrier()
-        if not is_primary:
-            self._prepare_tokenizer(folder, write=False)
+        else:
+            # The other processes can read files only after the primary one has written them.
+            barrier()
+        with prefix_errors("data.tokenizer"):
+            self.tokenizer.prepare(folder, None, write=is_primary)
+            if not self.tokenizer.has_text:
+                raise ValueError(f"expected a tokenizer with text, given {type(self.tokenizer).__name__}")
+            if not self.tokenizer.stop_ids:
+                raise ValueError("expected a tokenizer with an end token, because answers end with it")
+        if is_primary:
+            barrier()
         for prompts in self.sets:
             with prefix_errors(prompts.label):
                 self._read(prompts)
@@ -302,14 +305,6 @@ class Prompts(Pipeline):
         self._prompt_order = GlobalOrder([num_prompts], [1.0], self.seed)
         self._order = _IdentityOrder()
         self.is_ready = True
-
-    def _prepare_tokenizer(self, folder: Path, *, write: bool) -> None:
-        with prefix_errors("data.tokenizer"):
-            self.tokenizer.prepare(folder, None, write=write)
-            if not self.tokenizer.has_text:
-                raise ValueError(f"expected a tokenizer with text, given {type(self.tokenizer).__name__}")
-            if not self.tokenizer.stop_ids:
-                raise ValueError("expected a tokenizer with an end token, because answers end with it")
 
     def _read(self, prompts: PromptSet) -> None:
         """Reads the rows of a source, and tokenizes their prompts."""
@@ -329,15 +324,14 @@ class Prompts(Pipeline):
         if not prompts.rows:
             raise ValueError("has no prompts")
 
-    def _encode_prompt(self, prompt: Any) -> list[int]:
+    def _encode_prompt(self, prompt: object) -> list[int]:
         """Returns the tokens of a prompt. Raises ValueError if it is neither text nor messages, or has no template."""
         if isinstance(prompt, str):
             tokens = self.tokenizer.encode_prompt(prompt)
             if not tokens:
                 raise ValueError("the prompt has no tokens")
             return tokens
-        is_chat = isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt)
-        if not is_chat:
+        if not isinstance(prompt, list) or not prompt or not all(isinstance(message, dict) for message in prompt):
             raise ValueError(f'field "prompt": expected text or a list of messages, given {type(prompt).__name__}')
         if self._codec is None:
             if not isinstance(self.tokenizer, PretrainedTokenizer) or self.tokenizer.chat_template is None:
@@ -426,14 +420,6 @@ class _IdentityOrder(GlobalOrder):
 
     def locate(self, sequence: int) -> tuple[int, int]:
         return 0, sequence
-
-
-def _prompt_set(label: str, name: str, config: Config) -> PromptSet:
-    """Returns a set whose source is not read yet. Raises ValueError if the config is not a source of prompts."""
-    source = config.instantiate()
-    if not isinstance(source, PromptSource):
-        raise ValueError(f"{label}: expected a PromptSource (PromptFiles, Arithmetic), given {type(source).__name__}")
-    return PromptSet(label, name, source, [], [])
 
 
 def prompt_text(prompt: Any) -> str:

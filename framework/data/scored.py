@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from plimsoll.framework.config import Fraction, component
 from plimsoll.framework.data.chats import FORMATS, parse_conversation
 from plimsoll.framework.data.files import DataFile, find
 from plimsoll.framework.data.preference_formats import parse_pair
-from plimsoll.framework.data.scored_sequences import Content, SequenceSource
-from plimsoll.framework.data.sources import assign_split, read_file_rows, text_field
+from plimsoll.framework.data.row_files import read_file_rows, text_field
+from plimsoll.framework.data.scored_sequences import Content, ScoredRow, SequenceSource
+from plimsoll.framework.data.sources import assign_split
 
 
 @component
@@ -43,7 +44,7 @@ class LabeledSource(SequenceSource):
         validation_fraction: Fraction = 0.05,
         append_eos: bool = False,
         pad_token_id: int | None = None,
-        template_variables: dict[str, Any] = {},  # noqa: B006
+        template_variables: dict[str, object] = {},  # noqa: B006
     ):
         if len(set(classes)) != len(classes):
             raise ValueError(f"classes = {classes}: expected different names")
@@ -55,7 +56,7 @@ class LabeledSource(SequenceSource):
         self.pad_token_id = pad_token_id
         self.template_variables = template_variables
 
-    def read_scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
+    def read_scored_rows(self, file: DataFile) -> Iterator[ScoredRow]:
         """See SequenceSource.read_scored_rows."""
         for location, row in read_file_rows(file):
             try:
@@ -65,7 +66,7 @@ class LabeledSource(SequenceSource):
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{file}, {location}: {error}") from error
             if self.split in ("all", part):
-                yield f"{file}, {location}", [content], label
+                yield ScoredRow(f"{file}, {location}", [content], label)
 
 
 @component
@@ -90,7 +91,7 @@ class RankedSource(SequenceSource):
         validation_fraction: Fraction = 0.05,
         append_eos: bool = True,
         pad_token_id: int | None = None,
-        template_variables: dict[str, Any] = {},  # noqa: B006
+        template_variables: dict[str, object] = {},  # noqa: B006
     ):
         self.paths = paths
         self.split = split
@@ -99,7 +100,7 @@ class RankedSource(SequenceSource):
         self.pad_token_id = pad_token_id
         self.template_variables = template_variables
 
-    def read_scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
+    def read_scored_rows(self, file: DataFile) -> Iterator[ScoredRow]:
         """See SequenceSource.read_scored_rows."""
         for location, row in read_file_rows(file):
             try:
@@ -111,10 +112,10 @@ class RankedSource(SequenceSource):
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{file}, {location}: {error}") from error
             if self.split in ("all", part):
-                yield f"{file}, {location}", pair, None
+                yield ScoredRow(f"{file}, {location}", pair)
 
 
-def parse_content(row: Any) -> Content:
+def parse_content(row: object) -> Content:
     """Returns the text or the conversation of a row.
 
     Raises:
@@ -128,7 +129,7 @@ def parse_content(row: Any) -> Content:
     return parse_conversation(row, formats=f"text, {FORMATS}")
 
 
-def get_class_name(row: Any) -> str:
+def get_class_name(row: object) -> str:
     """Returns the label of a row as a class name: for a number, its digits.
 
     Raises:
@@ -144,7 +145,7 @@ def get_class_name(row: Any) -> str:
     return str(label)
 
 
-def get_class_index(row: Any, classes: list[str]) -> int:
+def get_class_index(row: object, classes: list[str]) -> int:
     """Returns the number of a row's class.
 
     Raises:
@@ -153,6 +154,7 @@ def get_class_index(row: Any, classes: list[str]) -> int:
     name = get_class_name(row)
     if name in classes:
         return classes.index(name)
+    assert isinstance(row, dict)
     label = row["label"]
     # If classes have names, a number is a class index.
     if isinstance(label, int) and 0 <= label < len(classes) and not any(known.isdecimal() for known in classes):
@@ -179,7 +181,7 @@ def collect_class_names(paths: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name))
 
 
-def parse_sequences(row: Any) -> list[Content]:
+def parse_sequences(row: object) -> list[Content]:
     """Returns the chosen and the rejected sequence of a row, each preceded by the prompt.
 
     The formats are those of `framework.data.preference_formats`.

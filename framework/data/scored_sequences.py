@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,23 @@ from plimsoll.framework.data.tokenizers import Tokenizer
 Content = str | list[Message]
 
 
+@dataclass(frozen=True)
+class ScoredRow:
+    """A row of the data.
+
+    Attributes:
+        location: file and row, for messages.
+        sequences: one text or conversation; two for a pair, the chosen one first.
+        label: number of the class; None for pairs.
+    """
+
+    location: str
+    sequences: list[Content]
+    label: int | None = None
+
+
 class SequenceSource(ExampleSource):
-    """Base class of sources of sequences that are scored.
+    """Base class of sources of sequences that are scored. Only messages need a tokenizer with a chat template.
 
     Attributes:
         classes: names of the classes; None for pairs.
@@ -44,8 +60,8 @@ class SequenceSource(ExampleSource):
     template_variables: dict[str, Any] = {}
 
     @abc.abstractmethod
-    def read_scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
-        """Yields (location, sequences, class) for each row of a file.
+    def read_scored_rows(self, file: DataFile) -> Iterator[ScoredRow]:
+        """Yields the rows of a file.
 
         Raises:
             ValueError: a row cannot be read. The message names the file, row and field.
@@ -53,8 +69,8 @@ class SequenceSource(ExampleSource):
 
     def read(self, file: DataFile) -> Iterator[str]:
         """Yields each row as JSON: [location, sequences, class]."""
-        for location, contents, label in self.read_scored_rows(file):
-            yield json.dumps([location, contents, label], ensure_ascii=False)
+        for row in self.read_scored_rows(file):
+            yield json.dumps([row.location, row.sequences, row.label], ensure_ascii=False)
 
     def training_texts(self) -> Iterator[str]:
         """Yields the texts; for conversations, the contents of the messages."""
@@ -66,9 +82,6 @@ class SequenceSource(ExampleSource):
 
     def codec(self, tokenizer: Tokenizer) -> SequenceCodec:
         return SequenceCodec(tokenizer, self)
-
-    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Accepts any tokenizer; `SequenceCodec` rejects messages without a template, naming the file and row."""
 
     def rows(self, stream: TokenStream, seq_len: int, seed: int | None) -> ScoredSequences:
         rows = ScoredSequences(stream, self, seq_len, seed)
@@ -130,24 +143,21 @@ class SequenceCodec(Tokenizer):
             eos_id = self.tokenizer.eos_id
             if self.source.append_eos and eos_id is not None and ids[-1:] != [eos_id]:
                 ids = [*ids, eos_id]
+        elif isinstance(self.tokenizer, PretrainedTokenizer):
+            text, _ = self.tokenizer.render(content, **self.source.template_variables)
+            (encoding,) = self.tokenizer.encode_rendered([text])
+            ids = encoding.ids
         else:
-            ids = self._render(content)
+            raise ValueError(
+                "messages need the chat template of a PretrainedTokenizer; data.tokenizer is "
+                f"{type(self.tokenizer).__name__}; expected a row with text"
+            )
         end = len(ids)
         while end and ids[end - 1] == self.source.pad_token_id:
             end -= 1
         if not end:
             raise ValueError(f"{str(content)[:80]!r} has no tokens to score")
         return list(ids[:end])
-
-    def _render(self, messages: list[Message]) -> list[int]:
-        if not isinstance(self.tokenizer, PretrainedTokenizer):
-            raise ValueError(
-                "messages need the chat template of a PretrainedTokenizer; data.tokenizer is "
-                f"{type(self.tokenizer).__name__}; expected a row with text"
-            )
-        text, _ = self.tokenizer.render(messages, **self.source.template_variables)
-        (encoding,) = self.tokenizer.encode_rendered([text])
-        return encoding.ids
 
 
 class ScoredSequences(Examples):
@@ -201,9 +211,6 @@ class ScoredSequences(Examples):
         parts = np.split(values, np.flatnonzero(values == self._mark))
         return [part[part != self._mark][: self._seq_len] for part in parts], label
 
-    def sequences(self, example: int) -> list[np.ndarray]:
-        return self.example(example)[0]
-
     def row(self, index: int) -> Batch:
         """Returns arrays [S]: tokens, targets, weights, positions, segments, ends, and labels if there are classes.
 
@@ -232,7 +239,7 @@ class ScoredSequences(Examples):
         return row
 
 
-def check_classes(sources: dict[str, Any]) -> None:
+def check_classes(sources: dict[str, object]) -> None:
     """Raises ValueError if sources of labeled sequences, keyed by label, do not all have the same classes."""
     classes_by_label = {}
     for label, source in sources.items():

@@ -85,47 +85,42 @@ class TemplateProcess:
         # Threads share the pipes, which carry one conversation at a time.
         self._lock = threading.Lock()
 
-    def render(self, context: dict[str, Any]) -> str:
+    def render(self, context: dict[str, object]) -> str:
         """Renders the template with these variables.
 
         Raises:
             ValueError: the template fails, or takes more than `SECONDS` or `MEMORY_BYTES`.
         """
         with self._lock:
-            return self._render(context)
-
-    def _render(self, context: dict[str, Any]) -> str:
-        # A forked process inherits this object but not the child process.
-        if self._process is None or self._owner != os.getpid():
-            self._start()
-        deadline = time.monotonic() + SECONDS
-        try:
-            self._send(pickle.dumps(context))
-            answer = json.loads(self._receive(deadline))
-        except TimeoutError:
-            self._stop()
-            raise ValueError(f"it takes more than {SECONDS:g} s for one conversation") from None
-        except (OSError, EOFError):
-            self._stop()
-            raise ValueError(f"its process exited; the memory limit is {MEMORY_BYTES >> 20} MiB") from None
+            # A forked process inherits this object but not the child process.
+            if self._process is None or self._owner != os.getpid():
+                # -I: jinja2 is not imported from the user's folder or from PYTHONPATH.
+                command = [sys.executable, "-I", os.path.abspath(__file__)]
+                # A separate session, so that this process handles Ctrl-C.
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    bufsize=0,
+                    start_new_session=True,
+                )
+                self._owner = os.getpid()
+                self._send(self._template.encode())
+            deadline = time.monotonic() + SECONDS
+            try:
+                self._send(pickle.dumps(context))
+                (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
+                answer = json.loads(self._read(length, deadline))
+            except TimeoutError:
+                self._stop()
+                raise ValueError(f"it takes more than {SECONDS:g} s for one conversation") from None
+            except (OSError, EOFError):
+                self._stop()
+                raise ValueError(f"its process exited; the memory limit is {MEMORY_BYTES >> 20} MiB") from None
         if "error" in answer:
             raise ValueError(answer["error"])
         return answer["text"]
-
-    def _start(self) -> None:
-        # -I: jinja2 is not imported from the user's folder or from PYTHONPATH.
-        command = [sys.executable, "-I", os.path.abspath(__file__)]
-        # A separate session, so that this process handles Ctrl-C.
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            start_new_session=True,
-        )
-        self._owner = os.getpid()
-        self._send(self._template.encode())
 
     def _stop(self) -> None:
         if self._process is not None:
@@ -139,10 +134,6 @@ class TemplateProcess:
         message = memoryview(_LENGTH.pack(len(content)) + content)
         while message:
             message = message[self._process.stdin.write(message) :]
-
-    def _receive(self, deadline: float) -> bytes:
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
-        return self._read(length, deadline)
 
     def _read(self, count: int, deadline: float) -> bytes:
         assert self._process is not None

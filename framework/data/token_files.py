@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from types import UnionType
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -20,8 +22,31 @@ from plimsoll.framework.files.text_files import parse_json
 
 TokenDType = Literal["uint16", "uint32"]
 
-# The keys of a sidecar, in the order in which they are written.
-_FACT_TYPES: dict[str, Any] = {
+
+@dataclass(frozen=True)
+class Sidecar:
+    """Contents of a sidecar; its keys are written in this order.
+
+    Attributes:
+        dtype: dtype of the tokens.
+        num_tokens: number of tokens, separators included.
+        num_documents: number of documents.
+        num_bytes: number of UTF-8 bytes of text that the tokens represent.
+        eos_id: the separator.
+        tokenizer: the tokenizer's digest.
+        sha256: hash of each block of BLOCK_BYTES bytes.
+    """
+
+    dtype: str
+    num_tokens: int
+    num_documents: int
+    num_bytes: int
+    eos_id: int | None
+    tokenizer: str | None
+    sha256: list[str]
+
+
+_FIELD_TYPES: dict[str, type | UnionType] = {
     "dtype": str,
     "num_tokens": int,
     "num_documents": int,
@@ -30,7 +55,6 @@ _FACT_TYPES: dict[str, Any] = {
     "tokenizer": str | None,
     "sha256": list,
 }
-FACTS = tuple(_FACT_TYPES)
 
 
 def sidecar_name(name: str) -> str:
@@ -38,8 +62,8 @@ def sidecar_name(name: str) -> str:
     return f"{name.removesuffix('.bin')}.json"
 
 
-def scan(file: DataFile, dtype: str) -> list[list[Any]]:
-    """Returns [sha256, largest id] of each block of the file."""
+def scan(file: DataFile, dtype: str) -> list[tuple[str, int]]:
+    """Returns (sha256, largest id) of each block of the file."""
     token_bytes = np.dtype(dtype).itemsize
     blocks = []
     for block in file.chunks(BLOCK_BYTES):
@@ -47,7 +71,7 @@ def scan(file: DataFile, dtype: str) -> list[list[Any]]:
         num_tokens = len(block) // token_bytes
         tokens = np.frombuffer(block[: num_tokens * token_bytes], dtype)
         digest = hashlib.sha256(block).hexdigest()
-        blocks.append([digest, int(tokens.max(initial=0))])
+        blocks.append((digest, int(tokens.max(initial=0))))
     return blocks
 
 
@@ -87,15 +111,16 @@ class TokenShard:
         self.eos_id: int | None = self._resolve_value("eos_id", eos_id)
         self._resolve_value("tokenizer", tokenizer.digest)
         self.num_tokens = self._count_tokens()
-        self.num_documents: int | None = self._sidecar.get("num_documents")
+        self.num_documents = self._sidecar.num_documents if self._sidecar else None
         # Bytes of UTF-8 text that the tokens represent.
-        self.num_bytes: int | None = self._sidecar.get("num_bytes")
+        self.num_bytes = self._sidecar.num_bytes if self._sidecar else None
         if verify:
             digests = self._verify(hashes)
+        elif self._sidecar:
+            digests = self._sidecar.sha256
         else:
             # Without a sidecar and without reading the file, name and length identify the content.
-            identity = [file.name.rpartition("/")[2], str(self.num_tokens)]
-            digests = self._sidecar.get("sha256", identity)
+            digests = [file.name.rpartition("/")[2], str(self.num_tokens)]
         self.digest = hashlib.sha256("".join(digests).encode()).hexdigest()
         # An unreadable file must raise an error before anything is compiled.
         self.read(0, 1)
@@ -126,21 +151,21 @@ class TokenShard:
             )
         return tokens.astype(np.int32)
 
-    def _read_sidecar(self) -> dict[str, Any]:
-        """Returns the sidecar's fields; empty if there is no sidecar, as with nanoGPT's files."""
+    def _read_sidecar(self) -> Sidecar | None:
+        """Returns the sidecar; None if there is none, as with nanoGPT's files."""
         file = DataFile(self.file.fs, sidecar_name(self.file.path))
         # A token file may itself be named x.json; it is not its own sidecar.
         if file.path == self.file.path or not file.fs.exists(file.path):
-            return {}
+            return None
         try:
             parsed = parse_json(file.read())
-            facts = {name: parsed[name] for name in FACTS}
+            facts = {name: parsed[name] for name in _FIELD_TYPES}
             for name, value in facts.items():
-                if not isinstance(value, _FACT_TYPES[name]) or isinstance(value, bool):
+                if not isinstance(value, _FIELD_TYPES[name]) or isinstance(value, bool):
                     raise TypeError(f"{name} = {value!r}")
             if facts["dtype"] not in get_args(TokenDType):
                 raise ValueError(f"dtype = {facts['dtype']!r}")
-            return facts
+            return Sidecar(**facts)
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{file}: not the sidecar of a token file: {error!r}") from error
 
@@ -150,7 +175,7 @@ class TokenShard:
         Raises:
             ValueError: both are set, and differ.
         """
-        recorded = self._sidecar.get(key)
+        recorded = getattr(self._sidecar, key, None)
         if configured is None:
             return recorded
         if recorded is not None and configured != recorded:
@@ -167,7 +192,8 @@ class TokenShard:
         size = self.file.size()
         token_bytes = self._dtype.itemsize
         dtype_name = self._dtype.name
-        expected_size = self._sidecar.get("num_tokens", size // token_bytes) * token_bytes
+        num_tokens = self._sidecar.num_tokens if self._sidecar else size // token_bytes
+        expected_size = num_tokens * token_bytes
         if size != expected_size:
             if size < expected_size:
                 verb = "ends early"
@@ -190,7 +216,7 @@ class TokenShard:
         kind = f"tokens {self._dtype.name}"
         blocks = hashes.get_or_compute(self.file, kind, lambda: scan(self.file, self._dtype.str))
         digests = [digest for digest, _ in blocks]
-        recorded_digests = self._sidecar.get("sha256", digests)
+        recorded_digests = self._sidecar.sha256 if self._sidecar else digests
         token_bytes = self._dtype.itemsize
         for number, (digest, largest_id) in enumerate(blocks):
             first_byte = number * BLOCK_BYTES

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from plimsoll.framework.data.encoding import Encode, create_encoder, token_dtype
+from plimsoll.framework.data.encoding import Encode, encode_locally, token_dtype
 from plimsoll.framework.data.files import find
-from plimsoll.framework.data.sources import DataSource, ExampleSource, read_file_rows
-from plimsoll.framework.data.token_files import FACTS, scan, sidecar_name
+from plimsoll.framework.data.row_files import read_file_rows
+from plimsoll.framework.data.sources import DataSource, ExampleSource
+from plimsoll.framework.data.token_files import Sidecar, scan, sidecar_name
 from plimsoll.framework.data.tokenizers import Tokenizer
 from plimsoll.framework.files.workdir import write_json, writing
 
@@ -52,13 +54,12 @@ def write_tokens(
         OSError: `path` cannot be written, for instance because the disk is full. The message names it.
         WorkerLostError: a process of `encode` was killed.
     """
-    encode = encode or create_encoder(tokenizer)
     files = source.files()
     progress = TokenizeProgress(total=sum(file.size() for file in files))
     documents = (text for file in files for text in source.read(file))
     # `writing` names the file in an error such as a full disk.
     with writing(path), open(path, "wb") as stream:
-        for batch in encode(documents):
+        for batch in encode(documents) if encode else encode_locally(tokenizer, documents):
             stream.write(batch.content)
             progress.documents += batch.documents
             progress.text_bytes += batch.text_bytes
@@ -71,16 +72,16 @@ def write_tokens(
     dtype = token_dtype(tokenizer)
     (token_file,) = find(str(path))
     hashes = [digest for digest, _ in scan(token_file, dtype.str)]
-    facts = (
-        dtype.name,
-        progress.tokens,
-        progress.documents,
-        progress.text_bytes,
-        tokenizer.separator_id,
-        tokenizer.digest,
-        hashes,
+    sidecar = Sidecar(
+        dtype=dtype.name,
+        num_tokens=progress.tokens,
+        num_documents=progress.documents,
+        num_bytes=progress.text_bytes,
+        eos_id=tokenizer.separator_id,
+        tokenizer=tokenizer.digest,
+        sha256=hashes,
     )
-    write_json(sidecar_name(str(path)), dict(zip(FACTS, facts, strict=True)))
+    write_json(sidecar_name(str(path)), dataclasses.asdict(sidecar))
 
 
 def explain_empty_source(source: DataSource) -> str:

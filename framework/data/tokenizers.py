@@ -12,7 +12,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from plimsoll.framework.data.files import compute_digest, find
 from plimsoll.framework.files.text_files import parse_json
 from plimsoll.framework.files.workdir import write_json
 from plimsoll.framework.terminal.phases import phase
+
+if TYPE_CHECKING:
+    import tokenizers
 
 # A function that yields about the given number of bytes of training text.
 TextBudget = Callable[[int], Iterator[str]]
@@ -46,8 +49,8 @@ class Tokenizer:
     bos_id: int | None = None
     digest: str | None
     table: list[bytes]
-    # A tokenizers.Tokenizer, set by `prepare`. The library is imported only if it is needed.
-    _library: Any
+    # Set by `prepare`. The library is imported only if it is needed.
+    _library: tokenizers.Tokenizer
 
     def prepare(self, workdir: Path, texts: TextBudget | None, *, write: bool) -> None:
         """Loads or trains the tokenizer.
@@ -269,7 +272,7 @@ def train_bpe(documents: list[str], vocab_size: int, eos_token: str) -> bytes:
     return library.to_str().encode()
 
 
-def load_library(data: bytes, name: str, vocab_size: int) -> tuple[Any, dict[str, Any]]:
+def load_library(data: bytes, name: str, vocab_size: int) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     """Reads a tokenizer.json whose ids are below `vocab_size`.
 
     Args:

@@ -28,31 +28,24 @@ def count_vocabulary(texts: Iterable[str], largest: int, eos_token: str) -> int:
     Returns:
         A number from 257 (the bytes and the separator) to `largest`.
     """
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    # The same settings as ByteLevelBPETokenizer; each character represents a byte.
+    pre_tokenizer = ByteLevel(add_prefix_space=False)
     read_texts = []
     words: set[str] = set()
     for text in texts:
         read_texts.append(text)
-        for slice_words in _iterate_words(text):
-            words |= slice_words
+        for start in range(0, len(text), _SLICE_LETTERS):
+            pieces = pre_tokenizer.pre_tokenize_str(text[start : start + _SLICE_LETTERS])
+            # The slice may have cut off the first and the last word.
+            words.update(word for word, _ in pieces[1:-1] if len(word) > 1)
             if len(words) >= largest:
                 return largest
     if not read_texts:
         return 257
     tokenizer_file = json.loads(train_bpe(read_texts, largest, eos_token))
     return len(tokenizer_file["model"]["vocab"])
-
-
-def _iterate_words(text: str) -> Iterator[set[str]]:
-    """Yields the different words of two bytes or more in a text, one slice of it at a time."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    # The same settings as ByteLevelBPETokenizer; each character represents a byte.
-    pre_tokenizer = ByteLevel(add_prefix_space=False)
-    for start in range(0, len(text), _SLICE_LETTERS):
-        text_slice = text[start : start + _SLICE_LETTERS]
-        pieces = pre_tokenizer.pre_tokenize_str(text_slice)
-        # The slice may have cut off the first and the last word.
-        yield {word for word, _ in pieces[1:-1] if len(word) > 1}
 
 
 def training_text(leaves: Sequence[LeafSource], budget: int) -> Iterator[str]:

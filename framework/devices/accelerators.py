@@ -8,11 +8,11 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 GIB = 2**30
 MIB = 2**20
@@ -31,6 +31,15 @@ HOST_MEMORY_FRACTION = 0.9
 _FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 # Files with a container's memory limit, for cgroup versions 2 and 1.
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+class Device(Protocol):
+    """A jax.Device, or a device of a topology to compile for. JAX publishes no type for either."""
+
+    id: int
+    platform: str
+    device_kind: str
+    memory_stats: Callable[[], Mapping[str, int] | None]
 
 
 @dataclass(frozen=True)
@@ -183,12 +192,7 @@ def find_spec(name: str) -> AcceleratorSpec | None:
     return _SPEC_BY_PLAIN_NAME.get(_plain(name))
 
 
-def list_names() -> list[str]:
-    """Return all names, including aliases, without duplicates."""
-    return list(dict.fromkeys(name for spec in ACCELERATORS for name in (spec.name, *spec.aliases)))
-
-
-def spec_for(name_or_devices: str | Sequence[Any]) -> AcceleratorSpec:
+def spec_for(name_or_devices: str | Sequence[Device]) -> AcceleratorSpec:
     """Return the spec for a name ("v5p"), a jax device kind ("TPU v5"), or jax devices of one kind.
 
     Devices of an unknown kind get a spec with only a name and a platform. Training on them works, but without MFU.
@@ -217,13 +221,14 @@ def spec_for(name_or_devices: str | Sequence[Any]) -> AcceleratorSpec:
         spec = find_spec(kind)
         if spec is not None:
             return spec
-        nearest_names = difflib.get_close_matches(kind, list_names(), n=3, cutoff=0.4) or list_names()
+        names = list(dict.fromkeys(name for spec in ACCELERATORS for name in (spec.name, *spec.aliases)))
+        nearest_names = difflib.get_close_matches(kind, names, n=3, cutoff=0.4) or names
         raise ValueError(f"unknown accelerator {kind!r}; nearest: {', '.join(nearest_names)}")
     slug = kind.lower().removeprefix("nvidia ").replace(" ", "-")
     return AcceleratorSpec(slug, name_or_devices[0].platform, (kind,))
 
 
-def _pick_by_memory(specs: Sequence[AcceleratorSpec], device: Any) -> AcceleratorSpec:
+def _pick_by_memory(specs: Sequence[AcceleratorSpec], device: Device) -> AcceleratorSpec:
     """Pick one of several cards with the same name: the smallest whose memory holds the bytes that JAX reserved."""
     taken_bytes = 0
     # Devices of other processes, and abstract ones for compilation, do not report their memory.
@@ -236,7 +241,7 @@ def _pick_by_memory(specs: Sequence[AcceleratorSpec], device: Any) -> Accelerato
     return by_memory[-1]
 
 
-def accelerator_name(devices: Sequence[Any]) -> str:
+def accelerator_name(devices: Sequence[Device]) -> str:
     """Return the usual name of a set of devices, which rules by accelerator match with fnmatch.
 
     Examples: v5e-8 (chips), v5p-8 (cores: four chips), h200x8, cpu-8. Several slices are 2xv5e-256, which `*v5e-*`

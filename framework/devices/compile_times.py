@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -44,11 +43,6 @@ def folder() -> Path | None:
     return Path(cache) / "times" if cache else None
 
 
-def compute_key(lowered: Any, about: str) -> str:
-    """Return the key of a program: a hash of its lowered text and of other facts, such as the devices."""
-    return hashlib.sha256(f"{about}\n{lowered.as_text()}".encode()).hexdigest()[:32]
-
-
 def read(times: Path, key: str) -> float | None:
     """Return the seconds that a program took the last time; None if it was never compiled here."""
     try:
@@ -68,14 +62,14 @@ def write(times: Path, key: str, seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def compiling(what: str, lowered: Any, *, about: str = "", times: Path | None = None) -> Iterator[None]:
+def compiling(what: str, lowered: jax.stages.Lowered, *, about: str = "", times: Path | None = None) -> Iterator[None]:
     """Show that a program is being compiled until the context exits, and how long it took the last time.
 
     If phases are not shown, this does nothing.
 
     Args:
         what: name of the program, such as "the training step".
-        lowered: the lowered program, a `jax.stages.Lowered`.
+        lowered: the lowered program.
         about: description of the devices that it is compiled for, if not those of this process.
         times: folder of the times, if not the one next to the compile cache.
     """
@@ -88,7 +82,8 @@ def compiling(what: str, lowered: Any, *, about: str = "", times: Path | None = 
     key = ""
     text = f"compiling {what}"
     if times is not None:
-        key = compute_key(lowered, about or f"{jax.device_count()} {jax.devices()[0].device_kind}")
+        about = about or f"{jax.device_count()} {jax.devices()[0].device_kind}"
+        key = hashlib.sha256(f"{about}\n{lowered.as_text()}".encode()).hexdigest()[:32]
         last_seconds = read(times, key)
         if last_seconds is not None:
             text += f" ({human_seconds(last_seconds)} the last time)"

@@ -9,10 +9,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from plimsoll.framework.config.components import component
 from plimsoll.framework.config.names import did_you_mean
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 _PATH = "config.compiler.options."
 # Options that read or write files, run other programs (such as ptxas from xla_gpu_cuda_data_dir), or pass an entire
@@ -40,7 +43,7 @@ class Compiler:
         self.options = _convert_options(options)
         self.use_accelerator_options = use_accelerator_options
 
-    def options_for(self, mesh: Any) -> dict[str, bool | str]:
+    def options_for(self, mesh: Mesh) -> dict[str, bool | str]:
         """Return all options for programs on the devices of a mesh."""
         from plimsoll.framework.devices.accelerators import spec_for
 
@@ -56,7 +59,7 @@ class Compiler:
         usual_values = {name: value for name, value in usual.items() if name not in names_in_environment}
         return _convert_options(usual_values) | self.options
 
-    def check(self, mesh: Any) -> None:
+    def check(self, mesh: Mesh) -> None:
         """Check the options by compiling a tiny program for the devices of a mesh; without options, do nothing.
 
         It takes 0.1 s for 8 devices and 0.2 s for 1024.
@@ -82,19 +85,14 @@ class Compiler:
             lowered = jax.jit(lambda x: x + 1).lower(scalar)
             lowered.compile(compiler_options=self.options)
         except jax.errors.JaxRuntimeError as error:
-            message = _compiler_message(error)
+            # The first line has an error code before the text, and colons after it.
+            message = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ").rstrip(": ")
             # The message does not name the option in a fixed format, so take the longest name that it contains.
             mentioned_names = [name for name in self.options if name in message]
             name = max(mentioned_names, key=len, default="")
             package = "libtpu" if platform == "tpu" else "jaxlib"
             hint = did_you_mean(name, _options(package)) if "No such" in message else ""
             raise ValueError(f"{_PATH}{name}: the compiler reports: {message}{hint}") from None
-
-
-def _compiler_message(error: Exception) -> str:
-    """Return the first line of a compiler error, without the code before it and the colons after it."""
-    first_line = str(error).splitlines()[0]
-    return first_line.removeprefix("INVALID_ARGUMENT: ").rstrip(": ")
 
 
 def _convert_options(options: Mapping[str, bool | int | float | str]) -> dict[str, bool | str]:
@@ -107,7 +105,7 @@ def _convert_options(options: Mapping[str, bool | int | float | str]) -> dict[st
     return converted
 
 
-def names_files(option: str, value: Any) -> bool:
+def names_files(option: str, value: object) -> bool:
     """Return whether an option makes the compiler read or write files, judging by its name or a path as its value."""
     if _FILES.search(option):
         return True

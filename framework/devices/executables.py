@@ -12,21 +12,25 @@ import hashlib
 import os
 import socket
 import tempfile
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Protocol
 
 import jax
 from absl import logging
 from jax.experimental import serialize_executable
 
 from plimsoll.framework.devices import compile_times
+from plimsoll.framework.devices.accelerators import Device
+from plimsoll.framework.layout import PyTree
 from plimsoll.framework.terminal import interrupts
 
 # JAX's default of one second would exclude most programs of a small model.
 _MIN_COMPILE_SECONDS = 0.05
 # Programs of this process, by the arguments of `call`: function, static arguments, tree, shapes, dtypes and shardings.
-_programs: dict[Any, Any] = {}
+_programs: dict[Hashable, jax.stages.Compiled] = {}
 
 
 def use_compilation_cache(directory: str | None) -> None:
@@ -47,8 +51,10 @@ def folder() -> Path | None:
     return Path(cache) / "processes"
 
 
-def compile_or_load(lowered: Any, options: Any = None, devices: list[Any] | None = None, what: str = "") -> Any:
-    """Return `lowered.compile()`, a jax.stages.Compiled, and load it from disk if it is already there.
+def compile_or_load(
+    lowered: jax.stages.Lowered, options: object = None, devices: Sequence[Device] | None = None, what: str = ""
+) -> jax.stages.Compiled:
+    """Return `lowered.compile()`, and load it from disk if it is already there.
 
     The files are machine code, written by this user on this host, and are trusted like JAX's own cache.
 
@@ -74,15 +80,24 @@ def compile_or_load(lowered: Any, options: Any = None, devices: list[Any] | None
         logging.warning("%s cannot be used: %s", path, error)
     result = lowered.compile()
     try:
-        serialized = serialize_executable.serialize(result)
-        _save_program(path, serialized[0])
+        program, *_ = serialize_executable.serialize(result)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Write under a temporary name and rename the file, so that no process reads a partial one.
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent)
+        try:
+            with interrupts.remove_on_signal(temporary), os.fdopen(descriptor, "wb") as file:
+                file.write(program)
+            os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary)
+            raise
     # A full or read-only disk must not end the run.
     except OSError as error:
         logging.warning("%s was not stored: %s", path, error.strerror or error)
     return result
 
 
-def _key(lowered: Any, options: Any) -> str:
+def _key(lowered: jax.stages.Lowered, options: object) -> str:
     """Return a hash of everything that a compiled program depends on, as hexadecimal digits."""
     # Include the host: machine code from another host may use instructions that this one does not have.
     facts = [jax.__version__, socket.gethostname(), os.environ.get("XLA_FLAGS"), options]
@@ -92,20 +107,7 @@ def _key(lowered: Any, options: Any) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
-def _save_program(path: Path, program: bytes) -> None:
-    """Write a program under a temporary name and rename it, so that no process reads a partial file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent)
-    try:
-        with interrupts.remove_on_signal(temporary), os.fdopen(descriptor, "wb") as file:
-            file.write(program)
-        os.replace(temporary, path)
-    except OSError:
-        os.unlink(temporary)
-        raise
-
-
-def call(jitted: Any, arrays: Any, *static: Any) -> Any:
+def call(jitted: jax.stages.Wrapped, arrays: PyTree, *static: Hashable) -> PyTree:
     """Return `jitted(arrays, *static)`, computed by a program from `compile_or_load`.
 
     Args:
@@ -119,20 +121,17 @@ def call(jitted: Any, arrays: Any, *static: Any) -> Any:
     avals = tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves)
     key = (jitted, static, tree, avals)
     if key not in _programs:
-        lowered = jitted.lower(arrays, *static)
-        _programs[key] = compile_or_load(lowered, devices=_find_devices(leaves))
+        device_sets = [x.sharding.device_set for x in leaves if isinstance(x, jax.Array)]
+        # If all are numpy arrays, the program runs on this process's first device.
+        devices = jax.local_devices()[:1]
+        if device_sets:
+            devices = sorted(set.union(*device_sets), key=lambda device: device.id)
+        _programs[key] = compile_or_load(jitted.lower(arrays, *static), devices=devices)
     return _programs[key](arrays)
 
 
-def _find_devices(leaves: list[Any]) -> list[Any]:
-    """Return the devices of some arrays, sorted by id; this process's first device if all are numpy arrays."""
-    device_sets = [x.sharding.device_set for x in leaves if isinstance(x, jax.Array)]
-    if not device_sets:
-        return jax.local_devices()[:1]
-    return sorted(set.union(*device_sets), key=lambda device: device.id)
-
-
-class HostBytes(NamedTuple):
+@dataclass(frozen=True)
+class HostBytes:
     """Bytes in host memory, per device, of a program's arguments, its results, and its donated arguments."""
 
     arguments: int = 0
@@ -145,7 +144,29 @@ class HostBytes(NamedTuple):
         return HostBytes(arguments=size, results=size, donated=size)
 
 
-def peak_bytes(stats: Any, platform: str, offloaded: HostBytes) -> int:
+@dataclass(frozen=True)
+class DeviceBytes:
+    """Bytes in device memory, per device, of a program's arguments, its results, and its donated arguments."""
+
+    arguments: int
+    results: int
+    donated: int
+
+
+class MemoryStats(Protocol):
+    """A program's `memory_analysis()`: sizes in bytes per device."""
+
+    peak_memory_in_bytes: int
+    argument_size_in_bytes: int
+    output_size_in_bytes: int
+    alias_size_in_bytes: int
+    temp_size_in_bytes: int
+    host_argument_size_in_bytes: int
+    host_output_size_in_bytes: int
+    host_alias_size_in_bytes: int
+
+
+def peak_bytes(stats: MemoryStats | None, platform: str, offloaded: HostBytes) -> int:
     """Return the peak device memory in bytes, from a program's `memory_analysis()`.
 
     On TPU, it is XLA's own peak, minus the host memory that XLA includes and also reports separately. A program from
@@ -153,30 +174,29 @@ def peak_bytes(stats: Any, platform: str, offloaded: HostBytes) -> int:
     on-chip memory, too, 128 MiB at most. If the buffers are known, their sum is more accurate.) On GPU and CPU, it is
     the sum of all buffers, which is not an overestimate there, because all temporaries are one allocation.
     """
+    # JAX has an analysis for every program that it compiles itself.
+    assert stats is not None
     if platform == "tpu" and stats.peak_memory_in_bytes:
         # Results that are donated arguments are counted once, among the arguments.
         host_results = stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
         return stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes - host_results
-    argument_bytes, result_bytes, aliased_bytes = split_device_bytes(stats, platform, offloaded)
-    return argument_bytes + result_bytes - aliased_bytes + stats.temp_size_in_bytes
+    on_device = split_device_bytes(stats, platform, offloaded)
+    return on_device.arguments + on_device.results - on_device.donated + stats.temp_size_in_bytes
 
 
-def split_device_bytes(stats: Any, platform: str, offloaded: HostBytes) -> tuple[int, int, int]:
-    """Return the bytes of (arguments, results, donated arguments) in device memory, from `memory_analysis()`.
+def split_device_bytes(stats: MemoryStats, platform: str, offloaded: HostBytes) -> DeviceBytes:
+    """Return the bytes in device memory, from `memory_analysis()`.
 
     The compiler's own figures are too large. On CPU they include everything in host memory, and on GPU they include
     the host arguments that the compiler does not recognize as such.
     """
-    argument_bytes = stats.argument_size_in_bytes
-    result_bytes = stats.output_size_in_bytes
-    aliased_bytes = stats.alias_size_in_bytes
+    arguments = stats.argument_size_in_bytes
+    results = stats.output_size_in_bytes
+    donated = stats.alias_size_in_bytes
     if platform == "cpu":
-        return (
-            argument_bytes - offloaded.arguments,
-            result_bytes - offloaded.results,
-            aliased_bytes - offloaded.donated,
-        )
-    lost_bytes = 0
-    if platform == "gpu":
-        lost_bytes = offloaded.arguments - stats.host_argument_size_in_bytes
-    return argument_bytes - lost_bytes, result_bytes, aliased_bytes
+        arguments -= offloaded.arguments
+        results -= offloaded.results
+        donated -= offloaded.donated
+    elif platform == "gpu":
+        arguments -= offloaded.arguments - stats.host_argument_size_in_bytes
+    return DeviceBytes(arguments, results, donated)

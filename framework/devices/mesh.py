@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
 from plimsoll.framework.config import PositiveInt, component, did_you_mean
+from plimsoll.framework.devices.accelerators import Device
 from plimsoll.framework.layout import nearest_divisors
 
 AXES = ("data", "fsdp", "expert", "seq", "model")
@@ -117,7 +117,7 @@ class MeshShape:
         chosen_splits = {axis: split for axis, split in self.across.items() if split > 1}
         return chosen_splits or splits
 
-    def build(self, devices: Sequence[Any]) -> Mesh:
+    def build(self, devices: Sequence[Device]) -> Mesh:
         """Build the mesh over some devices, with neighboring devices along the last axes.
 
         Islands are split along the first axes, or as `across` specifies.
@@ -125,12 +125,25 @@ class MeshShape:
         Raises:
             ValueError: the product of the sizes is not the number of devices, or the islands do not fit the axes.
         """
+        # jax's own function takes the torus of a TPU slice into account.
+        from jax.experimental.mesh_utils import create_device_mesh
+
         sizes = self.resolve(len(devices))
-        islands = _devices_by_island(devices)
+        islands: dict[int, list[Device]] = {}
+        for device in sorted(devices, key=island):
+            islands.setdefault(island(device), []).append(device)
+        counts = [len(island_devices) for island_devices in islands.values()]
+        if len(set(counts)) > 1:
+            raise ValueError(f"expected the same number of devices in each slice (TPU) or host (GPU), given {counts}")
         splits = self.split(sizes, len(islands))
         across = [splits.get(axis, 1) for axis in AXES]
         inside = [size // factor for size, factor in zip(sizes.values(), across, strict=True)]
-        meshes = _island_meshes(list(islands.values()), inside)
+        # Adjacent devices of an island's array are network neighbors.
+        try:
+            meshes = [create_device_mesh(inside, group) for group in islands.values()]
+        except NotImplementedError:
+            # For example data=2, fsdp=8 on 4x4 chips, where no axis is a whole dimension of the torus.
+            meshes = [create_device_mesh(inside, group, allow_split_physical_axes=True) for group in islands.values()]
         # Dimensions: first the islands along each axis, then the devices of an island along each axis.
         device_array = np.stack(meshes).reshape(*across, *inside)
         # Each axis of the mesh combines its islands (outer) and the devices within an island (inner).
@@ -141,30 +154,7 @@ class MeshShape:
         return Mesh(ordered.reshape(*sizes.values()), AXES)
 
 
-def _devices_by_island(devices: Sequence[Any]) -> dict[int, list[Any]]:
-    """Return the devices of each island, by its number. Raises ValueError if islands differ in size."""
-    islands: dict[int, list[Any]] = {}
-    for device in sorted(devices, key=island):
-        islands.setdefault(island(device), []).append(device)
-    counts = [len(island_devices) for island_devices in islands.values()]
-    if len(set(counts)) > 1:
-        raise ValueError(f"expected the same number of devices in each slice (TPU) or host (GPU), given {counts}")
-    return islands
-
-
-def _island_meshes(islands: list[list[Any]], shape: list[int]) -> list[np.ndarray]:
-    """Arrange the devices of each island in an array of this shape, so that adjacent devices are network neighbors."""
-    # jax's own function takes the torus of a TPU slice into account.
-    from jax.experimental.mesh_utils import create_device_mesh
-
-    try:
-        return [create_device_mesh(shape, island_devices) for island_devices in islands]
-    except NotImplementedError:
-        # For example data=2, fsdp=8 on 4x4 chips, where no axis is a whole dimension of the torus.
-        return [create_device_mesh(shape, island_devices, allow_split_physical_axes=True) for island_devices in islands]
-
-
-def island(device: Any) -> int:
+def island(device: Device) -> int:
     """Return the number of a device's island, from 0."""
     slice_index = getattr(device, "slice_index", None)
     if slice_index:

@@ -10,7 +10,7 @@ import glob
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from plimsoll.framework.files.hub_cache import Snapshot, find_snapshot, get_cache_folder, is_offline
 from plimsoll.framework.files.hub_names import HubRepo, parse_url
@@ -21,13 +21,15 @@ INSTALL = "pip install 'plimsoll-train[hub]'"
 _SMALLEST = (".gitattributes",)
 # The first release whose cache has a list of all files of a commit.
 _OLDEST_LIBRARY = 2
-# A name that no repository has.
-_UNKNOWN = ".plimsoll-lists-the-files"
+# A name that no repository has. Without a list of the commit's files, it is unknown whether this file exists, so
+# fetching it also fetches the list.
+UNKNOWN_FILE = ".plimsoll-lists-the-files"
 # The reason why the Hub could not be reached, by address: the request is not repeated for each file.
 _unreachable: dict[str, str] = {}
 
 
-class FetchResult(NamedTuple):
+@dataclass(frozen=True)
+class FetchResult:
     """The result of a fetch.
 
     Attributes:
@@ -52,7 +54,7 @@ def fetch(repo: HubRepo, patterns: Sequence[str]) -> FetchResult:
         ValueError: the files are larger than the free disk space.
     """
     before = find_snapshot(repo)
-    if before is not None and before.is_known_complete(patterns):
+    if before is not None and not before.missing(patterns):
         return FetchResult(before, "")
     unreachable_reason = explain_unreachable()
     # Once a commit is known, use it for all further requests: its branch may move.
@@ -60,8 +62,24 @@ def fetch(repo: HubRepo, patterns: Sequence[str]) -> FetchResult:
     if not unreachable_reason and (before is None or before.sizes is None):
         unreachable_reason = _download(wanted, _SMALLEST)
         before = find_snapshot(wanted)
-    if not unreachable_reason and before is not None:
-        unreachable_reason = _complete(before, patterns)
+    missing = [] if before is None or unreachable_reason else before.missing(patterns)
+    if before is not None and missing:
+        # Announce the download, and refuse it if the disk has too little free space.
+        sizes = before.sizes or {}
+        num_bytes = sum(sizes.get(name, 0) for name in missing)
+        folder = get_cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        free_bytes = shutil.disk_usage(folder).free
+        size = human_bytes(num_bytes)
+        files = f"{len(missing)} file" if len(missing) == 1 else f"{len(missing)} files"
+        if num_bytes > free_bytes:
+            raise ValueError(
+                f"{before.repo}: the download of {files} needs {size}, but {folder} has only {human_bytes(free_bytes)} "
+                "free; set HF_HUB_CACHE to another folder"
+            )
+        print(f"hub: downloading {files} of {before.repo}, {size}", file=sys.stderr, flush=True)
+        # The library interprets names as globs.
+        unreachable_reason = _download(before.repo, [glob.escape(name) for name in missing])
     snapshot = find_snapshot(wanted if before is None else before.repo)
     if snapshot is None:
         raise FileNotFoundError(
@@ -80,14 +98,14 @@ def advice(repo: HubRepo, unreachable_reason: str) -> str:
 
 def require(fetched: FetchResult, names: Iterable[str]) -> None:
     """Raises FileNotFoundError if a file is not in the cache; the message states whether the Hub has it."""
-    snapshot, unreachable_reason = fetched
+    snapshot = fetched.snapshot
     missing = [name for name in dict.fromkeys(names) if not snapshot.has(name)]
     if not missing:
         return
     listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
     if snapshot.sizes is not None and not any(name in snapshot.sizes for name in missing):
         raise FileNotFoundError(f"{snapshot.repo} on the Hub has no file {listed}")
-    reason = advice(snapshot.repo, unreachable_reason or "the Hub does not have it")
+    reason = advice(snapshot.repo, fetched.unreachable_reason or "the Hub does not have it")
     raise FileNotFoundError(
         f"{snapshot.repo}: {listed} is not in the cache of the Hub ({snapshot.folder}), and {reason}"
     )
@@ -121,44 +139,12 @@ def explain_unreachable() -> str:
     if is_offline():
         return "HF_HUB_OFFLINE is set"
     try:
-        from huggingface_hub import __version__
+        from huggingface_hub import __version__, constants
     except ImportError:
         return f"downloads need the library huggingface_hub ({INSTALL})"
     if int(__version__.partition(".")[0]) < _OLDEST_LIBRARY:
         return f"downloads need huggingface_hub {_OLDEST_LIBRARY}, this is {__version__} ({INSTALL})"
-    return _unreachable.get(_endpoint(), "")
-
-
-def _endpoint() -> str:
-    from huggingface_hub import constants
-
-    return constants.ENDPOINT
-
-
-def _complete(snapshot: Snapshot, patterns: Sequence[str]) -> str:
-    """Downloads the matching files that a snapshot lacks. Returns and raises as `_download`."""
-    missing = snapshot.missing(patterns)
-    if not missing:
-        return ""
-    sizes = snapshot.sizes or {}
-    _announce(snapshot.repo, missing, sum(sizes.get(name, 0) for name in missing))
-    # The library interprets names as globs.
-    return _download(snapshot.repo, [glob.escape(name) for name in missing])
-
-
-def _announce(repo: HubRepo, missing: Sequence[str], num_bytes: int) -> None:
-    """Prints the pending download. Raises ValueError if the disk has less free space."""
-    folder = get_cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    free_bytes = shutil.disk_usage(folder).free
-    size = human_bytes(num_bytes)
-    files = f"{len(missing)} file" if len(missing) == 1 else f"{len(missing)} files"
-    if num_bytes > free_bytes:
-        raise ValueError(
-            f"{repo}: the download of {files} needs {size}, but {folder} has only {human_bytes(free_bytes)} free; set "
-            "HF_HUB_CACHE to another folder"
-        )
-    print(f"hub: downloading {files} of {repo}, {size}", file=sys.stderr, flush=True)
+    return _unreachable.get(constants.ENDPOINT, "")
 
 
 def _download(repo: HubRepo, patterns: Sequence[str]) -> str:
@@ -166,12 +152,13 @@ def _download(repo: HubRepo, patterns: Sequence[str]) -> str:
 
     Raises FileNotFoundError, PermissionError: the Hub has no such repository, or it is gated.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
+    endpoint = constants.ENDPOINT
     if find_snapshot(repo) is None:
-        print(f"hub: requesting {repo} from {_endpoint()}", file=sys.stderr, flush=True)
-    page = f"{_endpoint()}/{'datasets/' if repo.kind == 'dataset' else ''}{repo.name}"
+        print(f"hub: requesting {repo} from {endpoint}", file=sys.stderr, flush=True)
+    page = f"{endpoint}/{'datasets/' if repo.kind == 'dataset' else ''}{repo.name}"
     try:
         snapshot_download(
             repo.name,
@@ -197,13 +184,7 @@ def _download(repo: HubRepo, patterns: Sequence[str]) -> str:
         # The library and its dependencies raise exceptions without a common base class.
         cause = error.__cause__ or error
         first_line = str(cause).strip().partition("\n")[0]
-        reason = f"{_endpoint()} cannot be reached ({type(cause).__name__}: {first_line[:200]})"
-        _unreachable[_endpoint()] = reason
+        reason = f"{endpoint} cannot be reached ({type(cause).__name__}: {first_line[:200]})"
+        _unreachable[endpoint] = reason
         return reason
     return ""
-
-
-def fetch_file_list(repo: HubRepo) -> FetchResult:
-    """Returns a repository's snapshot with its README.md, and with its file list if available. Raises as `fetch`."""
-    # Without a file list, it is unknown whether the second file exists, so the list is downloaded.
-    return fetch(repo, ["README.md", _UNKNOWN])

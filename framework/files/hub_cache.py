@@ -63,8 +63,10 @@ class Snapshot:
 
     def names(self, patterns: Iterable[str]) -> list[str]:
         """Returns the names that match, sorted: from all files of the commit if known, else from those in the cache."""
-        names = self._list_files() if self.sizes is None else list(self.sizes)
-        return match_names(names, patterns)
+        if self.sizes is not None:
+            return match_names(self.sizes, patterns)
+        paths = (path for path in self.folder.rglob("*") if path.is_file())
+        return match_names([path.relative_to(self.folder).as_posix() for path in paths], patterns)
 
     def missing(self, patterns: Iterable[str]) -> list[str]:
         """Returns the matching files that are not in the cache, as far as is known.
@@ -77,14 +79,6 @@ class Snapshot:
         else:
             expected = [pattern for pattern in patterns if pattern not in self.absent]
         return [name for name in expected if not self.has(name)]
-
-    def is_known_complete(self, patterns: Iterable[str]) -> bool:
-        """Returns whether the cache is known to contain every matching file of the commit."""
-        return not self.missing(patterns)
-
-    def _list_files(self) -> list[str]:
-        paths = (path for path in self.folder.rglob("*") if path.is_file())
-        return [path.relative_to(self.folder).as_posix() for path in paths]
 
 
 def match_names(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
@@ -104,18 +98,14 @@ def find_snapshot(repo: HubRepo) -> Snapshot | None:
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None
     folder = storage / "snapshots" / commit
-    sizes = _read_tree(storage / "trees" / f"{commit}.json")
+    # The list of the commit's files; None if there is none, or it has an unknown format.
+    sizes: dict[str, int] | None = None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        tree = parse_json((storage / "trees" / f"{commit}.json").read_text())
+        if tree["format_version"] == _TREE_FORMAT:
+            sizes = {name: int(facts["size"]) for name, facts in tree["files"].items()}
     if not commit or (sizes is None and not folder.is_dir()):
         return None
     absent_folder = storage / ".no_exist" / commit
     absent = frozenset(path.relative_to(absent_folder).as_posix() for path in absent_folder.rglob("*"))
     return Snapshot(repo.at(commit), folder, sizes, absent)
-
-
-def _read_tree(file: Path) -> dict[str, int] | None:
-    """Reads the list of a commit's files; None if there is none, or it has an unknown format."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        tree = parse_json(file.read_text())
-        if tree["format_version"] == _TREE_FORMAT:
-            return {name: int(facts["size"]) for name, facts in tree["files"].items()}
-    return None

@@ -6,7 +6,6 @@ A config stores a repository as hf://ORG/NAME@COMMIT, so that it always means th
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from plimsoll.framework.files import hub
 from plimsoll.framework.files.hub_names import HubRepo, is_hub_url, parse_model_id, parse_url
@@ -121,7 +120,7 @@ def first_dtype(location: str) -> str:
     )
 
 
-def get_adapter_base(location: str) -> dict[str, Any]:
+def get_adapter_base(location: str) -> dict[str, str]:
     """Returns the fields of an adapter_config.json that identify the adapter's base model."""
     if not is_hub_url(location):
         return {"base_model_name_or_path": location}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 from urllib.parse import quote, unquote
 
 PREFIX = "hf://"
@@ -56,20 +56,13 @@ class HubRepo:
         return f"{self.name}@{short}"
 
 
-class HubPath(NamedTuple):
-    """A repository and a path in it, empty for the whole repository."""
-
-    repo: HubRepo
-    path: str
-
-
 def is_hub_url(path: str) -> bool:
     """Returns whether a path is a Hub URL."""
     return path.startswith(PREFIX)
 
 
-def parse_url(url: str) -> HubPath:
-    """Parses hf://[datasets/]ORG/NAME[@REVISION][/PATH].
+def parse_url(url: str) -> tuple[HubRepo, str]:
+    """Parses hf://[datasets/]ORG/NAME[@REVISION][/PATH]: the repository, and the path in it, "" for all of it.
 
     Raises:
         ValueError: the URL does not have this form.
@@ -81,7 +74,7 @@ def parse_url(url: str) -> HubPath:
     path = (match["path"] or "").strip("/")
     repo = _repo(url, kind, match["name"], match["revision"])
     _check_inside(url, path)
-    return HubPath(repo, path)
+    return repo, path
 
 
 def parse_model_id(text: str) -> HubRepo | None:

@@ -20,11 +20,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import logging
 
 from plimsoll.framework.files.text_files import parse_json
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 # Seconds between two uploads, and between two refreshes of the lock.
 INTERVAL = 20.0
@@ -47,7 +50,7 @@ _SECRET = re.compile(
 )
 
 
-def is_url(path: Any) -> bool:
+def is_url(path: str | os.PathLike[str]) -> bool:
     """Returns whether a path is a URL rather than a local path."""
     return "://" in os.fspath(path)
 
@@ -57,7 +60,7 @@ def without_secrets(text: str) -> str:
     return _SECRET.sub("...@", text)
 
 
-def connect(url: str) -> tuple[Any, str]:
+def connect(url: str) -> tuple[AbstractFileSystem, str]:
     """Returns the fsspec filesystem of a URL, and the path in it; no request is made.
 
     Listings are not cached, because other processes write too.
@@ -153,28 +156,22 @@ class Mirror:
 
         Raises as `explain_errors`.
         """
+        prefix_len = len(self.root) + 1
         with explain_errors(self.url), self._turn:
             entries = self.fs.ls(self.root, detail=False) if self.fs.exists(self.root) else []
             for entry in entries:
-                if self._name(entry).startswith(_NOT_FETCHED):
+                if entry[prefix_len:].startswith(_NOT_FETCHED):
                     continue
                 for remote_path in self.fs.find(entry):
-                    self._download(remote_path)
-
-    def _name(self, remote_path: str) -> str:
-        """Returns the name of an object, relative to the workdir."""
-        return remote_path[len(self.root) + 1 :]
-
-    def _download(self, remote_path: str) -> None:
-        name = self._name(remote_path)
-        # A file that is already in sync may have changed locally since.
-        if name in self._synced:
-            return
-        local_path = self.folder / name
-        local_path.parent.mkdir(parents=True, exist_ok=True)
-        self.fs.get_file(remote_path, str(local_path))
-        self._synced[name] = _state(local_path)
-        self._fetched.add(name)
+                    name = remote_path[prefix_len:]
+                    # A file that is already in sync may have changed locally since.
+                    if name in self._synced:
+                        continue
+                    local_path = self.folder / name
+                    local_path.parent.mkdir(parents=True, exist_ok=True)
+                    self.fs.get_file(remote_path, str(local_path))
+                    self._synced[name] = _state(local_path)
+                    self._fetched.add(name)
 
     def withdraw(self) -> None:
         """Deletes the uploaded files from the URL that are no longer in the folder.
@@ -206,16 +203,14 @@ class Mirror:
                     continue
                 # A file may be renamed or removed after the listing.
                 with contextlib.suppress(FileNotFoundError):
-                    self._upload_file(path, name)
-
-    def _upload_file(self, path: Path, name: str) -> None:
-        if not path.is_file():
-            return
-        # Get the state before the upload, so that a change in between makes the next upload copy the file again.
-        state = _state(path)
-        if state != self._synced.get(name):
-            self.fs.put_file(str(path), f"{self.root}/{name}")
-            self._synced[name] = state
+                    if not path.is_file():
+                        continue
+                    # Get the state before the upload, so that a change in between makes the next upload copy the file
+                    # again.
+                    state = _state(path)
+                    if state != self._synced.get(name):
+                        self.fs.put_file(str(path), f"{self.root}/{name}")
+                        self._synced[name] = state
 
     def start(self) -> None:
         """Starts to upload, and to refresh the lock, in the background.
@@ -265,7 +260,7 @@ class Mirror:
                     self.fs.rm_file(self._lock)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def claim(self, owner: dict[str, Any]) -> str | None:
+    def claim(self, owner: dict[str, object]) -> str | None:
         """Creates the lock, and returns a message about the owner of a lock that was taken over, if any.
 
         An existing lock is watched for up to LEASE seconds: its owner may still refresh it.
@@ -310,8 +305,12 @@ class Mirror:
             owner_description = OWNER.format_map(stored_owner)
             owner = stored_owner
         message = f"took over {self.url}: its lock was left behind by {owner_description}"
-        if _has_ended(owner):
-            return f"{message}, which has ended"
+        if owner.get("host") == socket.gethostname() and owner.get("pid_namespace") == _NAMESPACE:
+            # The owner was a process on this machine. Signal 0 only checks whether it exists.
+            try:
+                os.kill(owner["pid"], 0)
+            except ProcessLookupError:
+                return f"{message}, which has ended"
         # The lock's age is measured only by the store's clock, which may differ from this machine's: the current time
         # is that of an object created for this purpose.
         probe = f"{self._lock}.{uuid.uuid4().hex[:8]}"
@@ -336,18 +335,6 @@ class Mirror:
             if not self._lost:
                 # The content stays; other jobs check the modification time.
                 self.fs.pipe_file(self._lock, self._held)
-
-
-def _has_ended(owner: dict[str, Any]) -> bool:
-    """Returns whether the owner of a lock was a process on this machine that has ended."""
-    if owner.get("host") != socket.gethostname() or owner.get("pid_namespace") != _NAMESPACE:
-        return False
-    # Signal 0 only checks whether the process exists.
-    try:
-        os.kill(owner["pid"], 0)
-    except ProcessLookupError:
-        return True
-    return False
 
 
 def _state(path: Path) -> tuple[int, int]:

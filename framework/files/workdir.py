@@ -17,9 +17,9 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from plimsoll.framework.files import durable
 from plimsoll.framework.files.footprint import Footprint
@@ -32,7 +32,8 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{,127}")
 _RUN_URL = re.compile(r"(gs|s3)://[^/]+(/(?!\.\.?(/|$))[^/]+)+/?")
 
 
-class _Claim(NamedTuple):
+@dataclass(frozen=True)
+class _Claim:
     """The directory's lock while this process holds it."""
 
     descriptor: int  # descriptor of the open directory, which holds the flock; -1 if the workdir is a URL
@@ -80,11 +81,8 @@ class Workdir:
         # Cancels the release of the directory on a signal.
         self._cancel_release: Callable[[], None] = lambda: None
         # For a URL, `Mirror.claim` finds out whether it can be written.
-        if self.mirror is None:
-            self._check_access()
-
-    def _check_access(self) -> None:
-        """Raises an error now for a directory that could not be created or written later."""
+        if self.mirror is not None:
+            return
         parent = next(path for path in (self.path, *self.path.parents) if path.exists())
         if not parent.is_dir():
             raise NotADirectoryError(f"--workdir: expected a directory, got the file {parent}")
@@ -112,21 +110,18 @@ class Workdir:
             "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "command": without_secrets(" ".join(sys.argv))[:500],
         }
-        if self.mirror:
-            return self._claim_remote(self.mirror, owner)
-        return self._claim_local(owner)
-
-    def _claim_remote(self, mirror: Mirror, owner: dict[str, Any]) -> str | None:
-        message = mirror.claim(owner)
+        if self.mirror is None:
+            return self._claim_local(owner)
+        message = self.mirror.claim(owner)
         self._claim = _Claim(-1, os.getpid(), "")
         self._cancel_release = interrupts.register_cleanup(lambda number, line: self.release())
-        mirror.fetch()
+        self.mirror.fetch()
         # The files just downloaded are part of the state that a refused start restores.
         self._footprint = Footprint(self.path)
-        mirror.start()
+        self.mirror.start()
         return message
 
-    def _claim_local(self, owner: dict[str, Any]) -> str | None:
+    def _claim_local(self, owner: Mapping[str, object]) -> str | None:
         # First, because the directory itself may have to be removed again.
         footprint = Footprint(self.path)
         durable.make_folder(self.path)
@@ -168,7 +163,7 @@ class Workdir:
         text = None
         with contextlib.suppress(FileNotFoundError):
             text = self._lock.read_text(errors="replace")
-        owner: dict[str, Any] = {}
+        owner: dict[str, object] = {}
         owner_description = None
         with contextlib.suppress(ValueError, TypeError, KeyError):
             owner = parse_json(text or "")
@@ -342,7 +337,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
 
 
-def write_json(path: str | os.PathLike[str], value: Any) -> None:
+def write_json(path: str | os.PathLike[str], value: object) -> None:
     """Writes JSON atomically: a reader, or a crash at any moment, sees either the old file or the new one.
 
     It never sees a partial file. A file that already has the same content is not touched.

@@ -103,14 +103,14 @@ def _read_stats(
         # XLA's own peak includes on-chip memory; the sum of the buffers does not.
         peak = program_buffers.live_bytes
         gaps = program_buffers.gap_bytes
-    argument, output, alias = split_device_bytes(stats, platform, offloaded)
+    on_device = split_device_bytes(stats, platform, offloaded)
     return CompiledProgram(
         seconds=0.0,
         peak=peak,
         allocated=peak + gaps,
-        argument=argument,
-        output=output,
-        alias=alias,
+        argument=on_device.arguments,
+        output=on_device.results,
+        alias=on_device.donated,
         temp=stats.temp_size_in_bytes,
         host_temp=stats.host_temp_size_in_bytes,
         buffers=program_buffers,

@@ -9,8 +9,7 @@ import pytest
 from plimsoll import configs, framework
 from plimsoll.framework.config import Config, ConfigError, config_for, get_target
 from plimsoll.framework.config.components import is_component
-from plimsoll.framework.config.names import get_dotted_name
-from plimsoll.framework.config.short_names import resolve_short_name
+from plimsoll.framework.config.names import get_dotted_name, resolve_short_name
 from plimsoll.framework.optimizers.named import OPTIMIZERS
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from plimsoll.framework.data.detect_format import detect_format
 from plimsoll.framework.data.files import find
-from plimsoll.framework.data.sources import Csv, csv_rows
+from plimsoll.framework.data.row_files import csv_rows
+from plimsoll.framework.data.sources import Csv
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import train
 

@@ -35,7 +35,7 @@ def jsonl(records: list) -> bytes:
 
 @pytest.mark.parametrize("chunk", [1, 5, 7, 1 << 20])
 def test_text_files_byte_for_byte_and_separators_wherever_chunks_end(tmp_path: Path, monkeypatch, chunk: int):
-    monkeypatch.setattr("plimsoll.framework.data.sources._CHUNK_BYTES", chunk)
+    monkeypatch.setattr("plimsoll.framework.data.row_files._CHUNK_BYTES", chunk)
     for number, text in enumerate(TEXTS):
         (tmp_path / f"{number}.txt").write_bytes(text.encode())
     assert list(TextFiles(paths=[str(tmp_path / "*.txt")]).documents()) == TEXTS

@@ -3,6 +3,7 @@
 The first half of a row is preferred, the second rejected, so a run with a reference model needs no preference data.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -42,7 +43,7 @@ class Halves(DataPipeline):
 
 def replace_row(rows: RowSet, row: Callable[[int], Batch]) -> RowSet:
     """Return the row set with another function that reads a row."""
-    return rows._replace(row=row)
+    return dataclasses.replace(rows, row=row)
 
 
 def to_pair(row: Batch) -> Batch:
