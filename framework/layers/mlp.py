@@ -11,8 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from plimsoll.framework.config import Config, PositiveInt, component, config_for
 from plimsoll.framework.layers.base import BATCH_AXES, Context, Layer, Out
+from plimsoll.framework.layers.custom_gradients import save_inputs
 from plimsoll.framework.layers.linear import Linear
-from plimsoll.framework.layers.save_inputs import save_inputs
 from plimsoll.framework.layout import Nested
 
 

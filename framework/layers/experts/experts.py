@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from plimsoll.framework.config import Config, PositiveFloat, PositiveInt, component, config_for
 from plimsoll.framework.layers.base import BATCH_AXES, Context, Layer, add_shared, cast
+from plimsoll.framework.layers.custom_gradients import save_inputs
 from plimsoll.framework.layers.experts import capacity as capacities
 from plimsoll.framework.layers.experts.biases import add_biases, find_row_experts
 from plimsoll.framework.layers.experts.expert_storage import StoredMatrix, dense_experts
@@ -34,7 +35,6 @@ from plimsoll.framework.layers.experts.grouped import (
 from plimsoll.framework.layers.experts.groups import collect, dispatch, group
 from plimsoll.framework.layers.experts.scores import ExpertChoice
 from plimsoll.framework.layers.mlp import ACTIVATIONS
-from plimsoll.framework.layers.save_inputs import save_inputs
 from plimsoll.framework.layout import Nested, ParameterSpec
 
 
