@@ -6,8 +6,6 @@ parameter's own dtype, and in bfloat16 each addition loses up to 1/512 of the su
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,11 +59,7 @@ def attach_taps(params: Nested, taps: Nested) -> Nested:
 
 
 # The tap is a function of the parameter, so the summed gradient flows on to the parameter.
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _tap(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    return jnp.zeros(x.shape, sum_dtype(dtype))
-
-
+_tap = jax.custom_vjp(lambda x, dtype: jnp.zeros(x.shape, sum_dtype(dtype)), nondiff_argnums=(1,))
 _tap.defvjp(lambda x, dtype: (_tap(x, dtype), None), lambda dtype, _, sum_of_uses: (sum_of_uses.astype(dtype),))
 
 
