@@ -8,7 +8,7 @@ from __future__ import annotations
 from plimsoll.configs.mixtures import moe_tiny
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.families.decoders import mixture
-from plimsoll.framework.layers.experts.gating import ClampedSwiGLU
+from plimsoll.framework.layers.experts.experts import ClampedSwiGLU
 from plimsoll.framework.layers.latent_attention import LatentAttention
 from plimsoll.framework.layers.mlp import MLP
 from plimsoll.framework.layers.norm import RMSNorm

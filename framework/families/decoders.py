@@ -9,8 +9,7 @@ from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.layers.attention import Attention
 from plimsoll.framework.layers.block import Block
 from plimsoll.framework.layers.embedding import Embedding
-from plimsoll.framework.layers.experts.experts import Experts
-from plimsoll.framework.layers.experts.gating import ClampedSwiGLU
+from plimsoll.framework.layers.experts.experts import ClampedSwiGLU, Experts
 from plimsoll.framework.layers.experts.moe import MoE
 from plimsoll.framework.layers.experts.router import Router
 from plimsoll.framework.layers.head import LMHead

@@ -11,14 +11,26 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
-from plimsoll.framework.layout import MeshAxes, Nested, ParameterSpec, TensorSpec, fold_in_name, nearest_divisors
+from plimsoll.framework.layout import (
+    MeshAxes,
+    Nested,
+    ParameterSpec,
+    PyTree,
+    TensorSpec,
+    fold_in_name,
+    nearest_divisors,
+)
 
+# What flows between layers and stages: x_BSD in language models, a pair of such streams between reversible blocks, and
+# None before the first stage and after the last.
+Carry: TypeAlias = PyTree
 # The mesh axes that shard the sequences of a batch. They include `expert`: without it, the devices along that axis
 # would all compute the same non-expert layers.
 BATCH_AXES = ("data", "fsdp", "expert")
@@ -32,23 +44,32 @@ def batch_shards(sizes: Mapping[str, int]) -> int:
 def batch_specs(arrays: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, TensorSpec]:
     """Return the layout of a batch's arrays [B, ...], given as (shape, dtype): B over BATCH_AXES, S over seq."""
 
-    def spec(shape: tuple[int, ...], dtype: str) -> TensorSpec:
-        inner_axes: list[str | None]
+    specs: dict[str, TensorSpec] = {}
+    for name, (shape, dtype) in arrays.items():
+        inner_axes: list[str | None] = [None] * (len(shape) - 1)
         # Arrays of tokens have two axes, arrays of several values per token have three. Images have four axes, and
         # only B is sharded.
         if len(shape) in (2, 3):
-            inner_axes = ["seq", *[None] * (len(shape) - 2)]
-        else:
-            inner_axes = [None] * (len(shape) - 1)
-        return TensorSpec(shape, dtype, (BATCH_AXES, *inner_axes))
-
-    return {name: spec(*array) for name, array in arrays.items()}
+            inner_axes[0] = "seq"
+        specs[name] = TensorSpec(shape, dtype, (BATCH_AXES, *inner_axes))
+    return specs
 
 
 class Kernels(Protocol):
     """Operations that depend on the device type, to be replaced when tracing for devices that are not present."""
 
-    def attention(self, query_BSNH: jax.Array, key_BSKH: jax.Array, value_BSKH: jax.Array, **options: Any) -> jax.Array:
+    def attention(
+        self,
+        query_BSNH: jax.Array,
+        key_BSKH: jax.Array,
+        value_BSKH: jax.Array,
+        *,
+        segments_BS: jax.Array | None,
+        window: int | None,
+        softcap: float | None,
+        implementation: str,
+        **options: object,
+    ) -> jax.Array:
         """See `framework.layers.attention_kernels.dot_product_attention`."""
         ...
 
@@ -94,7 +115,7 @@ class Context:
     training: bool = field(default=False, metadata={"static": True})
     cache: bool = field(default=False, metadata={"static": True})
     mesh: Mesh | None = field(default=None, metadata={"static": True})
-    compute_dtype: Any = field(default=jnp.float32, metadata={"static": True})
+    compute_dtype: DTypeLike = field(default=jnp.float32, metadata={"static": True})
     remat: str = field(default="none", metadata={"static": True})
     kernels: Kernels | None = field(default=None, metadata={"static": True})
 
@@ -126,17 +147,14 @@ class Context:
         assert self.rng is not None, "dropout needs a key"
         assert self.rows is not None, "dropout needs row indices"
         key = fold_in_name(self.rng, name)
-
-        # One key per global row, so that sharding and microbatching do not change the mask.
-        def keep_row(row: jax.Array) -> jax.Array:
-            row_key = jax.random.fold_in(key, row)
-            return jax.random.bernoulli(row_key, 1.0 - rate, x.shape[1:])
-
         # The division is in float32: in bfloat16, 0.9 is 0.8984, which would scale everything by 0.2%.
         wide = jnp.promote_types(x.dtype, jnp.float32)
         quotient = x.astype(wide) / jnp.asarray(1.0 - rate, wide)
         scaled = quotient.astype(x.dtype)
-        mask = jax.vmap(keep_row)(self.rows)
+        # One key per global row, so that sharding and microbatching do not change the mask.
+        mask = jax.vmap(lambda row: jax.random.bernoulli(jax.random.fold_in(key, row), 1.0 - rate, x.shape[1:]))(
+            self.rows
+        )
         zero = jnp.zeros((), x.dtype)
         return jnp.where(mask, scaled, zero)
 
@@ -149,7 +167,13 @@ class Context:
 
     def gather(self, weight: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
         """All-gather a weight stored with these mesh axes over fsdp; its gradient is reduce-scattered over fsdp."""
-        gathered_axes = tuple(_without_fsdp(axis) for axis in mesh_axes)
+        gathered: list[str | tuple[str, ...] | None] = []
+        for axes in mesh_axes:
+            names = (axes,) if isinstance(axes, str) else axes or ()
+            other_names = tuple(name for name in names if name != "fsdp")
+            # A dimension has a name, a tuple of two or more names, or None.
+            gathered.append(other_names[0] if len(other_names) == 1 else other_names or None)
+        gathered_axes = tuple(gathered)
         if gathered_axes == mesh_axes or self.mesh is None or self.mesh.size == 1:
             return weight
         # The codes of a quantized weight are integers, which have no gradient to scatter.
@@ -205,7 +229,7 @@ class Layer:
     def branches(self) -> dict[str, list[str]]:
         """The branches that a block adds to the residual stream, in order: {branch: names of the children it uses}.
 
-        {} for any other layer. A layer with branches also has `branch`, see `plimsoll.Block`.
+        {} for any other layer. A layer with branches overrides `branch` too.
         """
         return {}
 
@@ -272,9 +296,23 @@ class Layer:
                     weights[name] = child.prepare(params[name], ctx)
         return weights
 
-    def apply(self, weights: Nested, carry: Any, ctx: Context, layer_state: Nested) -> tuple[Any, Out]:
-        """Run the layer. `carry` is what flows between layers and stages, one pytree (for language models x_BSD)."""
+    def apply(self, weights: Nested, carry: Carry, ctx: Context, layer_state: Nested) -> tuple[Carry, Out]:
+        """Run the layer: map its input carry to its output carry."""
         raise NotImplementedError(f"{type(self).__name__}.apply")
+
+    def branch(
+        self, name: str, weights: Nested, x: jax.Array, ctx: Context, layer_state: Nested
+    ) -> tuple[jax.Array, Out]:
+        """Return the output of one of `branches`, in the compute dtype, to be added to x.
+
+        Args:
+            name: name of the branch.
+            weights: the layer's weights; those of the children that the branch uses are enough.
+            x: the residual stream.
+            ctx: the layer's context.
+            layer_state: the layer's buffers.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.branch")
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return the forward pass's floating-point operations per token: matrix products; a multiply-add counts 2."""
@@ -282,11 +320,11 @@ class Layer:
         return sum(child.flops_per_token(seq_len) for child in self.children().values())
 
 
-def _nest(layer_specs: Mapping[str, Any], child_specs: dict[str, Nested]) -> Nested:
+def _nest(layer_specs: Mapping[str, TensorSpec | Nested], child_specs: dict[str, Nested]) -> Nested:
     """Return one level of a nested dict of specs; children without any spec are left out."""
     clash = layer_specs.keys() & child_specs.keys()
     assert not clash, f"a parameter and a child are both called {clash}"
-    nested = {**layer_specs}
+    nested: Nested = {**layer_specs}
     for name, specs in child_specs.items():
         if specs:
             nested[name] = specs
@@ -295,17 +333,14 @@ def _nest(layer_specs: Mapping[str, Any], child_specs: dict[str, Nested]) -> Nes
 
 def prepare_params(specs: Nested, params: Nested, ctx: Context) -> Nested:
     """Cast a layer's own parameters to the compute dtype (quantized ones stay as they are) and gather them."""
-    weights = {}
-    for name, spec in specs.items():
-        # A quantized weight is a dict of codes and scales, so the spec and the parameter are both trees.
-        weights[name] = jax.tree.map(partial(_prepare, ctx=ctx), spec, params[name])
-    return weights
 
+    def prepare(spec: ParameterSpec, param: jax.Array) -> jax.Array:
+        # The cast comes before the gather, so that the narrower dtype travels between devices.
+        weight = param if spec.quantized else cast(param, ctx.compute_dtype)
+        return ctx.gather(weight, spec.mesh_axes)
 
-def _prepare(spec: ParameterSpec, param: jax.Array, ctx: Context) -> jax.Array:
-    # The cast comes before the gather, so that the narrower dtype travels between devices.
-    weight = param if spec.quantized else cast(param, ctx.compute_dtype)
-    return ctx.gather(weight, spec.mesh_axes)
+    # A quantized weight is a dict of codes and scales, so the spec and the parameter may both be trees.
+    return {name: jax.tree.map(prepare, spec, params[name]) for name, spec in specs.items()}
 
 
 def _constrain(x: jax.Array, mesh: Mesh, axes: MeshAxes) -> jax.Array:
@@ -322,21 +357,11 @@ def _gather(weight: jax.Array, mesh: Mesh, stored_axes: MeshAxes, gathered_axes:
     return _constrain(weight, mesh, gathered_axes)
 
 
-def _gather_forward(
-    weight: jax.Array, mesh: Mesh, stored_axes: MeshAxes, gathered_axes: MeshAxes
-) -> tuple[jax.Array, None]:
-    return _constrain(weight, mesh, gathered_axes), None
-
-
-def _gather_backward(
-    mesh: Mesh, stored_axes: MeshAxes, gathered_axes: MeshAxes, _: None, grad: jax.Array
-) -> tuple[jax.Array]:
+_gather.defvjp(
+    lambda weight, mesh, stored_axes, gathered_axes: (_constrain(weight, mesh, gathered_axes), None),
     # The cotangent gets the sharding of the stored weight, not that of the gathered one.
-    weight_grad = _constrain(grad, mesh, stored_axes)
-    return (weight_grad,)
-
-
-_gather.defvjp(_gather_forward, _gather_backward)
+    lambda mesh, stored_axes, gathered_axes, _, grad: (_constrain(grad, mesh, stored_axes),),
+)
 
 
 def check_axis(mesh: Mesh | AbstractMesh, axis: str, name: str, count: int) -> None:
@@ -355,7 +380,7 @@ def check_axis(mesh: Mesh | AbstractMesh, axis: str, name: str, count: int) -> N
         )
 
 
-def cast(x: jax.Array, dtype: Any) -> jax.Array:
+def cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Cast x to another dtype, rounding at this point of the program."""
     source = jnp.finfo(x.dtype)
     target = jnp.finfo(dtype)
@@ -374,13 +399,3 @@ def add_shared(x: jax.Array, term: jax.Array) -> jax.Array:
     wide = jnp.promote_types(result_dtype, jnp.float32)
     total = x.astype(wide) + term.astype(wide)
     return total.astype(x.dtype)
-
-
-def _without_fsdp(axes: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-    """Return the mesh axes of one dimension without fsdp: a name, a tuple of two or more names, or None."""
-    if isinstance(axes, str):
-        axes = (axes,)
-    names = tuple(name for name in axes or () if name != "fsdp")
-    if len(names) == 1:
-        return names[0]
-    return names or None

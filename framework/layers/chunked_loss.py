@@ -11,24 +11,59 @@ result may be the input of any function.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import CustomVJPPrimal
 
 from plimsoll.framework.layers.base import BATCH_AXES, Context
+from plimsoll.framework.layers.custom_gradients import zero_cotangent
+from plimsoll.framework.layout import PyTree
 
 # The loss, an f32 scalar, and metrics by name.
 LossAndMetrics = tuple[jax.Array, dict[str, jax.Array]]
+# A tree of arrays [B, S, ...] with what the loss of a position reads, such as its target and weight.
+Inputs = TypeVar("Inputs")
+# Computes the loss of some positions from (product of their hidden states and the table [B, S', V], their inputs).
+ComputeLoss = Callable[[jax.Array, Inputs], LossAndMetrics]
+# The mesh axes of the table [V, D]. Sharding its gradient in the same way adds up the devices' partial sums.
+_TABLE_AXES = ("model", "fsdp")
 
 
-class Chunks(NamedTuple):
-    """The number of chunks of positions, and the number of groups of chunks; `groups` divides `count`."""
+@dataclass(frozen=True)
+class Chunks:
+    """How the positions of a batch are divided.
+
+    Attributes:
+        count: the number of chunks of positions.
+        groups: the number of groups of chunks; divides `count`.
+    """
 
     count: int
     groups: int
+
+    def split(self, tree: PyTree, ctx: Context) -> PyTree:
+        """Split arrays [B, S, ...] into [chunks, B, S / chunks, ...]."""
+
+        # A chunk holds the positions i, i + chunks, ...: an equal share of every seq shard.
+        def split_array(x: jax.Array) -> jax.Array:
+            batch, length, *inner = x.shape
+            strided = x.reshape(batch, length // self.count, self.count, *inner)
+            chunks = jnp.moveaxis(strided, 2, 0)
+            inner_axes = (None,) * len(inner)
+            return ctx.constrain(chunks, None, BATCH_AXES, "seq", *inner_axes)
+
+        return jax.tree.map(split_array, tree)
+
+    @staticmethod
+    def join(chunks: jax.Array) -> jax.Array:
+        """Inverse of `split`, for one array."""
+        strided = jnp.moveaxis(chunks, 0, 2)
+        return strided.reshape(strided.shape[0], -1, *strided.shape[3:])
 
 
 def logits_product(h_BSD: jax.Array, table_VD: jax.Array) -> jax.Array:
@@ -95,13 +130,29 @@ def _pick_backward(saved: tuple[jax.Array, jax.Array], grad_BS: jax.Array) -> tu
 _pick_target_logits.defvjp(_pick_forward, _pick_backward)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _LossResiduals(Generic[Inputs]):
+    """What the forward pass of `compute_chunked_loss` saves: its gradients, up to the factor of the cotangent.
+
+    Attributes:
+        h_grad: gradient of the hidden states [B, S, D].
+        table_grad: gradient of the table [V, D]; None if the table is frozen.
+        inputs: see `compute_chunked_loss`.
+    """
+
+    h_grad: jax.Array
+    table_grad: jax.Array | None
+    inputs: Inputs
+
+
 def compute_chunked_loss(
-    compute_loss: Callable[..., LossAndMetrics],
+    compute_loss: ComputeLoss[Inputs],
     chunks: Chunks,
     ctx: Context,
     h_BSD: jax.Array,
     table_VD: jax.Array,
-    inputs: Any,
+    inputs: Inputs,
 ) -> LossAndMetrics:
     """Sum `compute_loss(product, inputs)` over chunks of positions, which are interleaved slices.
 
@@ -114,28 +165,36 @@ def compute_chunked_loss(
         inputs: a tree of arrays [B, S, ...], such as targets and weights; it gets no gradient.
     """
     # custom_vjp keeps these functions after the trace, so they may hold the mesh but no traced arrays.
-    run = _ChunkedLoss(compute_loss, chunks, Context(batch={}, mesh=ctx.mesh))
+    chunked = _ChunkedLoss(compute_loss, chunks, Context(batch={}, mesh=ctx.mesh))
 
-    @jax.custom_vjp
-    def total(h: jax.Array, table: jax.Array, inputs: Any) -> LossAndMetrics:
-        return run.loss(h, table, inputs)
-
-    def forward(h: Any, table: Any, inputs: Any) -> tuple[LossAndMetrics, Any]:
+    def forward(h: CustomVJPPrimal, table: CustomVJPPrimal, inputs: PyTree) -> tuple[LossAndMetrics, _LossResiduals]:
         # With symbolic_zeros, arguments know whether they are differentiated. A frozen table is not.
         is_table_trained = table.perturbed
-        h, table, inputs = jax.tree.map(lambda x: x.value, (h, table, inputs))
-        loss, h_grad, table_grad = run.loss_and_gradients(h, table, inputs, with_table=is_table_trained)
-        return loss, (h_grad, table_grad, inputs)
+        values = jax.tree.map(lambda x: x.value, inputs)
+        loss, h_grad, table_grad = chunked.loss_and_gradients(h.value, table.value, values, with_table=is_table_trained)
+        return loss, _LossResiduals(h_grad, table_grad, values)
 
-    def backward(saved: Any, cotangent: LossAndMetrics) -> tuple[jax.Array, jax.Array | None, Any]:
+    def backward(saved: _LossResiduals[Inputs], cotangent: LossAndMetrics) -> tuple[PyTree, ...]:
         # Metrics are not differentiated; the loss is a scalar, so its cotangent only scales.
         loss_ct = cotangent[0]
-        *grads, inputs = saved
+        grads = (saved.h_grad, saved.table_grad)
         h_grad, table_grad = jax.tree.map(lambda grad: (grad * loss_ct).astype(grad.dtype), grads)
-        return h_grad, table_grad, _no_grad(inputs)
+        return h_grad, table_grad, jax.tree.map(zero_cotangent, saved.inputs)
 
+    total = jax.custom_vjp(chunked.loss)
     total.defvjp(forward, backward, symbolic_zeros=True)
     return total(h_BSD, table_VD, inputs)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _LogProbResiduals:
+    """What the forward pass of `token_log_probs` saves: its arguments [B, S, D], [V, D] and [B, S]."""
+
+    h_BSD: jax.Array
+    table_VD: jax.Array
+    targets_BS: jax.Array
+    is_table_trained: bool = field(metadata={"static": True})
 
 
 def token_log_probs(
@@ -155,8 +214,7 @@ def token_log_probs(
         targets_BS: int32, token ids.
         softcap: see LMHead.
     """
-    compute_loss = partial(token_loss, softcap=softcap, z_loss=0.0)
-    run = _ChunkedLoss(compute_loss, chunks, Context(batch={}, mesh=ctx.mesh))
+    mesh_ctx = Context(batch={}, mesh=ctx.mesh)
 
     def chunk_log_probs(product: jax.Array, targets: jax.Array) -> jax.Array:
         logits = apply_softcap(product, softcap)
@@ -164,36 +222,37 @@ def token_log_probs(
 
     @jax.custom_vjp
     def log_probs(h: jax.Array, table: jax.Array, targets: jax.Array) -> jax.Array:
-        return run.by_position(chunk_log_probs, h, table, targets)
+        return _map_positions(chunk_log_probs, chunks, mesh_ctx, h, table, targets)
 
-    def forward(h: Any, table: Any, targets: Any) -> tuple[jax.Array, Any]:
+    def forward(
+        h: CustomVJPPrimal, table: CustomVJPPrimal, targets: CustomVJPPrimal
+    ) -> tuple[jax.Array, _LogProbResiduals]:
         # With symbolic_zeros, arguments know whether they are differentiated. A frozen table is not.
-        is_table_trained = table.perturbed
-        h, table, targets = (x.value for x in (h, table, targets))
-        # Residuals must be arrays, so the tree structure records whether the table is trained.
-        mark = () if is_table_trained else None
-        return log_probs(h, table, targets), (h, table, targets, mark)
+        saved = _LogProbResiduals(h.value, table.value, targets.value, is_table_trained=table.perturbed)
+        return log_probs(saved.h_BSD, saved.table_VD, saved.targets_BS), saved
 
-    def backward(saved: Any, log_probs_ct: jax.Array) -> tuple[jax.Array, jax.Array | None, Any]:
-        h, table, targets, mark = saved
+    def backward(saved: _LogProbResiduals, log_probs_ct: jax.Array) -> tuple[PyTree, ...]:
         # The loss is the sum of weight times negative log-probability. With these weights, its gradient is that of
         # the sum of cotangent times log-probability.
-        inputs = (targets, -log_probs_ct)
-        _, h_grad, table_grad = run.loss_and_gradients(h, table, inputs, with_table=mark is not None)
-        return h_grad, table_grad, np.zeros(targets.shape, jax.dtypes.float0)
+        inputs = (saved.targets_BS, -log_probs_ct)
+        chunked = _ChunkedLoss(partial(token_loss, softcap=softcap, z_loss=0.0), chunks, mesh_ctx)
+        _, h_grad, table_grad = chunked.loss_and_gradients(
+            saved.h_BSD, saved.table_VD, inputs, with_table=saved.is_table_trained
+        )
+        return h_grad, table_grad, zero_cotangent(saved.targets_BS)
 
     log_probs.defvjp(forward, backward, symbolic_zeros=True)
     return log_probs(h_BSD, table_VD, targets_BS)
 
 
 def by_position(
-    compute_values: Callable[[jax.Array], Any],
+    compute_values: Callable[[jax.Array], PyTree],
     chunks: Chunks,
     ctx: Context,
     h_BSD: jax.Array,
     table_VD: jax.Array,
     softcap: float | None = None,
-) -> Any:
+) -> PyTree:
     """Return `compute_values(logits)` for each position, a tree of arrays [B, S, ...]; not differentiable.
 
     Args:
@@ -201,88 +260,88 @@ def by_position(
         chunks, ctx, h_BSD, table_VD: see `compute_chunked_loss`.
         softcap: see LMHead.
     """
-
-    def chunk_values(product: jax.Array, _: tuple[()]) -> Any:
-        return compute_values(apply_softcap(product, softcap))
-
-    def no_loss(product: jax.Array, _: tuple[()]) -> LossAndMetrics:
-        raise AssertionError("positions have values and no loss")
-
-    run = _ChunkedLoss(no_loss, chunks, Context(batch={}, mesh=ctx.mesh))
-    return run.by_position(chunk_values, h_BSD, table_VD, ())
+    return _map_positions(
+        lambda product, _: compute_values(apply_softcap(product, softcap)), chunks, ctx, h_BSD, table_VD, ()
+    )
 
 
-class _ChunkedLoss:
-    """Computes the loss and its gradients one chunk of positions at a time; see `compute_chunked_loss`."""
+def _map_positions(
+    compute_values: Callable[[jax.Array, Inputs], PyTree],
+    chunks: Chunks,
+    ctx: Context,
+    h: jax.Array,
+    table: jax.Array,
+    inputs: Inputs,
+) -> PyTree:
+    """Return `compute_values(product of hidden states and table, inputs)` for each position, arrays [B, S, ...]."""
+    if chunks.count == 1:
+        return compute_values(logits_product(h, table), inputs)
+    chunk_stack = jax.lax.map(
+        lambda chunk: compute_values(logits_product(chunk[0], table), chunk[1]), chunks.split((h, inputs), ctx)
+    )
+    return jax.tree.map(chunks.join, chunk_stack)
 
-    def __init__(self, compute_loss: Callable[..., LossAndMetrics], chunks: Chunks, ctx: Context):
-        self.compute_loss = compute_loss
-        self.chunks = chunks
-        self.ctx = ctx
 
-    def loss(self, h: jax.Array, table: jax.Array, inputs: Any) -> LossAndMetrics:
+@dataclass(frozen=True, eq=False)
+class _ChunkedLoss(Generic[Inputs]):
+    """The loss and its gradients, one chunk of positions at a time.
+
+    Attributes:
+        compute_loss, chunks: see `compute_chunked_loss`.
+        ctx: has only the mesh.
+    """
+
+    compute_loss: ComputeLoss[Inputs]
+    chunks: Chunks
+    ctx: Context
+
+    def loss(self, h: jax.Array, table: jax.Array, inputs: Inputs) -> LossAndMetrics:
         """Return the loss without gradients."""
-
-        def body(sums: LossAndMetrics, chunk: Any) -> tuple[LossAndMetrics, None]:
-            chunk_h, chunk_inputs = chunk
-            product = logits_product(chunk_h, table)
-            return _add(sums, self.compute_loss(product, chunk_inputs)), None
-
         if self.chunks.count == 1:
             return self.compute_loss(logits_product(h, table), inputs)
+
+        def add_chunk(sums: LossAndMetrics, chunk: tuple[jax.Array, Inputs]) -> tuple[LossAndMetrics, None]:
+            chunk_h, chunk_inputs = chunk
+            loss = self.compute_loss(logits_product(chunk_h, table), chunk_inputs)
+            return jax.tree.map(jnp.add, sums, loss), None
+
         zeros = self._zeros(h, table, inputs)
-        chunks = self._split((h, inputs))
-        sums, _ = jax.lax.scan(body, zeros, chunks)
+        sums, _ = jax.lax.scan(add_chunk, zeros, self.chunks.split((h, inputs), self.ctx))
         return sums
 
-    def by_position(
-        self, compute_values: Callable[[jax.Array, Any], Any], h: jax.Array, table: jax.Array, inputs: Any
-    ) -> Any:
-        """Return `compute_values(product of hidden states and table, inputs)` for each position, arrays [B, S, ...]."""
-        if self.chunks.count == 1:
-            return compute_values(logits_product(h, table), inputs)
-
-        def chunk_values(chunk: Any) -> Any:
-            chunk_h, chunk_inputs = chunk
-            return compute_values(logits_product(chunk_h, table), chunk_inputs)
-
-        chunk_stack = jax.lax.map(chunk_values, self._split((h, inputs)))
-        return jax.tree.map(self._join, chunk_stack)
-
     def loss_and_gradients(
-        self, h: jax.Array, table: jax.Array, inputs: Any, *, with_table: bool
+        self, h: jax.Array, table: jax.Array, inputs: Inputs, *, with_table: bool
     ) -> tuple[LossAndMetrics, jax.Array, jax.Array | None]:
         """Return (loss, gradient of h, gradient of the table or None), each gradient in the dtype of its array."""
         count = self.chunks.count
         # Only the table's gradient needs groups. Without it, one group of all chunks is enough.
         groups = self.chunks.groups if with_table else 1
         zeros = self._zeros(h, table, inputs)
-        chunks = self._split((h, inputs))
+        chunks = self.chunks.split((h, inputs), self.ctx)
         if groups == 1:
             grad_dtype = table.dtype if with_table else None
-            loss, h_grads, table_grad = self._group(zeros, chunks, table, grad_dtype)
-            return loss, self._join(h_grads), table_grad
+            loss, h_grads, table_grad = self._add_group(zeros, chunks, table, grad_dtype)
+            return loss, self.chunks.join(h_grads), table_grad
         # The sum is in float32. A loop cannot carry partial sums, so each group's gradient is reduced over the devices.
         sum_dtype = jnp.promote_types(table.dtype, jnp.float32)
 
-        def body(
-            sums: tuple[LossAndMetrics, jax.Array], group: Any
+        def add_group(
+            sums: tuple[LossAndMetrics, jax.Array], group: tuple[jax.Array, Inputs]
         ) -> tuple[tuple[LossAndMetrics, jax.Array], jax.Array]:
             loss_sum, table_sum = sums
-            loss, h_grads, table_grad = self._group(loss_sum, group, table, sum_dtype)
+            loss, h_grads, table_grad = self._add_group(loss_sum, group, table, sum_dtype)
             assert table_grad is not None
-            return (loss, self._as_table(table_sum + table_grad)), h_grads
+            return (loss, self.ctx.constrain(table_sum + table_grad, *_TABLE_AXES)), h_grads
 
-        table_zeros = self._as_table(jnp.zeros(table.shape, sum_dtype))
+        table_zeros = self.ctx.constrain(jnp.zeros(table.shape, sum_dtype), *_TABLE_AXES)
         grouped = jax.tree.map(lambda x: x.reshape(groups, count // groups, *x.shape[1:]), chunks)
-        sums, h_grads = jax.lax.scan(body, (zeros, table_zeros), grouped)
-        loss, table_sum = sums
+        (loss, table_sum), h_grads = jax.lax.scan(add_group, (zeros, table_zeros), grouped)
         # The loop stacks groups of chunks, [groups, count / groups, ...].
         h_grads = h_grads.reshape(count, *h_grads.shape[2:])
-        return loss, self._join(h_grads), table_sum.astype(table.dtype)
+        return loss, self.chunks.join(h_grads), table_sum.astype(table.dtype)
 
-    def _group(
-        self, loss: LossAndMetrics, chunks: Any, table: jax.Array, dtype: Any
+    def _add_group(
+        self, loss: LossAndMetrics, chunks: tuple[jax.Array, Inputs], table: jax.Array, dtype: np.dtype | None
     ) -> tuple[LossAndMetrics, jax.Array, jax.Array | None]:
         """Add the loss of a group of chunks [chunks, B, S / chunks, ...] to `loss`, and compute their gradients.
 
@@ -291,7 +350,9 @@ class _ChunkedLoss:
             `dtype` is None).
         """
 
-        def body(loss: LossAndMetrics, chunk: Any) -> tuple[LossAndMetrics, tuple[jax.Array, jax.Array | None]]:
+        def add_chunk(
+            loss: LossAndMetrics, chunk: tuple[jax.Array, Inputs]
+        ) -> tuple[LossAndMetrics, tuple[jax.Array, jax.Array | None]]:
             h, inputs = chunk
             product = logits_product(h, table)
             loss_and_grad = jax.value_and_grad(self.compute_loss, has_aux=True)
@@ -300,68 +361,26 @@ class _ChunkedLoss:
             product_grad = product_grad.astype(h.dtype)
             h_grad = jnp.einsum("bsv,vd->bsd", product_grad, table)
             table_factor = None if dtype is None else product_grad
-            return _add(loss, chunk_loss), (h_grad, table_factor)
+            return jax.tree.map(jnp.add, loss, chunk_loss), (h_grad, table_factor)
 
         hidden, _ = chunks
         if hidden.shape[0] == 1:
             only_chunk = jax.tree.map(lambda x: x[0], chunks)
-            loss, chunk_grads = body(loss, only_chunk)
+            loss, chunk_grads = add_chunk(loss, only_chunk)
             h_grads, product_grads = jax.tree.map(lambda x: x[None], chunk_grads)
         else:
-            loss, (h_grads, product_grads) = jax.lax.scan(body, loss, chunks)
+            loss, (h_grads, product_grads) = jax.lax.scan(add_chunk, loss, chunks)
         if product_grads is None:
             return loss, h_grads, None
         # One product for the whole group needs only one all-reduce of the sum over devices.
         with jax.named_scope("gradient"):
             table_grad = jnp.einsum("cbsv,cbsd->vd", product_grads, hidden, preferred_element_type=dtype)
-            return loss, h_grads, self._as_table(table_grad)
+            return loss, h_grads, self.ctx.constrain(table_grad, *_TABLE_AXES)
 
-    def _as_table(self, grad: jax.Array) -> jax.Array:
-        """Shard the gradient like the table; this adds up the devices' partial sums."""
-        return self.ctx.constrain(grad, "model", "fsdp")
-
-    def _split(self, tree: Any) -> Any:
-        """Split [B, S, ...] into [chunks, B, S / chunks, ...]."""
-        count = self.chunks.count
-
-        # A chunk holds the positions i, i + chunks, ...: an equal share of every seq shard.
-        def split(x: jax.Array) -> jax.Array:
-            batch, length, *inner = x.shape
-            strided = x.reshape(batch, length // count, count, *inner)
-            chunks = jnp.moveaxis(strided, 2, 0)
-            inner_axes = (None,) * len(inner)
-            return self.ctx.constrain(chunks, None, BATCH_AXES, "seq", *inner_axes)
-
-        return jax.tree.map(split, tree)
-
-    @staticmethod
-    def _join(chunks: jax.Array) -> jax.Array:
-        """Inverse of `_split`."""
-        strided = jnp.moveaxis(chunks, 0, 2)
-        return strided.reshape(strided.shape[0], -1, *strided.shape[3:])
-
-    def _zeros(self, h: jax.Array, table: jax.Array, inputs: Any) -> LossAndMetrics:
+    def _zeros(self, h: jax.Array, table: jax.Array, inputs: Inputs) -> LossAndMetrics:
         """Return zeros with the same structure as the result of `compute_loss`."""
-
-        def whole(h: jax.Array, table: jax.Array, inputs: Any) -> LossAndMetrics:
-            return self.compute_loss(logits_product(h, table), inputs)
-
         # Only shapes are evaluated; none of this enters the program.
-        shapes = jax.eval_shape(whole, h, table, inputs)
+        shapes = jax.eval_shape(
+            lambda h, table, inputs: self.compute_loss(logits_product(h, table), inputs), h, table, inputs
+        )
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-
-def _add(a: Any, b: Any) -> Any:
-    return jax.tree.map(jnp.add, a, b)
-
-
-def _no_grad(inputs: Any) -> Any:
-    """Return the cotangents of inputs such as targets and weights: zeros."""
-
-    def zeros(x: jax.Array) -> Any:
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            return jnp.zeros_like(x)
-        # float0 is JAX's dtype for cotangents of integers.
-        return np.zeros(x.shape, jax.dtypes.float0)
-
-    return jax.tree.map(zeros, inputs)

@@ -6,15 +6,14 @@ parameter's own dtype, and in bfloat16 each addition loses up to 1/512 of the su
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from plimsoll.framework.layout import Nested
 
 
-def sum_dtype(dtype: Any) -> Any:
+def sum_dtype(dtype: np.dtype) -> np.dtype:
     """Return the dtype for summing gradients of parameters of this dtype: float32 or wider."""
     return jnp.promote_types(dtype, jnp.float32)
 
@@ -29,11 +28,6 @@ def add(sums: Nested, grads: Nested) -> Nested:
     return jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums, grads)
 
 
-def cast_sums(sums: Nested, params: Nested) -> Nested:
-    """Cast sums to the dtypes of their parameters."""
-    return jax.tree.map(lambda total, param: total.astype(param.dtype), sums, params)
-
-
 def make_taps(params: Nested) -> Nested:
     """Return an array for each parameter, through which its gradient returns in the dtype of sums: see `attach_taps`.
 
@@ -43,7 +37,7 @@ def make_taps(params: Nested) -> Nested:
     float_leaves = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
     if all(sum_dtype(leaf.dtype) == leaf.dtype for leaf in float_leaves):
         return {}
-    return jax.tree.map(_tap, params)
+    return jax.tree.map(lambda x: _tap(x, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else None, params)
 
 
 def attach_taps(params: Nested, taps: Nested) -> Nested:
@@ -54,22 +48,19 @@ def attach_taps(params: Nested, taps: Nested) -> Nested:
     """
     if not taps:
         return params
-    # The tap of an integer parameter is None, which has to count as a leaf.
-    return jax.tree.map(_use, taps, params, is_leaf=lambda tap: tap is None)
+    # The tap of an integer parameter is None, which has to count as a leaf. stop_gradient, because the parameter's own
+    # gradient would be summed in its narrow dtype.
+    return jax.tree.map(
+        lambda tap, x: x if tap is None else _pass(jax.lax.stop_gradient(x), tap),
+        taps,
+        params,
+        is_leaf=lambda tap: tap is None,
+    )
 
 
-def _tap(x: jax.Array) -> jax.Array | None:
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return None
-    dtype = x.dtype
-
-    # The tap is a function of the parameter, so the summed gradient flows on to the parameter.
-    @jax.custom_vjp
-    def tap(x: jax.Array) -> jax.Array:
-        return jnp.zeros(x.shape, sum_dtype(dtype))
-
-    tap.defvjp(lambda x: (tap(x), None), lambda _, sum_of_uses: (sum_of_uses.astype(dtype),))
-    return tap(x)
+# The tap is a function of the parameter, so the summed gradient flows on to the parameter.
+_tap = jax.custom_vjp(lambda x, dtype: jnp.zeros(x.shape, sum_dtype(dtype)), nondiff_argnums=(1,))
+_tap.defvjp(lambda x, dtype: (_tap(x, dtype), None), lambda dtype, _, sum_of_uses: (sum_of_uses.astype(dtype),))
 
 
 @jax.custom_vjp
@@ -79,10 +70,3 @@ def _pass(x: jax.Array, tap: jax.Array) -> jax.Array:
 
 
 _pass.defvjp(lambda x, tap: (x, None), lambda _, grad: (None, grad.astype(sum_dtype(grad.dtype))))
-
-
-def _use(tap: jax.Array | None, x: jax.Array) -> jax.Array:
-    if tap is None:
-        return x
-    # stop_gradient, because the parameter's own gradient would be summed in its narrow dtype.
-    return _pass(jax.lax.stop_gradient(x), tap)

@@ -11,8 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from plimsoll.framework.config import Config, PositiveInt, component, config_for
 from plimsoll.framework.layers.base import BATCH_AXES, Context, Layer, Out
+from plimsoll.framework.layers.custom_gradients import save_inputs
 from plimsoll.framework.layers.linear import Linear
-from plimsoll.framework.layers.save_inputs import save_inputs
 from plimsoll.framework.layout import Nested
 
 
@@ -81,10 +81,7 @@ class MLP(Layer):
             h_BSF = save_inputs(self.activation)(up_BSF)
         else:
             gate_BSF = hidden(self.gate, "gate")
-            h_BSF = save_inputs(self._apply_gate)(gate_BSF, up_BSF)
+            h_BSF = save_inputs(lambda gate, up: self.activation(gate) * up)(gate_BSF, up_BSF)
         with jax.named_scope("down"):
             y_BSD = checkpoint_name(self.down(weights["down"], h_BSF, ctx), "mlp_down")
             return ctx.constrain_hidden(y_BSD), Out()
-
-    def _apply_gate(self, gate_BSF: jax.Array, up_BSF: jax.Array) -> jax.Array:
-        return self.activation(gate_BSF) * up_BSF

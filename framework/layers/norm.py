@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from plimsoll.framework.config import PositiveFloat, PositiveInt, component
 from plimsoll.framework.layers.base import Context, Layer
-from plimsoll.framework.layers.save_inputs import save_inputs
+from plimsoll.framework.layers.custom_gradients import save_inputs
 from plimsoll.framework.layout import ParameterSpec
 
 

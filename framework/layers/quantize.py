@@ -11,12 +11,12 @@ the blocks, in float32. The weight's mesh axes apply to both.
 from __future__ import annotations
 
 import math
-from functools import partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from plimsoll.framework.layout import Nested, ParameterSpec, bit_packing
 
@@ -48,7 +48,7 @@ def make_quantized_specs(weight: ParameterSpec, storage: Storage, path: str) -> 
         raise ValueError(f"int8 has four codes in a word, and 4 does not divide {inputs}, the inputs of {path}")
 
     def make_spec(name: str, dtype: str, rows: int, run: int) -> ParameterSpec:
-        def initialize(key: jax.Array, *_: Any) -> jax.Array:
+        def initialize(key: jax.Array, *_: object) -> jax.Array:
             # Codes and scales get the same key (see `layout.initialize`), so both belong to the same random weight.
             initial_weight = weight.initializer(key, weight.shape, jnp.float32)
             return quantize(initial_weight, storage)[name]
@@ -113,7 +113,7 @@ def unpack_codes(packed: jax.Array, storage: Storage) -> jax.Array:
     return jax.lax.bitcast_convert_type(codes, jnp.int8) if storage == "int8" else codes
 
 
-def dequantize(stored: Nested, storage: Storage, dtype: Any) -> jax.Array:
+def dequantize(stored: Nested, storage: Storage, dtype: DTypeLike) -> jax.Array:
     """Inverse of `quantize`: returns [..., in, out], computed in float32 and cast to `dtype`."""
     codes = unpack_codes(stored["codes"], storage)
     scales = stored["scales"]
@@ -139,13 +139,13 @@ def _look_up(codes: jax.Array, values: tuple[float, ...]) -> jax.Array:
     return jnp.where(is_upper, upper, lower)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def matmul(storage: Storage, x: jax.Array, stored: Nested) -> jax.Array:
+def _matmul(storage: Storage, x: jax.Array, stored: Nested) -> jax.Array:
     """Multiply x [..., in] by the weight [in, out] that is stored in `stored`, in x's dtype."""
     # The backward pass dequantizes again, so nothing else is saved, regardless of memory.remat.
     return x @ dequantize(stored, storage, x.dtype)
 
 
+matmul = jax.custom_vjp(_matmul, nondiff_argnums=(0,))
 matmul.defvjp(
     lambda storage, x, stored: (matmul(storage, x, stored), stored),
     lambda storage, stored, y_grad: (y_grad @ dequantize(stored, storage, y_grad.dtype).mT, None),

@@ -7,14 +7,18 @@ RevNets, arXiv 1707.04585; Kitaev et al. 2020, Reformer, arXiv 2001.04451).
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from plimsoll.framework.layers.base import Context, Layer, Out
+from plimsoll.framework.layers.base import Carry, Context, Layer, Out
 from plimsoll.framework.layout import Nested, fill_none, floats
 
+# The cotangents of a layer's output carry and of its loss (None for no loss).
+Cotangents = tuple[Carry, jax.Array | None]
+# Two residual streams, [B, S, D] each, in float32 or wider.
+Streams = tuple[jax.Array, jax.Array]
 # Fixed point is float32 in multiples of 2^-12: 12 of its 24 bits remain for the integer part.
 FRACTION_BITS = 12
 
@@ -23,8 +27,8 @@ class Reversible(Layer):
     """A layer whose input can be computed from its output."""
 
     def reverse(
-        self, weights: Nested, carry: Any, cts: tuple[Any, Any], ctx: Context, layer_state: Nested
-    ) -> tuple[Any, Nested, Any]:
+        self, weights: Nested, carry: Carry, cts: Cotangents, ctx: Context, layer_state: Nested
+    ) -> tuple[Carry, Nested, Carry]:
         """Run the layer in reverse. Inverse and gradient share one evaluation of the expensive part.
 
         Args:
@@ -52,7 +56,7 @@ class TwoStream(Reversible):
         streams: "float32" or "fixed".
     """
 
-    def __init__(self, block: Any, streams: Literal["float32", "fixed"]):
+    def __init__(self, block: Layer, streams: Literal["float32", "fixed"]):
         self.block = block
         self.fixed = streams == "fixed"
 
@@ -60,7 +64,7 @@ class TwoStream(Reversible):
         """Return the block's children: parameters have the same paths as without streams."""
         return self.block.children()
 
-    def enter(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def enter(self, x: jax.Array) -> Streams:
         """Create the stack's carry from its input: two equal streams, in float32 or wider."""
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         if self.fixed:
@@ -68,7 +72,7 @@ class TwoStream(Reversible):
             x = drop_signed_zeros(round_to_fixed(x))
         return x, x
 
-    def leave(self, carry: tuple[jax.Array, jax.Array], ctx: Context) -> jax.Array:
+    def leave(self, carry: Streams, ctx: Context) -> jax.Array:
         """Create the stack's output from its carry: the mean of both streams."""
         first, second = carry
         mean = 0.5 * (first + second)
@@ -86,7 +90,7 @@ class TwoStream(Reversible):
             h = round_to_fixed(jax.lax.optimization_barrier(h))
         return h, out
 
-    def apply(self, weights: Nested, carry: Any, ctx: Context, layer_state: Nested) -> tuple[Any, Out]:
+    def apply(self, weights: Nested, carry: Streams, ctx: Context, layer_state: Nested) -> tuple[Streams, Out]:
         """Add the branches to both streams of x_BSD."""
         streams = list(carry)
         outs = {}
@@ -98,14 +102,15 @@ class TwoStream(Reversible):
             streams[target] = streams[target] + h
         out = Out.merge(outs)
         if self.fixed:
-            out_of_range = sum(_count_overflow(x) for x in streams)
-            metrics = {**out.metrics, "out_of_range": out_of_range}
-            out = replace(out, metrics=metrics)
-        return tuple(streams), out
+            # Elements of magnitude 2^12 or more, whose sums in fixed point are not exact.
+            bound = 2.0 ** (24 - FRACTION_BITS)
+            out_of_range = sum(jnp.sum(jnp.abs(x) >= bound, dtype=jnp.float32) for x in streams)
+            out = replace(out, metrics={**out.metrics, "out_of_range": out_of_range})
+        return (streams[0], streams[1]), out
 
     def reverse(
-        self, weights: Nested, carry: Any, cts: tuple[Any, Any], ctx: Context, layer_state: Nested
-    ) -> tuple[Any, Nested, Any]:
+        self, weights: Nested, carry: Carry, cts: Cotangents, ctx: Context, layer_state: Nested
+    ) -> tuple[Carry, Nested, Carry]:
         """See `Reversible.reverse`."""
         streams = list(carry)
         stream_cts = list(cts[0])
@@ -138,12 +143,6 @@ def round_to_fixed(x: jax.Array) -> jax.Array:
     """Round x to a multiple of 2^-12; the derivative is defined as 1."""
     units = jnp.round(x * 2.0**FRACTION_BITS)
     return units * 2.0**-FRACTION_BITS
-
-
-def _count_overflow(x: jax.Array) -> jax.Array:
-    """Count the elements of magnitude 2^12 or more, whose sums in fixed point are not exact; f32 scalar."""
-    bound = 2.0 ** (24 - FRACTION_BITS)
-    return jnp.sum(jnp.abs(x) >= bound, dtype=jnp.float32)
 
 
 round_to_fixed.defjvps(lambda tangent, out, x: tangent)

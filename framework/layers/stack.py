@@ -10,23 +10,85 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from plimsoll.framework.config import Config, PositiveInt, component
 from plimsoll.framework.layers import grad_accumulation, remat
-from plimsoll.framework.layers.base import Context, Layer, Out
-from plimsoll.framework.layers.layer_pattern import LayerPattern
+from plimsoll.framework.layers.base import Carry, Context, Layer, Out
 from plimsoll.framework.layers.layer_range import LayerRange
-from plimsoll.framework.layers.reversible import Reversible, TwoStream
-from plimsoll.framework.layout import Nested, TensorSpec, fill_none, floats
+from plimsoll.framework.layers.reversible import Cotangents, Reversible, TwoStream
+from plimsoll.framework.layout import Nested, fill_none, floats
 
-# The body of a loop: (carry, (index, layer's parameters, layer's buffers)) -> (carry, Out).
-Body = Callable[[Any, tuple[jax.Array, Nested, Nested]], tuple[Any, Out]]
+# Runs one layer: (carry, its own parameters, the parameters that all layers share ({} for none), its buffers, its
+# context) -> (carry, Out).
+LayerFunction = Callable[[Carry, Nested, Nested, Nested, Context], tuple[Carry, Out]]
+# The body of a loop over layers: (carry, (index, the layer's parameters, its buffers)) -> (carry, Out).
+LoopBody = Callable[[Carry, tuple[jax.Array, Nested, Nested]], tuple[Carry, Out]]
+# Moves one layer's parameters to the device that computes.
+Fetch = Callable[[Nested], Nested]
+
+
+class LayerPattern(Reversible):
+    """One repeat of a stack's pattern: its layers in order, with the names block0, block1, ...
+
+    It is reversible if all of its layers are.
+    """
+
+    def __init__(self, layers: list[Layer]):
+        self.layers = {f"block{i}": layer for i, layer in enumerate(layers)}
+
+    def children(self) -> dict[str, Layer]:
+        """Return the layers by name."""
+        return dict(self.layers)
+
+    def apply(self, weights: Nested, carry: Carry, ctx: Context, layer_state: Nested) -> tuple[Carry, Out]:
+        """Run the layers one after the other."""
+        outs = {}
+        for name, layer in self.layers.items():
+            layer_weights = weights.get(name, {})
+            layer_ctx = ctx.fold(name)
+            buffers = layer_state.get(name, {})
+            carry, outs[name] = layer.apply(layer_weights, carry, layer_ctx, buffers)
+        return carry, Out.merge(outs)
+
+    def reverse(
+        self, weights: Nested, carry: Carry, cts: Cotangents, ctx: Context, layer_state: Nested
+    ) -> tuple[Carry, Nested, Carry]:
+        """Run the layers in reverse, from the last to the first; see `Reversible.reverse`."""
+        ct, loss_ct = cts
+        grads = {}
+        for name, layer in reversed(self.layers.items()):
+            assert isinstance(layer, Reversible), "`Stack.check_remat` refuses others"
+            layer_weights = weights.get(name, {})
+            buffers = layer_state.get(name, {})
+            # The losses of layers are summed, so every layer gets the cotangent of the sum.
+            layer_cts = (ct, loss_ct)
+            carry, grad, ct = layer.reverse(layer_weights, carry, layer_cts, ctx.fold(name), buffers)
+            # Gradients have the structure of the weights: a layer without weights has no entry.
+            if name in weights:
+                grads[name] = grad
+        return carry, grads, ct
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _InvertibleResiduals:
+    """What the forward pass saves under the remat policy `invert`.
+
+    Attributes:
+        params: the stacked parameters.
+        output: the carry after the last layer; the backward pass computes the input from it.
+        shared: the parameters that all layers share.
+    """
+
+    params: Nested
+    output: Carry
+    shared: Nested
 
 
 @component
@@ -85,12 +147,22 @@ class Stack(Layer):
         # Every layer adds to the residual stream, so without this factor its variance would grow with depth.
         scale = 1.0 / math.sqrt(2.0 * (depth or num_layers)) if depth_scaled_init else 1.0
         self.is_first = is_first
-        layers = [_layer(config, i, dim=dim, output_init_scale=scale) for i, config in enumerate(pattern)]
-        if streams != "one":
-            layers = _two_streams(layers, streams)
+        layers: list[Layer] = []
+        for i, layer_config in enumerate(pattern):
+            # A layer of a flow has no output_init_scale, for example.
+            options = {"dim": dim, "output_init_scale": scale}
+            layer = layer_config.instantiate(
+                **{name: value for name, value in options.items() if layer_config.takes(name)}
+            )
+            if not isinstance(layer, Layer):
+                raise ValueError(f"pattern.{i}: expected a layer, given {type(layer).__name__}")
+            if streams != "one" and not layer.branches:
+                raise ValueError(f"streams = {streams}: pattern.{i} is {type(layer).__name__}; expected Block")
+            layers.append(layer if streams == "one" else TwoStream(layer, streams))
         self.streams: TwoStream | None = layers[0] if isinstance(layers[0], TwoStream) else None
         self.pattern = LayerPattern(layers)
-        self._layer_range: LayerRange | None = None
+        # The range of layers of the whole stack that this stack runs; None if it is the whole stack.
+        self.layer_range: LayerRange | None = None
 
     def select_range(self, layer_range: LayerRange) -> Stack:
         """Return the stack for a range of its layers; see `framework.layers.layer_range`."""
@@ -98,23 +170,13 @@ class Stack(Layer):
         selected.num_repeats = layer_range.count
         # If all layers are in one iteration of the loop, they stay in one.
         selected.unroll = layer_range.count if self.unroll == self.num_repeats else min(self.unroll, layer_range.count)
-        selected._layer_range = layer_range
+        selected.layer_range = layer_range
         return selected
-
-    @property
-    def layer_range(self) -> LayerRange | None:
-        """The range of layers of the whole stack that this stack runs; None if it is the whole stack."""
-        return self._layer_range
-
-    @property
-    def _first_layer(self) -> int:
-        """The index of the first layer in the whole stack."""
-        return 0 if self._layer_range is None else self._layer_range.first
 
     def policy(self, remat: str) -> str:
         """Return the remat policy: the layer range's if there is one, else `remat`, the context's."""
-        if self._layer_range is not None:
-            return self._layer_range.remat
+        if self.layer_range is not None:
+            return self.layer_range.remat
         # Groups apply to the main stack. In the small stack before it, each layer is a group.
         return "full" if self.is_first and remat.startswith("sqrt") else remat
 
@@ -123,13 +185,13 @@ class Stack(Layer):
 
         A layer range uses the random stream of the whole stack.
         """
-        home = name if self._layer_range is None else self._layer_range.home
+        home = name if self.layer_range is None else self.layer_range.home
         return replace(ctx.fold(home), remat=self.policy(ctx.remat))
 
     def layer_context(self, ctx: Context, index: jax.Array) -> Context:
         """Return the context of the layer at `index` of this range, derived from the stack's."""
-        if self._first_layer:
-            index = index + self._first_layer
+        if self.layer_range is not None and self.layer_range.first > 0:
+            index = index + self.layer_range.first
         return ctx.fold_index(index)
 
     def children(self) -> dict[str, Layer]:
@@ -138,10 +200,8 @@ class Stack(Layer):
 
     def parameter_specs(self) -> Nested:
         """Return the specs of the parameters that each repeat has separately, with a leading axis of num_repeats."""
-        layer_specs = {}
-        for name, specs in self.pattern.parameter_specs().items():
-            if name not in self.shared:
-                layer_specs[name] = specs
+        pattern_specs = self.pattern.parameter_specs()
+        layer_specs = {name: specs for name, specs in pattern_specs.items() if name not in self.shared}
         return jax.tree.map(lambda spec: spec.stacked(self.num_repeats), layer_specs)
 
     def shared_specs(self) -> Nested:
@@ -149,21 +209,14 @@ class Stack(Layer):
 
         They are passed separately from the stack's parameters, as `shared`.
         """
-        shared_specs = {}
-        for name, specs in self.pattern.parameter_specs().items():
-            if name in self.shared:
-                shared_specs[name] = specs
-        return shared_specs
+        return {name: specs for name, specs in self.pattern.parameter_specs().items() if name in self.shared}
 
     def buffer_specs(self) -> Nested:
         """Return the specs of the pattern's buffers, with a leading axis of num_repeats."""
-
-        def stacked(spec: TensorSpec) -> TensorSpec:
-            shape = (self.num_repeats, *spec.shape)
-            mesh_axes = (None, *spec.mesh_axes)
-            return replace(spec, shape=shape, mesh_axes=mesh_axes)
-
-        return jax.tree.map(stacked, self.pattern.buffer_specs())
+        return jax.tree.map(
+            lambda spec: replace(spec, shape=(self.num_repeats, *spec.shape), mesh_axes=(None, *spec.mesh_axes)),
+            self.pattern.buffer_specs(),
+        )
 
     def check_remat(self, policy: str) -> None:
         """Raise ValueError if the stack does not support the remat policy, a single one for all layers."""
@@ -186,15 +239,15 @@ class Stack(Layer):
         # Without a loop, XLA would merge the recomputation with the forward pass, and save nothing.
         return remat == "none" or (self.num_repeats == 1 and remat != "invert")
 
-    def enter(self, x: Any) -> Any:
+    def enter(self, x: Carry) -> Carry:
         """Create the carry of the layers from the input of the stack."""
         # The carry between layer ranges is the same as between layers.
-        is_inner = self._first_layer > 0
+        is_inner = self.layer_range is not None and self.layer_range.first > 0
         return x if self.streams is None or is_inner else self.streams.enter(x)
 
-    def leave(self, carry: Any, ctx: Context) -> Any:
+    def leave(self, carry: Carry, ctx: Context) -> Carry:
         """Create the output of the stack from the carry of the layers."""
-        is_inner = self._layer_range is not None and self._layer_range.end < self._layer_range.total
+        is_inner = self.layer_range is not None and self.layer_range.end < self.layer_range.total
         return carry if self.streams is None or is_inner else self.streams.leave(carry, ctx)
 
     def split(self, params: Nested) -> list[Nested]:
@@ -206,12 +259,12 @@ class Stack(Layer):
     def forward(
         self,
         params: Nested | list[Nested],
-        carry: Any,
+        carry: Carry,
         ctx: Context,
         layer_state: Nested,
-        fetch: Callable[[Nested], Nested] = lambda layer_params: layer_params,
+        fetch: Fetch = lambda layer_params: layer_params,
         shared: Nested | None = None,
-    ) -> tuple[Any, Out]:
+    ) -> tuple[Carry, Out]:
         """Run all layers in order; each prepares its weights just before it runs.
 
         Args:
@@ -223,119 +276,103 @@ class Stack(Layer):
             shared: the shared parameters, in the structure of `shared_specs`.
         """
         carry = self.enter(carry)
+        shared = shared or {}
         if ctx.training and ctx.remat == "invert":
-            run = self._make_invertible(fetch, ctx, layer_state)
-            carry, outs = run(params, carry, shared or {})
+            assert isinstance(params, dict), "`is_unrolled` keeps the loop"
+            carry, outs = self._run_invertible(params, carry, shared, ctx, layer_state, fetch)
             return self.leave(carry, ctx), self.combine(outs)
-        run_layer = self.layer_function(params, ctx, fetch)
         # The gradient of a shared parameter is a sum over layers; taps compute this sum in float32.
-        taps = grad_accumulation.make_taps(shared or {})
-
-        def body(carry: Any, xs: tuple[jax.Array, Nested, Nested]) -> tuple[Any, Out]:
-            index, layer_params, state = xs
-            shared_params = grad_accumulation.attach_taps(shared or {}, taps)
-            return run_layer(carry, layer_params, shared_params, state, self.layer_context(ctx, index))
-
+        body = self._loop_body(params, ctx, fetch, shared, grad_accumulation.make_taps(shared))
         if isinstance(params, list):
-            carry, outs = _unroll_layers(body, params, carry, layer_state)
-        else:
-            carry, outs = self._run_loop(body, params, carry, ctx, layer_state)
-        return self.leave(carry, ctx), self.combine(outs)
-
-    def _run_loop(self, body: Body, params: Nested, carry: Any, ctx: Context, layer_state: Nested) -> tuple[Any, Out]:
-        """Scan the layers and return (carry, the layers' Outs, stacked).
-
-        With groups, a loop over layers runs inside a loop over groups.
-        """
+            # Without a loop; the Outs are stacked as `jax.lax.scan` would return them.
+            layer_outs = []
+            for index, layer_params in enumerate(params):
+                state = jax.tree.map(lambda s, i=index: s[i], layer_state)
+                # The index is an array, as in a loop, so that folding it into a key is the same operation.
+                carry, out = body(carry, (jnp.asarray(index), layer_params, state))
+                layer_outs.append(out)
+            outs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layer_outs)
+            return self.leave(carry, ctx), self.combine(outs)
         xs = (jnp.arange(self.num_repeats), params, layer_state)
         group = remat.group_size(ctx.remat, self.num_repeats) if ctx.training else None
         if group is None:
             unroll = self.unroll if self.is_unrolled(ctx.remat) else self._loop_unroll
-            return jax.lax.scan(body, carry, xs, unroll=unroll)
-        grouped_xs = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), xs)
-        # Only a group's input is saved: the backward pass runs the inner loop forward once more.
-        run_group = remat.wrap(partial(jax.lax.scan, body), "full", unrolled=False)
-        carry, outs = jax.lax.scan(run_group, carry, grouped_xs)
-        outs = jax.tree.map(lambda x: x.reshape(self.num_repeats, *x.shape[2:]), outs)
-        return carry, outs
+            carry, outs = jax.lax.scan(body, carry, xs, unroll=unroll)
+        else:
+            # A loop over layers inside a loop over groups. Only a group's input is saved: the backward pass runs the
+            # inner loop forward once more.
+            grouped_xs = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), xs)
+            run_group = remat.wrap(partial(jax.lax.scan, body), "full", unrolled=False)
+            carry, outs = jax.lax.scan(run_group, carry, grouped_xs)
+            outs = jax.tree.map(lambda x: x.reshape(self.num_repeats, *x.shape[2:]), outs)
+        return self.leave(carry, ctx), self.combine(outs)
 
-    def _make_invertible(
-        self, fetch: Callable[[Nested], Nested], ctx: Context, layer_state: Nested
-    ) -> Callable[..., Any]:
-        """Return a function (stacked parameters, carry, shared parameters) -> (carry, the layers' Outs).
+    def _loop_body(
+        self, params: Nested | list[Nested], ctx: Context, fetch: Fetch, shared: Nested, taps: Nested
+    ) -> LoopBody:
+        """Return the body of a loop over layers; for `taps` see `grad_accumulation`, and for the others `forward`."""
+        run_layer = self.layer_function(params, ctx, fetch)
 
-        Its backward pass runs the layers in reverse. It is differentiated with respect to all of its arguments, and
-        nothing else.
+        def body(carry: Carry, xs: tuple[jax.Array, Nested, Nested]) -> tuple[Carry, Out]:
+            index, layer_params, state = xs
+            shared_params = grad_accumulation.attach_taps(shared, taps)
+            return run_layer(carry, layer_params, shared_params, state, self.layer_context(ctx, index))
+
+        return body
+
+    def _run_invertible(
+        self, params: Nested, carry: Carry, shared: Nested, ctx: Context, layer_state: Nested, fetch: Fetch
+    ) -> tuple[Carry, Out]:
+        """Run all layers, and save only the output: the backward pass runs the layers in reverse.
+
+        It is differentiated with respect to `params`, `carry` and `shared`, and nothing else. For the arguments see
+        `forward`; returns (carry, the layers' Outs, stacked).
         """
         indices = jnp.arange(self.num_repeats)
 
-        def run_all(params: Nested, carry: Any, shared: Nested) -> tuple[Any, Out]:
-            run_layer = self.layer_function(params, ctx, fetch)
-
-            def body(carry: Any, xs: tuple[jax.Array, Nested, Nested]) -> tuple[Any, Out]:
-                index, layer_params, state = xs
-                return run_layer(carry, layer_params, shared, state, self.layer_context(ctx, index))
-
+        def run_layers(params: Nested, carry: Carry, shared: Nested) -> tuple[Carry, Out]:
+            body = self._loop_body(params, ctx, fetch, shared, taps={})
             xs = (indices, params, layer_state)
             return jax.lax.scan(body, carry, xs, unroll=self._loop_unroll)
 
-        def forward(*args: Any) -> Any:
-            params, _, shared = args
-            y, outs = run_all(*args)
-            # The output is saved instead of the input, which the backward pass computes from it.
-            return (y, outs), (params, y, shared)
+        def run_and_save(
+            params: Nested, carry: Carry, shared: Nested
+        ) -> tuple[tuple[Carry, Out], _InvertibleResiduals]:
+            output, outs = run_layers(params, carry, shared)
+            return (output, outs), _InvertibleResiduals(params, output, shared)
 
-        def backward(residuals: Any, cts: Any) -> Any:
-            params, y, shared = residuals
-            ct_y, ct_outs = cts
-            xs = (indices, params, layer_state, ct_outs.loss)
-            return self._reverse_layers(y, ct_y, shared, xs, fetch, ctx)
+        def reverse_layers(saved: _InvertibleResiduals, cts: tuple[Carry, Out]) -> tuple[Nested, Carry, Nested]:
+            """Return the gradients of the stacked parameters, of the input, and of the shared parameters."""
+            shared = saved.shared
 
-        run = jax.custom_vjp(run_all)
-        run.defvjp(forward, backward)
-        return run
+            def reverse_one(
+                carry: tuple[Carry, Carry, Nested], xs: tuple[jax.Array, Nested, Nested, jax.Array | None]
+            ) -> tuple[tuple[Carry, Carry, Nested], Nested]:
+                output, ct, shared_sum = carry
+                index, layer_params, state, loss_ct = xs
 
-    def _reverse_layers(
-        self,
-        y: Any,
-        ct: Any,
-        shared: Nested,
-        xs: tuple[jax.Array, Nested, Nested, jax.Array | None],
-        fetch: Callable[[Nested], Nested],
-        ctx: Context,
-    ) -> tuple[Nested, Any, Nested]:
-        """Run all layers in reverse.
+                # Only floats are differentiated. Integers, such as codes of quantized weights, are filled in again.
+                def join(layer_floats: Nested, shared_floats: Nested) -> Nested:
+                    return fetch({**fill_none(layer_floats, layer_params), **fill_none(shared_floats, shared)})
 
-        Return (gradients of the stacked parameters, cotangent of the input, gradients of `shared`).
+                trained = (floats(layer_params), floats(shared))
+                layer_ctx = self.layer_context(ctx, index)
+                layer_input, grads, ct = self.reverse_layer(output, trained, join, state, layer_ctx, (ct, loss_ct))
+                layer_grads, shared_grads = grads
+                return (layer_input, ct, grad_accumulation.add(shared_sum, shared_grads)), layer_grads
 
-        Args:
-            y: the output of the last layer.
-            ct: the cotangent of y.
-            shared: the parameters that all layers share.
-            xs: (index, parameters, buffers, cotangent of the loss) of the layers, stacked.
-            fetch: see `forward`.
-            ctx: the stack's context.
-        """
+            output_ct, outs_ct = cts
+            # The sum over layers is in float32: see `grad_accumulation`.
+            start = (saved.output, output_ct, grad_accumulation.zeros(floats(shared)))
+            xs = (indices, saved.params, layer_state, outs_ct.loss)
+            end, grads = jax.lax.scan(reverse_one, start, xs, reverse=True, unroll=self._loop_unroll)
+            _, input_ct, shared_sum = end
+            shared_grads = jax.tree.map(lambda total, param: total.astype(param.dtype), shared_sum, floats(shared))
+            return grads, input_ct, shared_grads
 
-        def body(carry: Any, xs: Any) -> Any:
-            y, ct, shared_sum = carry
-            index, layer_params, state, loss_ct = xs
-
-            # Only floats are differentiated. Integers, such as codes of quantized weights, are filled in again.
-            def join(layer_floats: Nested, shared_floats: Nested) -> Nested:
-                return fetch({**fill_none(layer_floats, layer_params), **fill_none(shared_floats, shared)})
-
-            trained = (floats(layer_params), floats(shared))
-            layer_ctx = self.layer_context(ctx, index)
-            y, grads, ct = self.reverse_layer(y, trained, join, state, layer_ctx, (ct, loss_ct))
-            layer_grads, shared_grads = grads
-            return (y, ct, grad_accumulation.add(shared_sum, shared_grads)), layer_grads
-
-        # The sum over layers is in float32: see `grad_accumulation`.
-        start = (y, ct, grad_accumulation.zeros(floats(shared)))
-        end, grads = jax.lax.scan(body, start, xs, reverse=True, unroll=self._loop_unroll)
-        _, ct, shared_sum = end
-        return grads, ct, grad_accumulation.cast_sums(shared_sum, floats(shared))
+        run = jax.custom_vjp(run_layers)
+        run.defvjp(run_and_save, reverse_layers)
+        return run(params, carry, shared)
 
     @property
     def _loop_unroll(self) -> int:
@@ -345,13 +382,13 @@ class Stack(Layer):
 
     def reverse_layer(
         self,
-        carry: Any,
+        carry: Carry,
         trained: tuple[Nested, Nested],
         join: Callable[[Nested, Nested], Nested],
         state: Nested,
         ctx: Context,
-        cts: tuple[Any, Any],
-    ) -> tuple[Any, tuple[Nested, Nested], Any]:
+        cts: Cotangents,
+    ) -> tuple[Carry, tuple[Nested, Nested], Carry]:
         """Run one layer in reverse and return (its input, gradients of `trained`, cotangent of the input).
 
         Args:
@@ -361,12 +398,8 @@ class Stack(Layer):
             state, ctx: the layer's buffers and context.
             cts: the cotangents of the output and of the loss (None for no loss).
         """
-
-        def prepare_joined(*trained: Nested) -> Nested:
-            return self.pattern.prepare(join(*trained), ctx)
-
         # The layer returns gradients of prepared weights; `pull` takes them through casts and gathers.
-        weights, pull = jax.vjp(prepare_joined, *trained)
+        weights, pull = jax.vjp(lambda *trained: self.pattern.prepare(join(*trained), ctx), *trained)
         carry, grads, ct = self.pattern.reverse(weights, carry, cts, ctx, state)
         return carry, pull(grads), ct
 
@@ -378,12 +411,9 @@ class Stack(Layer):
         return Out(loss=loss, metrics=metrics, layer_state=outs.layer_state)
 
     def layer_function(
-        self, params: Nested | list[Nested], ctx: Context, fetch: Callable[[Nested], Nested] = lambda params: params
-    ) -> Callable[..., tuple[Any, Out]]:
+        self, params: Nested | list[Nested], ctx: Context, fetch: Fetch = lambda params: params
+    ) -> LayerFunction:
         """Return the function of one layer, wrapped in the remat policy in training.
-
-        It maps (carry, the layer's own parameters, the parameters that all layers share ({} for none), its buffers, its
-        context) to (carry, Out).
 
         Args:
             params: all layers' parameters, as passed to `forward`; only their structure and dtypes matter.
@@ -391,7 +421,9 @@ class Stack(Layer):
             fetch: see `forward`.
         """
 
-        def run_layer(carry: Any, layer_params: Nested, shared: Nested, state: Nested, ctx: Context) -> tuple[Any, Out]:
+        def run_layer(
+            carry: Carry, layer_params: Nested, shared: Nested, state: Nested, ctx: Context
+        ) -> tuple[Carry, Out]:
             weights = self.pattern.prepare(fetch({**layer_params, **shared}), ctx)
             if makes_weights:
                 weights = remat.tag_weights(weights)
@@ -408,37 +440,3 @@ class Stack(Layer):
     def flops_per_token(self, seq_len: int) -> float:
         """Count the operations of all layers."""
         return self.num_repeats * self.pattern.flops_per_token(seq_len)
-
-
-def _unroll_layers(body: Body, params: list[Nested], carry: Any, layer_state: Nested) -> tuple[Any, Out]:
-    """Run the layers without a loop: (carry, the layers' Outs, stacked as `jax.lax.scan` would return them)."""
-    layer_outs = []
-    for index, layer_params in enumerate(params):
-        state = jax.tree.map(lambda s, i=index: s[i], layer_state)
-        # The index is an array, as in a loop, so that folding it into a key is the same operation.
-        xs = (jnp.asarray(index), layer_params, state)
-        carry, out = body(carry, xs)
-        layer_outs.append(out)
-    outs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layer_outs)
-    return carry, outs
-
-
-def _two_streams(layers: list[Any], streams: Literal["float32", "fixed"]) -> list[TwoStream]:
-    """Make each layer reversible with two streams. Raise ValueError for a layer without branches."""
-    for i, layer in enumerate(layers):
-        if not layer.branches:
-            raise ValueError(f"streams = {streams}: pattern.{i} is {type(layer).__name__}; expected Block")
-    return [TwoStream(layer, streams) for layer in layers]
-
-
-def _layer(config: Config, number: int, **options: Any) -> Layer:
-    """Create a layer of the pattern, with those options of the stack that its constructor accepts."""
-    accepted = {}
-    for name, value in options.items():
-        # A layer of a flow has no output_init_scale, for example.
-        if config.takes(name):
-            accepted[name] = value
-    layer = config.instantiate(**accepted)
-    if not isinstance(layer, Layer):
-        raise ValueError(f"pattern.{number}: expected a layer, given {type(layer).__name__}")
-    return layer

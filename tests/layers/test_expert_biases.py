@@ -10,9 +10,8 @@ import pytest
 
 from plimsoll.framework.config import config_for
 from plimsoll.framework.layers.base import Context
-from plimsoll.framework.layers.experts.biases import add_biases, find_row_experts
-from plimsoll.framework.layers.experts.experts import Experts
-from plimsoll.framework.layers.experts.gating import ClampedSwiGLU
+from plimsoll.framework.layers.experts.experts import ClampedSwiGLU, Experts
+from plimsoll.framework.layers.experts.groups import add_biases, find_row_experts
 from plimsoll.framework.layers.experts.moe import MoE
 from plimsoll.framework.layers.experts.router import Router
 

@@ -10,6 +10,7 @@ from scipy.special import log_softmax
 
 from plimsoll.framework.config import config_for
 from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.chunked_loss import Chunks
 from plimsoll.framework.layers.head import LMHead
 from tests.support import small
 
@@ -147,7 +148,7 @@ def test_groups_divide_the_chunks_and_keep_their_bound(chunk_tokens, gradient_to
     head = config_for(
         LMHead, dim=D, vocab_size=V, chunk_tokens=chunk_tokens, gradient_tokens=gradient_tokens
     ).instantiate()
-    assert head.chunks(B, S, context()) == expected
+    assert head.chunks(B, S, context()) == Chunks(*expected)
 
 
 def largest_array(text: str) -> int:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from plimsoll.framework.layers.base import Context
-from plimsoll.framework.layers.products import project
+from plimsoll.framework.layers.linear import project
 
 CTX = Context(batch={})
 

@@ -7,7 +7,7 @@ import pytest
 
 from plimsoll.framework.config import config_for
 from plimsoll.framework.families.decoders import mixture
-from plimsoll.framework.layers.experts.gating import ClampedSwiGLU
+from plimsoll.framework.layers.experts.experts import ClampedSwiGLU
 from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layers.mlp import MLP
 from tests.support import small

@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from plimsoll.framework.layers.experts.groups import rows_or_zeros
+from plimsoll.framework.layout import Nested
 
 # A product that should be an integer may be one bit above it.
 _ROUNDING = 1.0 - 1e-6
@@ -70,7 +72,7 @@ def assign_slots(
     # In the order in which slots are assigned.
     experts_BN = experts_BSK.swapaxes(1, 2).reshape(batch, top_k * length)
     chosen_BNE = jax.nn.one_hot(experts_BN, num_experts, dtype=jnp.int32)
-    limit_B1: Any = count
+    limit_B1: jax.Array | int = count
     if is_token_BS is not None:
         chosen_BNE = chosen_BNE * jnp.tile(is_token_BS, (1, top_k))[..., None]
         num_tokens_B1 = jnp.sum(is_token_BS, axis=1, keepdims=True, dtype=jnp.float32)
@@ -96,11 +98,11 @@ def assign_slots(
 
 def dispatch(x_BSD: jax.Array, slots: Slots) -> jax.Array:
     """Return the token of each slot, [B, E, C, D]; zeros for empty slots."""
-    return jax.vmap(_rows_or_zeros)(x_BSD, slots.tokens_BEC)
+    return jax.vmap(rows_or_zeros)(x_BSD, slots.tokens_BEC)
 
 
 def multiply_stored(
-    x: jax.Array, weights: Any, dense: Callable[[Any], jax.Array], transpose: bool, sizes: jax.Array | None
+    x: jax.Array, weights: Nested, dense: Callable[[Nested], jax.Array], transpose: bool, sizes: jax.Array | None
 ) -> jax.Array:
     """Multiply slots [B, E, C, in] by their experts' stored weights.
 
@@ -114,8 +116,4 @@ def collect(y_BECD: jax.Array, slots: Slots) -> jax.Array:
     """Return the result of each choice, [B, S, K, D]; zeros for dropped ones."""
     batch, num_experts, count, dim = y_BECD.shape
     y_BPD = y_BECD.reshape(batch, num_experts * count, dim)
-    return jax.vmap(_rows_or_zeros)(y_BPD, slots.slots_BSK)
-
-
-def _rows_or_zeros(x_MD: jax.Array, indices: jax.Array) -> jax.Array:
-    return jnp.take(x_MD, indices, axis=0, mode="fill", fill_value=0)
+    return jax.vmap(rows_or_zeros)(y_BPD, slots.slots_BSK)

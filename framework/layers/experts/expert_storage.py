@@ -11,20 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from plimsoll.framework.layers.quantize import Storage, dequantize, make_quantized_specs
 from plimsoll.framework.layout import Nested, ParameterSpec
+
+# Converts stored weights, a tree of arrays such as codes and scales, to floats [..., in, out].
+Dense = Callable[[Nested], jax.Array]
 
 
 class Multiply(Protocol):
     """Multiplies rows by their experts' weights, in x's dtype."""
 
     def __call__(
-        self, x: jax.Array, weights: Any, dense: Callable[[Any], jax.Array], transpose: bool, sizes: jax.Array | None
+        self, x: jax.Array, weights: Nested, dense: Dense, transpose: bool, sizes: jax.Array | None
     ) -> jax.Array:
         """Return the product.
 
@@ -54,14 +58,14 @@ class StoredMatrix:
     base: str | None
     rank: int | None
     scale: float
-    dtype: Any
+    dtype: DTypeLike
 
     @property
     def storage(self) -> Storage | None:
         """The quantized format of the weights; None for floats."""
         return self.base if self.base in ("int8", "nf4") else None
 
-    def specs(self, name: str, weight: ParameterSpec) -> dict[str, Any]:
+    def specs(self, name: str, weight: ParameterSpec) -> Nested:
         """Return {name: spec}, with an adapter also NAME_lora_a [E, in, rank] and NAME_lora_b [E, rank, out].
 
         For a quantized weight, the value under `name` is a dict of specs. Only adapters have an axis with the role
@@ -69,7 +73,7 @@ class StoredMatrix:
 
         Raise ValueError like `make_quantized_specs`.
         """
-        specs: dict[str, Any] = {name: weight}
+        specs: Nested = {name: weight}
         if self.storage is not None:
             specs[name] = make_quantized_specs(weight, self.storage, self.path)
         elif self.base is not None:
@@ -117,7 +121,6 @@ class StoredMatrix:
             dot: multiplies rows by weights that are arrays.
             multiply, sizes: for stored weights.
         """
-        y: Any
         if self.storage is None:
             y = dot(x, weights[name])
         else:
@@ -131,7 +134,7 @@ class StoredMatrix:
         return y + dot(scaled, weights[f"{name}_lora_b"])
 
 
-def dense_experts(dense: Callable[[Any], jax.Array], weights: Any, num_elements: int = 1 << 24) -> jax.Array:
+def dense_experts(dense: Dense, weights: Nested, num_elements: int = 1 << 24) -> jax.Array:
     """Return the dense weights [E, in, out] of stored experts, converting some experts at a time.
 
     The intermediates take 32 bits per weight or more, so they exist for only `num_elements` weights, or for one expert.
@@ -143,25 +146,25 @@ def dense_experts(dense: Callable[[Any], jax.Array], weights: Any, num_elements:
     return jax.lax.map(dense, weights, batch_size=group)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _matmul_stored(
+def _multiply_quantized(
     multiply: Multiply, storage: Storage, x: jax.Array, quantized: Nested, sizes: jax.Array | None
 ) -> jax.Array:
     return multiply(x, quantized, partial(dequantize, storage=storage, dtype=x.dtype), False, sizes)
 
 
-def _matmul_stored_forward(
-    multiply: Multiply, storage: Storage, x: jax.Array, quantized: Nested, sizes: jax.Array | None
-) -> tuple[jax.Array, Any]:
-    return _matmul_stored(multiply, storage, x, quantized, sizes), (quantized, sizes)
-
-
 def _matmul_stored_backward(
-    multiply: Multiply, storage: Storage, residuals: Any, y_grad: jax.Array
-) -> tuple[Any, Any, Any]:
+    multiply: Multiply, storage: Storage, residuals: tuple[Nested, jax.Array | None], y_grad: jax.Array
+) -> tuple[jax.Array, None, None]:
     quantized, sizes = residuals
     dense = partial(dequantize, storage=storage, dtype=y_grad.dtype)
     return multiply(y_grad, quantized, dense, True, sizes), None, None
 
 
-_matmul_stored.defvjp(_matmul_stored_forward, _matmul_stored_backward)
+_matmul_stored = jax.custom_vjp(_multiply_quantized, nondiff_argnums=(0, 1))
+_matmul_stored.defvjp(
+    lambda multiply, storage, x, quantized, sizes: (
+        _matmul_stored(multiply, storage, x, quantized, sizes),
+        (quantized, sizes),
+    ),
+    _matmul_stored_backward,
+)

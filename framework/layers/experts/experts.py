@@ -11,18 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from plimsoll.framework.config import Config, PositiveFloat, PositiveInt, component, config_for
 from plimsoll.framework.layers.base import BATCH_AXES, Context, Layer, add_shared, cast
+from plimsoll.framework.layers.custom_gradients import save_inputs
 from plimsoll.framework.layers.experts import capacity as capacities
-from plimsoll.framework.layers.experts.biases import add_biases, find_row_experts
-from plimsoll.framework.layers.experts.expert_storage import StoredMatrix, dense_experts
+from plimsoll.framework.layers.experts.expert_storage import Dense, Multiply, StoredMatrix, dense_experts
 from plimsoll.framework.layers.experts.grouped import (
     Implementation,
     check_platform,
@@ -31,11 +32,34 @@ from plimsoll.framework.layers.experts.grouped import (
     multiply_stored,
     with_spare_rows,
 )
-from plimsoll.framework.layers.experts.groups import collect, dispatch, group
+from plimsoll.framework.layers.experts.groups import add_biases, collect, dispatch, find_row_experts, group
 from plimsoll.framework.layers.experts.scores import ExpertChoice
 from plimsoll.framework.layers.mlp import ACTIVATIONS
-from plimsoll.framework.layers.save_inputs import save_inputs
 from plimsoll.framework.layout import Nested, ParameterSpec
+
+# Multiplies rows by their experts' weights.
+Dot = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+@component
+class ClampedSwiGLU:
+    """Computes (up + 1) * gate * sigmoid(alpha * gate), with gate and `up` clamped (gpt-oss, arXiv 2508.10925).
+
+    Args:
+        alpha: factor on the gate inside the sigmoid; 1.702 makes the product nearly GELU (arXiv 1606.08415).
+        limit: the gate is clamped from above to this; `up` is clamped to [-limit, limit].
+    """
+
+    def __init__(self, *, alpha: PositiveFloat = 1.702, limit: PositiveFloat = 7.0):
+        self.alpha = alpha
+        self.limit = limit
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """Return [..., F], the shape of both inputs, in the gate's dtype."""
+        # At the limit itself, the gradient passes in full, like that of torch's clamp; that of a minimum would be half.
+        gate = jnp.where(gate > self.limit, self.limit, gate)
+        up = jnp.where(jnp.abs(up) > self.limit, self.limit * jnp.sign(up), up)
+        return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 
 
 @component
@@ -87,7 +111,10 @@ class Experts(Layer):
         self.top_k = top_k
         self.hidden = hidden
         self.activation = ACTIVATIONS[activation]
-        self.gating: Any = self._apply_gate if gating is None else gating.instantiate()
+        activate = ACTIVATIONS[activation]
+        self.gating: Callable[[jax.Array, jax.Array], jax.Array] = lambda gate, up: activate(gate) * up
+        if gating is not None:
+            self.gating = gating.instantiate()
         self.names = ("gate", "up", "down") if gated else ("up", "down")
         self.bias = bias
         self.capacity = capacity
@@ -102,19 +129,19 @@ class Experts(Layer):
         if self.capacity is None:
             check_platform(self.implementation, platform)
 
-    def param_specs(self) -> dict[str, Any]:
+    def param_specs(self) -> Nested:
         """Return the specs of gate and up [E, D, F], and down [E, F, D].
 
         With biases, also gate_bias and up_bias [E, F], and down_bias [E, D]; with `model.lora`, those of
         `StoredMatrix.specs`.
         """
 
-        def initializer(scale: float, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        def initializer(scale: float, key: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
             keys = jax.random.split(key, shape[0])
             # Expert by expert: the variance of most initializers depends on the shape of a matrix.
             return scale * jax.vmap(lambda key: self._init(key, shape[1:], dtype))(keys)
 
-        specs: dict[str, Any] = {}
+        specs: Nested = {}
         for name in self.names:
             is_down = name == "down"
             shape = (self.hidden, self.dim) if is_down else (self.dim, self.hidden)
@@ -144,10 +171,9 @@ class Experts(Layer):
         if self.capacity is not None or ctx.kernels is not None:
             return super().prepare(params, ctx)
 
-        def cast_param(spec: ParameterSpec, param: jax.Array) -> jax.Array:
-            return param if spec.quantized else cast(param, ctx.compute_dtype)
-
-        return jax.tree.map(cast_param, self.param_specs(), params)
+        return jax.tree.map(
+            lambda spec, param: param if spec.quantized else cast(param, ctx.compute_dtype), self.param_specs(), params
+        )
 
     def __call__(
         self, weights: Nested, x_BSD: jax.Array, choice: ExpertChoice, ctx: Context
@@ -187,12 +213,18 @@ class Experts(Layer):
         assert ctx.mesh is not None
         sizes = ctx.mesh.shape
         if gathers and sizes["fsdp"] > 1:
-            weights = jax.tree.map(_gather, self.param_specs(), weights)
+
+            def gather(spec: ParameterSpec, weight: jax.Array) -> jax.Array:
+                if "fsdp" not in spec.mesh_axes:
+                    return weight
+                return jax.lax.all_gather(weight, "fsdp", axis=spec.mesh_axes.index("fsdp"), tiled=True)
+
+            weights = jax.tree.map(gather, self.param_specs(), weights)
         if self.bias and sizes["model"] > 1:
             # Each device of the model axis has a partial sum over F, so only one of them may add the bias.
             is_first = jax.lax.axis_index("model") == 0
             weights = {**weights, "down_bias": jnp.where(is_first, weights["down_bias"], 0)}
-        first_expert: Any = 0
+        first_expert: jax.Array | int = 0
         if sizes["expert"] > 1:
             tokens = (x_BSD, choice)
             x_BSD, choice = jax.tree.map(lambda x: jax.lax.all_gather(x, "expert", axis=0, tiled=True), tokens)
@@ -205,7 +237,13 @@ class Experts(Layer):
         return y_BSD
 
     def _run_local_experts(
-        self, weights: Nested, x_BSD: jax.Array, choice: ExpertChoice, ctx: Context, first_expert: Any, shards: int
+        self,
+        weights: Nested,
+        x_BSD: jax.Array,
+        choice: ExpertChoice,
+        ctx: Context,
+        first_expert: jax.Array | int,
+        shards: int,
     ) -> jax.Array:
         """Return the sum of the local experts' results for their tokens, [B, S, D].
 
@@ -224,8 +262,8 @@ class Experts(Layer):
         groups = group(experts_TK, num_experts, num_rows)
         x_ND = dispatch(x_TD, groups)
         even_rows = x_TD.shape[0] * top_k // shards
-        dot: Any = partial(grouped_dot, sizes_E=groups.sizes_E, implementation=implementation, even_rows=even_rows)
-        multiply: Any = partial(multiply_stored, implementation=implementation, even_rows=even_rows)
+        dot: Dot = partial(grouped_dot, sizes_E=groups.sizes_E, implementation=implementation, even_rows=even_rows)
+        multiply: Multiply = partial(multiply_stored, implementation=implementation, even_rows=even_rows)
         if ctx.kernels is not None:
             dot = partial(ctx.kernels.grouped_dot, rows=even_rows)
             multiply = partial(_multiply_for_estimate, dot)
@@ -254,9 +292,6 @@ class Experts(Layer):
         gate = checkpoint_name(project("gate", x), "mlp_gate")
         return save_inputs(self.gating)(gate, up)
 
-    def _apply_gate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        return self.activation(gate) * up
-
     def _with_capacity(
         self, weights: Nested, x_BSD: jax.Array, choice: ExpertChoice, ctx: Context
     ) -> tuple[jax.Array, jax.Array]:
@@ -265,15 +300,9 @@ class Experts(Layer):
         slots = capacities.assign_slots(choice.experts_BSK, self.num_experts, self.capacity, is_token_BS)
         x_BECD = capacities.dispatch(x_BSD, slots)
         # From here on, experts are sharded instead of sequences: the partitioner inserts an all-to-all.
-        sequence_axes = tuple(axis for axis in BATCH_AXES if axis != "expert")
-
-        def constrain_experts(x_BECD: jax.Array, last_axis: str | None) -> jax.Array:
-            return ctx.constrain(x_BECD, sequence_axes, "expert", None, last_axis)
-
-        x_BECD = constrain_experts(x_BECD, None)
-
-        def dot(x_BECI: jax.Array, weight_EIO: jax.Array) -> jax.Array:
-            return jnp.einsum("beci,eio->beco", x_BECI, weight_EIO)
+        slot_axes = (tuple(axis for axis in BATCH_AXES if axis != "expert"), "expert", None)
+        x_BECD = ctx.constrain(x_BECD, *slot_axes, None)
+        dot: Dot = partial(jnp.einsum, "beci,eio->beco")
 
         def project(name: str, x_BECI: jax.Array) -> jax.Array:
             if name in self.stored:
@@ -284,8 +313,8 @@ class Experts(Layer):
                 return y_BECO
             return add_shared(y_BECO, weights[f"{name}_bias"][:, None])
 
-        h_BECF = constrain_experts(self._compute_hidden(project, x_BECD), "model")
-        y_BECD = constrain_experts(project("down", h_BECF), None)
+        h_BECF = ctx.constrain(self._compute_hidden(project, x_BECD), *slot_axes, "model")
+        y_BECD = ctx.constrain(project("down", h_BECF), *slot_axes, None)
         y_BECD = checkpoint_name(y_BECD, "mlp_down")
         y_BSKD = capacities.collect(ctx.constrain(y_BECD, BATCH_AXES, None, None, None), slots)
         return _combine_outputs(y_BSKD, choice.shares_BSK), slots.is_kept_BSK
@@ -302,20 +331,8 @@ def _num_experts(weights: Nested) -> int:
     return jax.tree.leaves(weights["up"])[0].shape[0]
 
 
-def _gather(spec: ParameterSpec, weight: jax.Array) -> jax.Array:
-    """All-gather a weight over fsdp, inside shard_map, if it is sharded over fsdp."""
-    if "fsdp" not in spec.mesh_axes:
-        return weight
-    return jax.lax.all_gather(weight, "fsdp", axis=spec.mesh_axes.index("fsdp"), tiled=True)
-
-
 def _multiply_for_estimate(
-    dot: Callable[[jax.Array, jax.Array], jax.Array],
-    x: jax.Array,
-    weights: Any,
-    dense: Callable[[Any], jax.Array],
-    transpose: bool,
-    sizes: jax.Array,
+    dot: Dot, x: jax.Array, weights: Nested, dense: Dense, transpose: bool, sizes: jax.Array | None
 ) -> jax.Array:
     """Compute `multiply_stored` with the product of an estimate."""
     weight_EIO = dense_experts(dense, weights)

@@ -3,34 +3,34 @@
 Implementations; "auto" chooses one by platform and dtype:
     megablox   kernels for TPU, see grouped_tpu.py
     triton     kernels for GPU, see grouped_gpu.py
-    blocks     for CPU, and for dtypes that those kernels do not support: a loop over experts, and inside it one over
-               blocks of rows. The last block of an expert extends into the rows of the next one, which are computed
-               later and overwrite it.
+    blocks     for CPU, and for dtypes that those kernels do not support: loops over blocks of rows, see
+               grouped_blocks.py
     ragged     `jax.lax.ragged_dot`. XLA for CPU and GPU computes it as a product with every expert's weight and
                discards all but one; XLA for TPU computes the gradient of the weights in this way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.typing import DTypeLike
 
-from plimsoll.framework.layers.experts import grouped_gpu, grouped_tpu
-from plimsoll.framework.layers.experts.expert_storage import dense_experts
-from plimsoll.framework.layers.products import dense_cotangent
+from plimsoll.framework.layers.custom_gradients import dense_cotangent, zero_cotangent
+from plimsoll.framework.layers.experts import grouped_blocks, grouped_gpu, grouped_tpu
+from plimsoll.framework.layers.experts.expert_storage import Dense, dense_experts
+from plimsoll.framework.layout import Nested
 
 Implementation = Literal["auto", "megablox", "triton", "blocks", "ragged"]
 Chosen = Literal["megablox", "triton", "blocks", "ragged"]
+# Each of these modules has `rows_times_weights` and `weight_gradients`.
+_PRODUCTS = {"megablox": grouped_tpu, "triton": grouped_gpu, "blocks": grouped_blocks}
 _ONLY_PLATFORM = {"megablox": "tpu", "triton": "gpu"}
 # Prefix of the name of a scope around the products; framework/plan/grouped_products.py counts them by it.
 EVEN_ROWS = "even_rows_"
-# Rows per block, largest first: many rows make a fast product, few rows waste little at an expert's end.
-BLOCKS = (256, 64, 16)
 
 
 def check_platform(implementation: Implementation, platform: str) -> None:
@@ -42,7 +42,7 @@ def check_platform(implementation: Implementation, platform: str) -> None:
         )
 
 
-def choose_implementation(implementation: Implementation, platform: str, dtype: Any) -> Chosen:
+def choose_implementation(implementation: Implementation, platform: str, dtype: DTypeLike) -> Chosen:
     """Return the implementation for a platform (tpu, gpu or cpu) and a dtype; an explicit choice is returned unchanged.
 
     Raises:
@@ -67,7 +67,7 @@ def with_spare_rows(num_rows: int, implementation: Chosen) -> int:
         return num_rows + grouped_gpu.TILE_ROWS
     if implementation == "blocks":
         # Large blocks are always full.
-        return num_rows + BLOCKS[-1]
+        return num_rows + grouped_blocks.BLOCKS[-1]
     return num_rows
 
 
@@ -94,10 +94,10 @@ def grouped_dot(
 
 def multiply_stored(
     x: jax.Array,
-    weights: Any,
-    dense: Callable[[Any], jax.Array],
+    weights: Nested,
+    dense: Dense,
     transpose: bool,
-    sizes: jax.Array,
+    sizes: jax.Array | None,
     *,
     implementation: Chosen,
     even_rows: int,
@@ -106,152 +106,63 @@ def multiply_stored(
 
     "blocks" has one expert's dense weights at a time; the others have the matrix of all local experts.
     """
+    assert sizes is not None, "rows are sorted by expert"
     with jax.named_scope(f"{EVEN_ROWS}{even_rows}"):
         if implementation == "blocks":
-            return _rows_times_weights(x, weights, sizes, transpose, dense)
+            return grouped_blocks.rows_times_weights(x, weights, sizes, transpose, dense)
         weight_EIO = dense_experts(dense, weights)
         if implementation == "ragged":
             return jax.lax.ragged_dot(x, weight_EIO.mT if transpose else weight_EIO, sizes)
         return _PRODUCTS[implementation].rows_times_weights(x, weight_EIO, sizes, transpose=transpose)
 
 
-class _ProductOptions(NamedTuple):
+@dataclass(frozen=True)
+class _ProductOptions:
     """The implementation of products, and the name of the scope that records the amount of work."""
 
     implementation: Chosen
     scope: str
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _multiply_groups(x_NI: jax.Array, weight_EIO: jax.Array, sizes_E: jax.Array, options: _ProductOptions) -> jax.Array:
+def _multiply(x_NI: jax.Array, weight_EIO: jax.Array, sizes_E: jax.Array, options: _ProductOptions) -> jax.Array:
     with jax.named_scope(options.scope):
         return _PRODUCTS[options.implementation].rows_times_weights(x_NI, weight_EIO, sizes_E)
 
 
-def _multiply_groups_forward(x: Any, weight: Any, sizes: Any, options: _ProductOptions) -> Any:
-    """Return the product, and the residuals of the gradients: frozen weights need no rows."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _ProductResiduals:
+    """What the gradients need: frozen weights need no rows, and rows without a gradient need no weights."""
+
+    x_NI: jax.Array | None
+    weight_EIO: jax.Array | None
+    sizes_E: jax.Array
+
+
+def _multiply_forward(
+    x: CustomVJPPrimal, weight: CustomVJPPrimal, sizes: CustomVJPPrimal, options: _ProductOptions
+) -> tuple[jax.Array, _ProductResiduals]:
     # With symbolic_zeros, each argument has a flag that tells whether it is differentiated.
     weight_residual = weight.value if x.perturbed else None
     x_residual = x.value if weight.perturbed else None
     y_NO = _multiply_groups(x.value, weight.value, sizes.value, options)
-    return y_NO, (x_residual, weight_residual, sizes.value)
+    return y_NO, _ProductResiduals(x_residual, weight_residual, sizes.value)
 
 
-def _multiply_groups_backward(options: _ProductOptions, residuals: Any, grad_NO: Any) -> tuple[Any, Any, Any]:
-    x_NI, weight_EIO, sizes_E = residuals
+def _multiply_backward(
+    options: _ProductOptions, saved: _ProductResiduals, grad: jax.Array | SymbolicZero
+) -> tuple[jax.Array | np.ndarray | None, ...]:
     products = _PRODUCTS[options.implementation]
-    grad_NO = dense_cotangent(grad_NO)
+    grad_NO = dense_cotangent(grad)
     x_grad = None
     weight_grad = None
     with jax.named_scope(options.scope):
-        if weight_EIO is not None:
-            x_grad = products.rows_times_weights(grad_NO, weight_EIO, sizes_E, transpose=True)
-        if x_NI is not None:
-            weight_grad = products.weight_gradients(x_NI, grad_NO, sizes_E)
-    return x_grad, weight_grad, np.zeros(sizes_E.shape, jax.dtypes.float0)
+        if saved.weight_EIO is not None:
+            x_grad = products.rows_times_weights(grad_NO, saved.weight_EIO, saved.sizes_E, transpose=True)
+        if saved.x_NI is not None:
+            weight_grad = products.weight_gradients(saved.x_NI, grad_NO, saved.sizes_E)
+    return x_grad, weight_grad, zero_cotangent(saved.sizes_E)
 
 
-_multiply_groups.defvjp(_multiply_groups_forward, _multiply_groups_backward, symbolic_zeros=True)
-
-
-def _over_blocks(
-    body: Callable[[jax.Array, int, Any], Any], start: jax.Array, end: jax.Array, num_rows: int, carry: Any
-) -> Any:
-    """Call carry = body(first row, number of rows, carry) for the blocks that cover the rows from start to end.
-
-    `num_rows` is the total number of rows.
-    """
-    smallest = BLOCKS[-1]
-    for block in BLOCKS:
-        # No expert can have that many rows.
-        if block > num_rows:
-            continue
-        rows_left = end - start
-        # Only the last one of the smallest blocks may be partly empty.
-        count = rows_left // block if block != smallest else (rows_left + block - 1) // block
-        one_block = partial(_one_block, body, start, block)
-        carry = jax.lax.fori_loop(0, count, one_block, carry)
-        start = start + count * block
-    return carry
-
-
-def _one_block(
-    body: Callable[[jax.Array, int, Any], Any], start: jax.Array, block: int, number: jax.Array, carry: Any
-) -> Any:
-    return body(start + number * block, block, carry)
-
-
-def _rows_times_weights(
-    x_NI: jax.Array,
-    weights: Any,
-    sizes_E: jax.Array,
-    transpose: bool = False,
-    dense: Callable[[Any], jax.Array] = lambda weight_IO: weight_IO,
-) -> jax.Array:
-    """Multiply rows by their experts' weights: [N, O]; with `transpose`, x_NI is [N, O] and the result [N, I].
-
-    Args:
-        weights: [E, I, O]; or a tree of arrays with a leading expert axis, from which `dense` computes one expert's
-            [I, O].
-    """
-    ends_E = jnp.cumsum(sizes_E)
-    contracted = 1 if transpose else 0
-    num_outputs = jax.eval_shape(jax.vmap(dense), weights).shape[1 if transpose else 2]
-
-    def expert(y: jax.Array, xs: tuple[Any, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        stored, size, end = xs
-        weight_IO = dense(stored)
-
-        def product(row: jax.Array, block: int, y: jax.Array) -> jax.Array:
-            x_block = jax.lax.dynamic_slice_in_dim(x_NI, row, block)
-            y_block = jax.lax.dot_general(x_block, weight_IO, (((1,), (contracted,)), ((), ())))
-            return jax.lax.dynamic_update_slice_in_dim(y, y_block, row, axis=0)
-
-        return _over_blocks(product, end - size, end, x_NI.shape[0], y), None
-
-    zeros = jnp.zeros((x_NI.shape[0], num_outputs), x_NI.dtype)
-    y, _ = jax.lax.scan(expert, zeros, (weights, sizes_E, ends_E))
-    return y
-
-
-def _weight_gradients(x_NI: jax.Array, grad_NO: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """Return [E, I, O], the sum over each expert's rows of x^T grad.
-
-    The result has the rows' dtype; the sum is in float32 or wider.
-    """
-    ends_E = jnp.cumsum(sizes_E)
-    wide = jnp.promote_types(x_NI.dtype, jnp.float32)
-
-    def expert(_: None, xs: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
-        size, end = xs
-
-        def product(row: jax.Array, block: int, total_IO: jax.Array) -> jax.Array:
-            x_block = jax.lax.dynamic_slice_in_dim(x_NI, row, block)
-            grad_block = jax.lax.dynamic_slice_in_dim(grad_NO, row, block)
-            if block == BLOCKS[-1]:
-                # The block may contain rows of the next expert, which must not contribute.
-                is_in_expert = row + jnp.arange(block) < end
-                grad_block = jnp.where(is_in_expert[:, None], grad_block, 0)
-            block_grad = jax.lax.dot_general(x_block, grad_block, (((0,), (0,)), ((), ())), preferred_element_type=wide)
-            return total_IO + block_grad
-
-        zeros = jnp.zeros((x_NI.shape[1], grad_NO.shape[1]), wide)
-        total_IO = _over_blocks(product, end - size, end, x_NI.shape[0], zeros)
-        return None, total_IO.astype(x_NI.dtype)
-
-    _, weight_grads = jax.lax.scan(expert, None, (sizes_E, ends_E))
-    return weight_grads
-
-
-class _Products(NamedTuple):
-    """An implementation: the products (with `transpose`, the rows' gradients) and the gradients of the weights."""
-
-    rows_times_weights: Callable[..., jax.Array]
-    weight_gradients: Callable[..., jax.Array]
-
-
-_PRODUCTS = {
-    "megablox": _Products(grouped_tpu.rows_times_weights, grouped_tpu.weight_gradients),
-    "triton": _Products(grouped_gpu.rows_times_weights, grouped_gpu.weight_gradients),
-    "blocks": _Products(_rows_times_weights, _weight_gradients),
-}
+_multiply_groups = jax.custom_vjp(_multiply, nondiff_argnums=(3,))
+_multiply_groups.defvjp(_multiply_forward, _multiply_backward, symbolic_zeros=True)

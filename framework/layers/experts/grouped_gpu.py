@@ -12,12 +12,12 @@ immediately.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
 
 TILE_ROWS = 64
 # Tile sizes of a weight's columns and of the contracted axis: the largest that divides the axis is used.
@@ -100,7 +100,7 @@ def _pad(x: jax.Array, axis: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
-def _check_size(dtype: Any, elements: int) -> None:
+def _check_size(dtype: DTypeLike, elements: int) -> None:
     """Raise ValueError if the offsets of the elements do not fit into int32, which Triton computes with."""
     if elements >= 2**31:
         raise ValueError(
@@ -133,12 +133,12 @@ def _tiles(sizes_E: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array, jax
 
 
 def _rows_kernel(
-    experts_ref: Any,
-    first_rows_ref: Any,
-    end_rows_ref: Any,
-    x_ref: Any,
-    weight_ref: Any,
-    y_ref: Any,
+    experts_ref: jax.Ref,
+    first_rows_ref: jax.Ref,
+    end_rows_ref: jax.Ref,
+    x_ref: jax.Ref,
+    weight_ref: jax.Ref,
+    y_ref: jax.Ref,
     *,
     tile_columns: int,
     tile_contracted: int,
@@ -173,11 +173,11 @@ def _rows_kernel(
 
 
 def _weights_kernel(
-    starts_ref: Any,
-    ends_ref: Any,
-    x_ref: Any,
-    grad_ref: Any,
-    weight_grad_ref: Any,
+    starts_ref: jax.Ref,
+    ends_ref: jax.Ref,
+    x_ref: jax.Ref,
+    grad_ref: jax.Ref,
+    weight_grad_ref: jax.Ref,
     *,
     tile_inputs: int,
     tile_outputs: int,

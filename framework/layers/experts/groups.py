@@ -1,16 +1,18 @@
-"""Sorting rows of tokens by expert, and back: two gathers, each the gradient of the other.
+"""Rows of tokens, sorted by expert: dispatch of tokens to rows, addition of each expert's bias, and the way back.
 
-T is the number of tokens, K the number of experts per token, E the number of local experts, N the number of rows.
+T is the number of tokens, K the number of experts per token, E the number of local experts, N the number of rows, O the
+number of outputs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from plimsoll.framework.layers.custom_gradients import zero_cotangent
 
 
 @jax.tree_util.register_dataclass
@@ -53,61 +55,89 @@ def group(experts_TK: jax.Array, num_experts: int, num_rows: int) -> Groups:
     return Groups(sizes_E, rows_TK, choices_N)
 
 
-def dispatch(x_TD: jax.Array, groups: Groups) -> jax.Array:
-    """Return the token of each row, [N, D]; zeros in rows after the last expert's."""
-    return _dispatch(x_TD, groups)
-
-
-def collect(y_ND: jax.Array, groups: Groups) -> jax.Array:
-    """Return the row of each choice, [T, K, D]; zeros if its expert is not local."""
-    return _collect(y_ND, groups)
-
-
-def _rows_or_zeros(x_MD: jax.Array, indices: jax.Array) -> jax.Array:
+def rows_or_zeros(x_MD: jax.Array, indices: jax.Array) -> jax.Array:
     """Return x_MD[indices], with zeros for the index M."""
     return jnp.take(x_MD, indices, axis=0, mode="fill", fill_value=0)
 
 
 @jax.custom_vjp
-def _dispatch(x_TD: jax.Array, groups: Groups) -> jax.Array:
+def dispatch(x_TD: jax.Array, groups: Groups) -> jax.Array:
+    """Return the token of each row, [N, D]; zeros in rows after the last expert's."""
     top_k = groups.rows_TK.shape[1]
     # The choice T * K, which marks no token, maps to the token index T.
-    return _rows_or_zeros(x_TD, groups.choices_N // top_k)
+    return rows_or_zeros(x_TD, groups.choices_N // top_k)
 
 
-def _dispatch_forward(x_TD: jax.Array, groups: Groups) -> tuple[jax.Array, Groups]:
-    return _dispatch(x_TD, groups), groups
-
-
-def _dispatch_backward(groups: Groups, grad_ND: jax.Array) -> tuple[jax.Array, Any]:
+def _dispatch_backward(groups: Groups, grad_ND: jax.Array) -> tuple[jax.Array, Groups]:
     # A sum over K rows; JAX's own rule would scatter N rows into T in the rows' dtype.
-    grad_TKD = _rows_or_zeros(grad_ND, groups.rows_TK)
+    grad_TKD = rows_or_zeros(grad_ND, groups.rows_TK)
     wide = jnp.promote_types(grad_ND.dtype, jnp.float32)
     grad_TD = jnp.sum(grad_TKD.astype(wide), axis=1)
-    return grad_TD.astype(grad_ND.dtype), _no_gradient(groups)
+    return grad_TD.astype(grad_ND.dtype), jax.tree.map(zero_cotangent, groups)
 
 
-_dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+dispatch.defvjp(lambda x_TD, groups: (dispatch(x_TD, groups), groups), _dispatch_backward)
 
 
 @jax.custom_vjp
-def _collect(y_ND: jax.Array, groups: Groups) -> jax.Array:
-    return _rows_or_zeros(y_ND, groups.rows_TK)
+def collect(y_ND: jax.Array, groups: Groups) -> jax.Array:
+    """Return the row of each choice, [T, K, D]; zeros if its expert is not local."""
+    return rows_or_zeros(y_ND, groups.rows_TK)
 
 
-def _collect_forward(y_ND: jax.Array, groups: Groups) -> tuple[jax.Array, Groups]:
-    return _collect(y_ND, groups), groups
-
-
-def _collect_backward(groups: Groups, grad_TKD: jax.Array) -> tuple[jax.Array, Any]:
+def _collect_backward(groups: Groups, grad_TKD: jax.Array) -> tuple[jax.Array, Groups]:
     grad_choices = grad_TKD.reshape(-1, grad_TKD.shape[-1])
     # Each choice has one row, so nothing is summed.
-    return _rows_or_zeros(grad_choices, groups.choices_N), _no_gradient(groups)
+    return rows_or_zeros(grad_choices, groups.choices_N), jax.tree.map(zero_cotangent, groups)
 
 
-_collect.defvjp(_collect_forward, _collect_backward)
+collect.defvjp(lambda y_ND, groups: (collect(y_ND, groups), groups), _collect_backward)
 
 
-def _no_gradient(groups: Groups) -> Any:
-    # float0 is JAX's dtype for cotangents of integers.
-    return jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), groups)
+def find_row_experts(sizes_E: jax.Array, num_rows: int) -> jax.Array:
+    """Return the expert of each row, int32[N], with rows sorted by expert; E for rows after the last expert's."""
+    ends_E = jnp.cumsum(sizes_E)
+    rows_N1 = jnp.arange(num_rows)[:, None]
+    return jnp.sum(ends_E <= rows_N1, axis=1, dtype=jnp.int32)
+
+
+@jax.custom_vjp
+def add_biases(y_NO: jax.Array, bias_EO: jax.Array, experts_N: jax.Array) -> jax.Array:
+    """Add the bias of each row's expert to y_NO, in y's dtype.
+
+    Args:
+        y_NO: rows; those after the last expert's may hold anything, and do not contribute to the gradient of the
+            biases.
+        bias_EO: biases in y's dtype.
+        experts_N: the result of `find_row_experts`.
+    """
+    return y_NO + jnp.take(bias_EO, experts_N, axis=0, mode="fill", fill_value=0)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _BiasResiduals:
+    """The expert of each row, and E."""
+
+    experts_N: jax.Array
+    num_experts: int = field(metadata={"static": True})
+
+
+def _add_biases_backward(saved: _BiasResiduals, grad_NO: jax.Array) -> tuple[jax.Array | np.ndarray, ...]:
+    # A matrix product, summed in float32 or wider; JAX's own rule would scatter N rows into E in the rows' dtype.
+    # Rows after the last expert's may hold NaN, and 0 times NaN is NaN, so they are replaced by zeros first.
+    is_row_N1 = (saved.experts_N < saved.num_experts)[:, None]
+    rows_grad_NO = jnp.where(is_row_N1, grad_NO, 0)
+    one_hot_NE = jax.nn.one_hot(saved.experts_N, saved.num_experts, dtype=grad_NO.dtype)
+    wide = jnp.promote_types(grad_NO.dtype, jnp.float32)
+    bias_grad_EO = jnp.einsum("ne,no->eo", one_hot_NE, rows_grad_NO, preferred_element_type=wide)
+    return grad_NO, bias_grad_EO.astype(grad_NO.dtype), zero_cotangent(saved.experts_N)
+
+
+add_biases.defvjp(
+    lambda y_NO, bias_EO, experts_N: (
+        add_biases(y_NO, bias_EO, experts_N),
+        _BiasResiduals(experts_N, bias_EO.shape[0]),
+    ),
+    _add_biases_backward,
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -140,17 +140,6 @@ class Router(Layer):
         """True if the loss balances a microbatch. The bias moves once per step, regardless of microbatches."""
         return self.balance > 0.0 and self.balance_over == "batch"
 
-    def _bias(self, buffers: Nested, ctx: Context) -> jax.Array | None:
-        """Return the bias [E] including the update of the last step; None if there is no bias."""
-        if self.bias_rate is None:
-            return None
-        # The loads are complete when the next step begins, regardless of the number of microbatches, so that step's
-        # first microbatch computes the update. The other microbatches find the bias updated, and loads of the current
-        # step.
-        missing = jnp.mean(buffers["loads"]) - buffers["loads"]
-        updated = buffers["bias"] + self.bias_rate * jnp.sign(missing)
-        return jnp.where(self._is_first_microbatch(ctx), updated, buffers["bias"])
-
     @staticmethod
     def _is_first_microbatch(ctx: Context) -> jax.Array | bool:
         """Return whether the loads contain nothing of the current step.
@@ -162,15 +151,6 @@ class Router(Layer):
         assert ctx.rows is not None, "a bias needs row indices"
         return ctx.rows[0] == 0
 
-    def _new_buffers(self, bias_E: jax.Array | None, experts_BSK: jax.Array, buffers: Nested, ctx: Context) -> Nested:
-        if bias_E is None or not ctx.training:
-            # A generation cache has no room for state that does not change.
-            return {} if ctx.cache else buffers
-        loads_BE = scores.loads(experts_BSK, ctx.batch["weights"], self.num_experts)
-        loads_E = jnp.sum(loads_BE, axis=0).astype(jnp.float32)
-        earlier_E = jnp.where(self._is_first_microbatch(ctx), 0.0, buffers["loads"])
-        return {"bias": bias_E, "loads": earlier_E + loads_E}
-
     def __call__(self, weights: dict[str, jax.Array], x_BSD: jax.Array, ctx: Context, buffers: Nested) -> Routing:
         """Route the tokens x_BSD; `buffers` has the structure of `layer_buffer_specs`."""
         wide = jnp.promote_types(x_BSD.dtype, jnp.float32)
@@ -178,7 +158,14 @@ class Router(Layer):
         logits_BSE = inputs_BSD @ weights["weight"].astype(wide)
         if self.logit_bias:
             logits_BSE = logits_BSE + weights["bias"].astype(wide)
-        bias_E = self._bias(buffers, ctx)
+        bias_E = None
+        if self.bias_rate is not None:
+            # The loads are complete when the next step begins, regardless of the number of microbatches, so that step's
+            # first microbatch computes the update. The other microbatches find the bias updated, and loads of the
+            # current step.
+            missing = jnp.mean(buffers["loads"]) - buffers["loads"]
+            updated = buffers["bias"] + self.bias_rate * jnp.sign(missing)
+            bias_E = jnp.where(self._is_first_microbatch(ctx), updated, buffers["bias"])
         choice = scores.choose(
             logits_BSE,
             bias_E,
@@ -188,11 +175,18 @@ class Router(Layer):
             scale=self.scale,
             limit=self.limit,
         )
-        new_buffers = self._new_buffers(bias_E, choice.experts_BSK, buffers, ctx)
         if not ctx.training:
-            return Routing(choice, None, {}, new_buffers)
+            # A generation cache has no room for state that does not change.
+            return Routing(choice, None, {}, {} if ctx.cache else buffers)
+        if bias_E is not None:
+            loads_BE = scores.loads(choice.experts_BSK, ctx.batch["weights"], self.num_experts)
+            loads_E = jnp.sum(loads_BE, axis=0).astype(jnp.float32)
+            earlier_E = jnp.where(self._is_first_microbatch(ctx), 0.0, buffers["loads"])
+            buffers = {"bias": bias_E, "loads": earlier_E + loads_E}
+        elif ctx.cache:
+            buffers = {}
         loss, metrics = self._compute_losses(logits_BSE, choice, ctx)
-        return Routing(choice, loss, metrics, new_buffers)
+        return Routing(choice, loss, metrics, buffers)
 
     def _apply_jitter(self, x_BSD: jax.Array, ctx: Context) -> jax.Array:
         if self.jitter == 0.0 or not ctx.training:
@@ -200,13 +194,12 @@ class Router(Layer):
         assert ctx.rng is not None, "jitter needs a key"
         assert ctx.rows is not None, "jitter needs row indices"
         key = fold_in_name(ctx.rng, "jitter")
-
+        draw = partial(jax.random.uniform, shape=x_BSD.shape[1:], dtype=x_BSD.dtype)
         # One key per global row, as for dropout, so that sharding and microbatching do not change the draw.
-        def row_factors(row: jax.Array) -> jax.Array:
-            row_key = jax.random.fold_in(key, row)
-            return jax.random.uniform(row_key, x_BSD.shape[1:], x_BSD.dtype, 1.0 - self.jitter, 1.0 + self.jitter)
-
-        return x_BSD * jax.vmap(row_factors)(ctx.rows)
+        factors_BSD = jax.vmap(
+            lambda row: draw(jax.random.fold_in(key, row), minval=1.0 - self.jitter, maxval=1.0 + self.jitter)
+        )(ctx.rows)
+        return x_BSD * factors_BSD
 
     def _compute_losses(
         self, logits_BSE: jax.Array, choice: ExpertChoice, ctx: Context
@@ -235,9 +228,9 @@ class Router(Layer):
         if self.expert_metrics:
             for expert in range(self.num_experts):
                 sums[f"load/{expert}"] = even_E[expert]
-        metrics: dict[str, Any] = {}
-        for name, value in sums.items():
-            metrics[name] = jax.lax.stop_gradient(value / ctx.num_targets).astype(jnp.float32)
+        metrics = {
+            name: jax.lax.stop_gradient(value / ctx.num_targets).astype(jnp.float32) for name, value in sums.items()
+        }
         loss = sum(losses[1:], losses[0]) if losses else None
         return loss, metrics
 

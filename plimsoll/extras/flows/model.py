@@ -234,6 +234,7 @@ class Flow(Chain):
             layer_ctx = ctx.fold_index(index)
             weights = stack.pattern.prepare({**repeat_params, **shared}, layer_ctx)
             for name, layer in reversed(stack.pattern.layers.items()):
+                assert isinstance(layer, Invertible)
                 layer_weights = weights.get(name, {})
                 x, _ = layer.inverse(layer_weights, x, layer_ctx.fold(name))
             return x, None
