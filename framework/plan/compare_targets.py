@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from plimsoll.framework.devices.accelerators import ACCELERATORS
 from plimsoll.framework.plan import target_names, targets
-from plimsoll.framework.plan.report_tables import Report, time_cells
+from plimsoll.framework.plan.plan_report import PlanReport
+from plimsoll.framework.plan.report_tables import time_cells
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.terminal.tables import TableSection, human_bytes
 
@@ -55,12 +56,12 @@ def _slice_names() -> Iterator[str]:
                 yield name
 
 
-def can_fit(report: Report) -> bool:
+def can_fit(report: PlanReport) -> bool:
     """Return whether the config fits the target, unchanged or with settings that do not change what is computed."""
-    return bool(report["fits"] or report["suggestions"])
+    return bool(report.fits or report.suggestions)
 
 
-def table(reports: Sequence[Report], left_out: dict[str, str]) -> list[TableSection]:
+def table(reports: Sequence[PlanReport], left_out: dict[str, str]) -> list[TableSection]:
     """Return a table with one row per target: what the config needs there, and the cheapest settings that fit.
 
     Args:
@@ -70,30 +71,30 @@ def table(reports: Sequence[Report], left_out: dict[str, str]) -> list[TableSect
     header = ["target", "memory per device", "needs", "", "step", "bound by"]
     rows = [[*header, "or", "source", "with the first settings that fit"]]
     for report in reports:
-        has = human_bytes(report["device_limit_bytes"]) if report["device_limit_bytes"] else "unknown"
-        if report["devices"] > 1:
-            has = f"{report['devices']} x {has}"
-        verdict = "fits" if report["fits"] else "TOO BIG"
-        row = [report["target"], has, human_bytes(report["device_allocated_bytes"]), verdict, *time_cells(report)]
+        has = human_bytes(report.device_limit_bytes) if report.device_limit_bytes else "unknown"
+        if report.devices > 1:
+            has = f"{report.devices} x {has}"
+        verdict = "fits" if report.fits else "TOO BIG"
+        row = [report.target, has, human_bytes(report.device_allocated_bytes), verdict, *time_cells(report)]
         rows.append(row + _first_settings(report))
     impossible = [[name, reason] for name, reason in left_out.items()]
     sections = []
     if reports:
         # The title has the settings that all reports share.
         first, *others = reports
-        shared = [setting for setting in first["settings"] if all(setting in report["settings"] for report in others)]
-        sections.append(TableSection(" ".join([first["config"], *shared]), rows))
+        shared = [setting for setting in first.settings if all(setting in report.settings for report in others)]
+        sections.append(TableSection(" ".join([first.config, *shared]), rows))
     if impossible:
         sections.append(TableSection("not possible", impossible))
     return sections
 
 
-def _first_settings(report: Report) -> list[str]:
+def _first_settings(report: PlanReport) -> list[str]:
     """Return [bytes, source of the figure, settings] of the first settings that fit; suggestions are cheapest first."""
-    if report["fits"]:
-        return ["", "estimate" if report["estimated"] else "compiler", "unchanged"]
-    if not report["suggestions"]:
+    if report.fits:
+        return ["", "estimate" if report.estimated else "compiler", "unchanged"]
+    if not report.suggestions:
         return ["", "estimate", "none found"]
-    first = report["suggestions"][0]
-    source = "compiler" if first["compiled"] and not report["estimated"] else "estimate"
-    return [human_bytes(first["device_peak_bytes"]), source, first["setting"]]
+    first = report.suggestions[0]
+    source = "compiler" if first.compiled and not report.estimated else "estimate"
+    return [human_bytes(first.device_peak_bytes), source, first.setting]

@@ -83,7 +83,7 @@ def explain_refusal(
     lines.append(f"largest groups: {', '.join(parts)}")
     fitting = suggestions(config, target, limit or 0, found.peak)
     for suggestion in fitting:
-        lines.append(f"would fit: {suggestion['setting']} ({needs_text(suggestion)})")
+        lines.append(f"would fit: {suggestion.setting} ({needs_text(suggestion)})")
     if not fitting:
         lines.append("no setting of remat, accumulation, offloading and sharding fits: use more devices")
     # If the compiler refused the program, --force has nothing to run.

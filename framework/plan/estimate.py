@@ -21,7 +21,7 @@ from plimsoll.framework.plan.backward_bytes import TracedBackward, backward_byte
 from plimsoll.framework.plan.buffer_names import REPORT_GROUPS
 from plimsoll.framework.plan.device_trace import trace
 from plimsoll.framework.plan.jaxpr_analysis import FlopCount, flops
-from plimsoll.framework.plan.report_tables import BREAKDOWN_KEYS
+from plimsoll.framework.plan.plan_report import BREAKDOWN_KEYS
 from plimsoll.framework.plan.split_experiment import SplitExperiment
 from plimsoll.framework.plan.step_time.estimated_time import StepWork, count_batch_transform_work, count_work
 from plimsoll.framework.plan.update_bytes import update_bytes

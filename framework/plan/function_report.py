@@ -18,13 +18,13 @@ from plimsoll.framework.plan.buffer_names import (
     list_writer_names,
 )
 from plimsoll.framework.plan.buffers import Buffers, PeakBlock
-from plimsoll.framework.plan.build_report import COMPILERS, device_bytes, largest
+from plimsoll.framework.plan.build_report import COMPILERS, list_largest
 from plimsoll.framework.plan.cache import versions
 from plimsoll.framework.plan.compilation import CompiledProgram, compile_for
 from plimsoll.framework.plan.function_call import FunctionCall
 from plimsoll.framework.plan.hlo import arrays
 from plimsoll.framework.plan.jaxpr_analysis import FlopCount, flops
-from plimsoll.framework.plan.report_tables import Report
+from plimsoll.framework.plan.plan_report import PlanReport
 from plimsoll.framework.plan.step_time.compiled_time import estimate_compiled_time
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.terminal.phases import phase
@@ -35,7 +35,7 @@ TEMPORARIES = "temporaries"
 OTHER = "other"
 
 
-def plan_call(call: FunctionCall, target: Target, limit: int | None) -> Report:
+def plan_call(call: FunctionCall, target: Target, limit: int | None) -> PlanReport:
     """Return the report of one call of a function.
 
     Args:
@@ -81,59 +81,48 @@ def _report(
     compiled: CompiledProgram,
     flop_count: FlopCount,
     offloaded: HostBytes,
-) -> Report:
-    named_buffers = name_peak_buffers(compiled.buffers) if compiled.buffers is not None else []
-    time = None if compiled.message else estimate_compiled_time([compiled], target, compiled.peak)
-    host_bytes = offloaded.arguments + offloaded.results - offloaded.donated + compiled.host_temp
-    return {
-        "config": call.title,
-        "subject": call.title,
-        "settings": [],
-        "target": target.name,
-        "accelerator": target.spec.name,
-        "platform": target.platform,
-        "devices": target.num_devices,
-        "processes": target.num_processes,
-        "mesh": dict(mesh.shape),
-        "mesh_across": {},
-        "device_limit_bytes": limit,
-        "host_limit_bytes": target.host_limit_bytes,
-        "versions": versions("jax", "jaxlib", *COMPILERS[target.platform]),
-        **device_bytes(compiled),
-        "breakdown": _breakdown(call, named_buffers, compiled.peak),
-        "host_breakdown": {},
-        "host_peak_bytes": host_bytes,
-        "host_process_bytes": host_bytes * target.num_devices // target.num_processes,
-        "largest": largest(named_buffers),
-        "flops_per_step": flop_count.flops,
-        **_report_transfers(compiled.buffers),
-        "time": None if time is None else time.report(tokens=None, model_flops=None, peak_flops=None),
-        "compile_seconds": round(compiled.seconds, 1),
-        "message": compiled.message,
-        "estimated": False,
-        "fits": not compiled.message and (limit is None or compiled.allocated <= limit),
-        "notes": target.compiler_notes,
-        "phases": {},
-        "zero_gradients": [],
-        "suggestions": [],
-    }
-
-
-def _breakdown(call: FunctionCall, named_buffers: list[NamedBuffer], peak: int) -> dict[str, int]:
-    """Return the bytes at the peak by group: arguments first, in call order."""
+) -> PlanReport:
+    buffers = compiled.buffers
+    named_buffers = [] if buffers is None else name_peak_buffers(buffers)
+    # The bytes at the peak by group: arguments first, in call order.
     breakdown = Counter(dict.fromkeys([*call.argument_names, RESULTS, TEMPORARIES, OTHER], 0))
     for buffer in named_buffers:
         breakdown[buffer.group] += buffer.bytes
-    breakdown[OTHER] += peak - sum(breakdown.values())
-    return {group: size for group, size in breakdown.items() if size}
-
-
-def _report_transfers(buffers: Buffers | None) -> Report:
-    """Return the report keys for bytes moved between devices, and between device and host."""
-    if buffers is None:
-        return {"collective_bytes": {}, "host_transfer_bytes": 0}
-    module = buffers.module
-    return {"collective_bytes": dict(module.collective_bytes()), "host_transfer_bytes": module.host_bytes()}
+    breakdown[OTHER] += compiled.peak - sum(breakdown.values())
+    time = None if compiled.message else estimate_compiled_time([compiled], target, compiled.peak)
+    host_bytes = offloaded.arguments + offloaded.results - offloaded.donated + compiled.host_temp
+    return PlanReport(
+        config=call.title,
+        subject=call.title,
+        target=target.name,
+        accelerator=target.spec.name,
+        platform=target.platform,
+        devices=target.num_devices,
+        processes=target.num_processes,
+        mesh=dict(mesh.shape),
+        mesh_across={},
+        device_limit_bytes=limit,
+        host_limit_bytes=target.host_limit_bytes,
+        versions=versions("jax", "jaxlib", *COMPILERS[target.platform]),
+        fits=not compiled.message and (limit is None or compiled.allocated <= limit),
+        device_peak_bytes=compiled.peak,
+        device_allocated_bytes=compiled.allocated,
+        device_argument_bytes=compiled.argument,
+        device_output_bytes=compiled.output,
+        device_alias_bytes=compiled.alias,
+        device_temp_bytes=compiled.temp,
+        breakdown={group: size for group, size in breakdown.items() if size},
+        host_peak_bytes=host_bytes,
+        host_process_bytes=host_bytes * target.num_devices // target.num_processes,
+        largest=list_largest(named_buffers),
+        flops_per_step=flop_count.flops,
+        collective_bytes={} if buffers is None else buffers.module.collective_bytes(),
+        host_transfer_bytes=0 if buffers is None else buffers.module.host_bytes(),
+        time=None if time is None else time.report(tokens=None, model_flops=None, peak_flops=None),
+        compile_seconds=round(compiled.seconds, 1),
+        message=compiled.message,
+        notes=target.compiler_notes,
+    )
 
 
 def name_peak_buffers(buffers: Buffers) -> list[NamedBuffer]:

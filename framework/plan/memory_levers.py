@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from plimsoll.framework.config import Config
-from plimsoll.framework.plan.report_tables import Report
+from plimsoll.framework.plan.plan_report import PlanReport
 from plimsoll.framework.plan.suggest import estimate_for_target
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.schedules.traits import SCHEDULES, find_offloading_schedule
@@ -16,7 +17,8 @@ from plimsoll.framework.terminal.phases import SHORT, phase
 _STATE = ("parameters", "frozen", "optimizer_state", "ema")
 
 
-class Lever(NamedTuple):
+@dataclass(frozen=True)
+class Lever:
     """Settings to change together, and their effect on a group of the breakdown.
 
     Attributes:
@@ -39,17 +41,17 @@ class Lever(NamedTuple):
         return " ".join(f"{path}={value}" for path, value in self.settings)
 
 
-def levers(report: Report) -> list[Lever]:
+def levers(report: PlanReport) -> list[Lever]:
     """Return levers for the groups that a report has, without settings that are already in effect."""
-    if "in_effect" not in report:
+    if not report.in_effect:
         return []
-    return [lever for lever in _all_levers(report) if report["breakdown"].get(lever.group)]
+    return [lever for lever in _all_levers(report) if report.breakdown.get(lever.group)]
 
 
-def _all_levers(report: Report) -> Iterator[Lever]:
-    in_effect = report["in_effect"]
+def _all_levers(report: PlanReport) -> Iterator[Lever]:
+    in_effect = report.in_effect
     yield from _recompute_levers(in_effect)
-    streamed = _select_schedule(in_effect, report["platform"])
+    streamed = _select_schedule(in_effect, report.platform)
     if in_effect["memory.optimizer_state"] == "device":
         offload = (("memory.optimizer_state", "pinned_host"),)
         yield Lever("optimizer_state", offload, "offloads optimizer state to the host")
@@ -68,7 +70,7 @@ def _all_levers(report: Report) -> Iterator[Lever]:
     for group, (path, effect) in offloadable_groups.items():
         if in_effect[path] == "device":
             yield Lever(group, ((path, "pinned_host"), *streamed), effect)
-    if report["mesh"].get("data", 1) > 1:
+    if report.mesh.get("data", 1) > 1:
         for group in _STATE:
             yield Lever(group, (("mesh.data", 1), ("mesh.fsdp", -1)), "shards it over all devices")
 
@@ -96,7 +98,7 @@ def _select_schedule(in_effect: dict[str, Any], platform: str) -> tuple[tuple[st
 
 
 def estimate_levers(
-    config: Config, target: Target, report: Report, candidates: Sequence[Lever], *, seconds: float = 2.0
+    config: Config, target: Target, report: PlanReport, candidates: Sequence[Lever], *, seconds: float = 2.0
 ) -> list[Lever]:
     """Return the levers that are valid for a config on a target and help, with their estimated bytes.
 
@@ -109,8 +111,8 @@ def estimate_levers(
         candidates: levers to try, in this order.
         seconds: time limit; no further lever is tried after it.
     """
-    present = report["estimate"]["breakdown"]
-    present_peak = report["estimate"]["device_peak_bytes"]
+    present = report.estimate
+    assert present is not None
     start = time.monotonic()
     helpful: list[Lever] = []
     with phase("trying settings that shrink each group", patience=SHORT):
@@ -126,9 +128,11 @@ def estimate_levers(
                 # The lever is invalid for this schedule, platform or batch.
                 continue
             size = need.breakdown[lever.group]
-            tried = lever._replace(group_bytes=size, peak_bytes=need.peak_bytes)
+            tried = replace(lever, group_bytes=size, peak_bytes=need.peak_bytes)
             # Of two levers with the same result, keep the first, which changes less.
-            is_new = all((tried.group, tried[3:]) != (other.group, other[3:]) for other in helpful)
-            if is_new and (need.peak_bytes < 0.995 * present_peak or size < 0.95 * present[lever.group]):
+            is_new = all(replace(tried, settings=other.settings, effect=other.effect) != other for other in helpful)
+            if is_new and (
+                need.peak_bytes < 0.995 * present.device_peak_bytes or size < 0.95 * present.breakdown[lever.group]
+            ):
                 helpful.append(tried)
     return helpful

@@ -13,6 +13,7 @@ from plimsoll.framework.layers.remat import check_platform
 from plimsoll.framework.plan.buffer_names import REPORT_GROUPS
 from plimsoll.framework.plan.dry_run import compile_step
 from plimsoll.framework.plan.estimate import Estimate, estimate, least_bytes
+from plimsoll.framework.plan.plan_report import Suggestion
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.program import Program
@@ -63,7 +64,7 @@ def state_bytes(need: Estimate) -> int:
 
 def suggestions(
     config: Config, target: Target, limit: int, peak: int, *, present: Estimate | None = None, seconds: float = 300.0
-) -> list[dict[str, Any]]:
+) -> list[Suggestion]:
     """Return up to three settings that fit, cheapest first; none of them changes what is computed.
 
     The analytical estimate selects candidates and the compiler decides whether they fit. After `seconds` of searching,
@@ -82,7 +83,7 @@ def suggestions(
     # The factor for the bytes other than state that makes the estimate of the current settings match their peak.
     scale = max(peak - present_state, 0) / max(present.peak_bytes - present_state, 1)
     start = time.monotonic()
-    fitting: list[dict[str, Any]] = []
+    fitting: list[Suggestion] = []
     least_by_placement: dict[frozenset[_Setting], int] = {}
     for choice in _choices(config, target.platform):
         # The settings that `least_bytes` depends on: if it exceeds the limit, no choice with these settings fits.
@@ -106,7 +107,7 @@ def suggestions(
             # The batch does not divide into the microbatches, or the target does not support the schedule.
             continue
         if trial_peak <= limit:
-            fitting.append({"setting": setting, "device_peak_bytes": trial_peak, "compiled": compiled})
+            fitting.append(Suggestion(setting, trial_peak, compiled))
         if len(fitting) == 3:
             return fitting
     return fitting

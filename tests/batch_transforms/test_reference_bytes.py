@@ -30,7 +30,7 @@ def tuning(*, lora: bool, kind: str | None) -> Config:
 
 
 def run_plan(**fields) -> dict:
-    return compile_report("small", tuning(**fields), resolve("cpu:1"), None, phases=False)
+    return compile_report("small", tuning(**fields), resolve("cpu:1"), None, phases=False).to_json()
 
 
 def most(report: dict) -> int:
@@ -76,7 +76,7 @@ def run_estimate(*, lora: bool, kind: str, accumulate: int) -> dict:
     """Return the report of the analytical estimate, for one H100."""
     config = tuning(lora=lora, kind=kind)
     config.learner.accumulate = accumulate
-    return estimate_report("small", config, resolve("h100"), None)
+    return estimate_report("small", config, resolve("h100"), None).to_json()
 
 
 @pytest.mark.pairs

@@ -85,7 +85,7 @@ def test_the_peak_is_the_plans(text, tmp_path, capsys):
 
     config, _ = cli.Parser("plan").parse([f"--config={CONFIG}:tiny", *flags]).resolve("cpu-4")
     report = compile_report("tiny", config, resolve("cpu:4"), None, phases=False)
-    assert peak[1] == human_bytes(report["device_peak_bytes"])
+    assert peak[1] == human_bytes(report.device_peak_bytes)
 
 
 # --- errors, and missing data -----------------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from plimsoll.framework.plan import device_budget, target_table, targets
+from plimsoll.framework.plan.plan_report import PlanReport
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import plan
-from tests.support import small
+from tests.support import plan_pages, small
 from tests.support.runs import CONFIG, ROOT, write_text
 from tests.support.runs import train as run_train
 
@@ -97,9 +98,9 @@ def test_invalid_target_is_one_line(argv: list[str], message: str, capsys: pytes
 def test_cache_key_includes_config_target_and_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen = []
 
-    def fake(name: str, config: Any, target: Any, limit: int, **_: Any) -> dict[str, Any]:
+    def fake(name: str, config: Any, target: Any, limit: int, **_: Any) -> PlanReport:
         seen.append((config.model.head.tied, target.name, limit))
-        return {"fits": True}
+        return plan_pages.plan()
 
     monkeypatch.setattr("plimsoll.framework.plan.build_report.compile_report", fake)
     monkeypatch.setattr("plimsoll.framework.plan.report_tables.sections", lambda _: [])

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from plimsoll.extras.calibration import measure, rates_store
+from plimsoll.extras.calibration import measure
 from plimsoll.extras.calibration.workloads import workloads
 from plimsoll.framework.devices.accelerators import spec_for
 from plimsoll.framework.plan import targets
 from plimsoll.framework.plan.compilation import compile_for
 from plimsoll.framework.plan.hlo import Module
-from plimsoll.framework.plan.step_time import TpuRates, count
+from plimsoll.framework.plan.step_time import TpuRates, count, rates_store
 from plimsoll.framework.plan.step_time.compiled_time import estimate_compiled_time
 from plimsoll.framework.plan.step_time.cpu_time import cpu_time
 from plimsoll.framework.plan.step_time.device_rates import DeviceRates, TimeCurve, assume_cpu_rates, assume_gpu_rates
@@ -124,11 +124,11 @@ def test_a_gpu_without_published_peaks_has_no_time():
 def test_utilization_and_rate_follow_from_the_seconds():
     time = StepTime(0.5, 0.25, 0.125, 0.1, 0.025, "by hand")
     report = time.report(tokens=1000, model_flops=3e12, peak_flops=1e13)
-    assert report["seconds"] == pytest.approx(1.0)
-    assert report["tokens_per_second"] == pytest.approx(1000)
-    assert report["model_flops_utilization"] == pytest.approx(0.3)
-    assert report["bound_by"] == "matrix units"
-    assert list(report["parts"]) == list(PARTS)
+    assert report.seconds == pytest.approx(1.0)
+    assert report.tokens_per_second == pytest.approx(1000)
+    assert report.model_flops_utilization == pytest.approx(0.3)
+    assert report.bound_by == "matrix units"
+    assert list(report.parts) == list(PARTS)
 
 
 @pytest.mark.pairs

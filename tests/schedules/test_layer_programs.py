@@ -301,8 +301,9 @@ def test_plan_for_a_step_in_layer_programs(tmp_path: Any):
     from plimsoll.framework.plan import build_report, targets
 
     target = targets.resolve("cpu-1")
-    layers = build_report.compile_report("small", deep(4, OFFLOADED), target, None)
-    whole = build_report.compile_report("small", deep(4, {"update": "after_backward"}), target, None, phases=False)
+    layers = build_report.compile_report("small", deep(4, OFFLOADED), target, None).to_json()
+    plain = deep(4, {"update": "after_backward"})
+    whole = build_report.compile_report("small", plain, target, None, phases=False).to_json()
     assert sum(layers["breakdown"].values()) == layers["device_peak_bytes"]
     assert layers["flops_per_step"] == whole["flops_per_step"]
     assert layers["host_argument_bytes"] <= layers["host_peak_bytes"] < 1.5 * layers["host_argument_bytes"]

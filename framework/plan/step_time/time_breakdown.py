@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+
+from plimsoll.framework.plan.plan_report import TimeReport
 
 # User-facing names of what bounds a step. Everything that the cores do besides matrix products is named after its usual
 # bound, memory.
@@ -63,7 +64,7 @@ class StepTime:
             python=earlier.python + self.python,
         )
 
-    def report(self, *, tokens: int | None, model_flops: float | None, peak_flops: float | None) -> dict[str, Any]:
+    def report(self, *, tokens: int | None, model_flops: float | None, peak_flops: float | None) -> TimeReport:
         """Return the time entry of a plan's report.
 
         Args:
@@ -74,11 +75,11 @@ class StepTime:
         utilization = None
         if model_flops and peak_flops:
             utilization = model_flops / peak_flops / self.seconds
-        return {
-            "seconds": self.seconds,
-            "tokens_per_second": tokens / self.seconds if tokens else None,
-            "model_flops_utilization": utilization,
-            "bound_by": self.bound_by,
-            "parts": dict(self.parts),
-            "basis": self.basis,
-        }
+        return TimeReport(
+            seconds=self.seconds,
+            tokens_per_second=tokens / self.seconds if tokens else None,
+            model_flops_utilization=utilization,
+            bound_by=self.bound_by,
+            parts=dict(self.parts),
+            basis=self.basis,
+        )
