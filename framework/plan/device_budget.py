@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import jax
 
@@ -17,7 +17,8 @@ from plimsoll.framework.program.program import Program
 from plimsoll.framework.terminal.tables import human_bytes
 
 
-class MemoryNeed(NamedTuple):
+@dataclass(frozen=True)
+class MemoryNeed:
     """Bytes of device memory, per device, that a step needs at its peak and between steps.
 
     Attributes:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh
@@ -30,7 +31,8 @@ from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.program import choose_backend
 
 
-class Estimate(NamedTuple):
+@dataclass(frozen=True)
+class Estimate:
     """The memory and the work of one training step.
 
     Attributes:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from plimsoll.framework.plan.buffer_names import describe_operation
-from plimsoll.framework.plan.hlo.host_transfers import DIRECTIONS, Direction
-from plimsoll.framework.plan.hlo.source_lines import SourceLine
-from plimsoll.framework.plan.step_time.step_count import StepCount
+from plimsoll.framework.plan.hlo.computations import SourceLine
+from plimsoll.framework.plan.hlo.transfers import DIRECTIONS, Direction
 from plimsoll.framework.plan.step_time.tpu_operations import TpuOperation
+from plimsoll.framework.plan.step_time.tpu_time import StepCount
 from plimsoll.framework.plan.step_time.work_categories import OVERESTIMATED
 from tools.bench.step_programs import StepInfo
 

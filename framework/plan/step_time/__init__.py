@@ -16,7 +16,7 @@
 These are estimates, not measurements: docs/plan.md and docs/speed.md explain how to read them.
 """
 
-from plimsoll.framework.plan.step_time.step_count import StepCount, count
-from plimsoll.framework.plan.step_time.tpu_rates import TpuRates
+from plimsoll.framework.plan.step_time.tpu_operations import TpuRates
+from plimsoll.framework.plan.step_time.tpu_time import StepCount, count
 
 __all__ = ["StepCount", "TpuRates", "count"]

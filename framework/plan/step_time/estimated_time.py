@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 import os
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from plimsoll.framework.devices.accelerators import AcceleratorSpec
 from plimsoll.framework.layers.base import batch_shards
 from plimsoll.framework.layout import GROUPS, StateLayout
 from plimsoll.framework.models.causal_lm import CausalLM
-from plimsoll.framework.plan.step_time.compiled_time import load_rates
-from plimsoll.framework.plan.step_time.device_rates import DeviceRates
+from plimsoll.framework.plan.jaxpr_analysis import LOCAL_ATTENTION, LOCAL_GROUPED_PRODUCT, inner_jaxprs
+from plimsoll.framework.plan.step_time.device_rates import DeviceRates, load_rates
 from plimsoll.framework.plan.step_time.time_breakdown import StepTime
-from plimsoll.framework.plan.step_time.tpu_rates import PCIE_EFFICIENCY
-from plimsoll.framework.plan.step_time.traced_work import count_traced_work
+from plimsoll.framework.plan.step_time.tpu_operations import PCIE_EFFICIENCY
 from plimsoll.framework.program.batch_transform import ForwardCost
 from plimsoll.framework.program.experiment import Experiment
 
@@ -44,7 +44,8 @@ _EXPOSED_IN_CHUNKS = 1.58
 _BASIS = "estimate: products at a fraction of the peak, bytes at published rates; compile for a more exact time"
 
 
-class StepWork(NamedTuple):
+@dataclass(frozen=True)
+class StepWork:
     """The work of one device in a step.
 
     Attributes:
@@ -204,7 +205,8 @@ def _update_host_bytes(experiment: Experiment, layout: StateLayout) -> float:
     return float(from_host)
 
 
-class _PassBytes(NamedTuple):
+@dataclass(frozen=True)
+class _PassBytes:
     """Bytes that move between device and host for the forward and backward passes of a step.
 
     Attributes:
@@ -345,3 +347,68 @@ def _estimate_host_wait(work: StepWork, update: float, passes: float, products: 
     exposed_in_passes = max(0.0, passes - products)
     left_products = max(0.0, work.hideable_share * products - passes)
     return exposed_in_passes + max(work.min_exposed_share * update, update - left_products)
+
+
+# For these, the bytes that a device receives are the difference between the sizes of results and operands.
+_GATHERS = ("all_gather", "reduce_scatter", "psum_scatter")
+# For these, the bytes that a device receives are this factor times the operands, in a ring of many devices.
+_RECEIVED = {"psum": 2, "psum_invariant": 2, "all_to_all": 1, "ppermute": 1}
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", LOCAL_ATTENTION, LOCAL_GROUPED_PRODUCT)
+
+
+@dataclass(frozen=True)
+class TracedWork:
+    """Bytes that a program moves on one device.
+
+    Attributes:
+        product_bytes: bytes of the operands and results of matrix products, attention and Pallas kernels. XLA fuses
+            most other work into the producers or consumers of these arrays.
+        received_bytes: bytes received from other devices.
+    """
+
+    product_bytes: int = 0
+    received_bytes: int = 0
+
+
+def count_traced_work(jaxpr: ClosedJaxpr | Jaxpr) -> TracedWork:
+    """Return the work of a program on one device; loops count by trip count, and only the largest branch counts."""
+    equations: Any = getattr(jaxpr, "jaxpr", jaxpr)
+    product_bytes = 0
+    received_bytes = 0
+    for equation in equations.eqns:
+        work = _work_for_equation(equation)
+        product_bytes += work.product_bytes
+        received_bytes += work.received_bytes
+    return TracedWork(product_bytes, received_bytes)
+
+
+def _work_for_equation(equation: JaxprEqn) -> TracedWork:
+    name = equation.primitive.name
+    taken_bytes = sum(map(_num_bytes, equation.invars))
+    made_bytes = sum(map(_num_bytes, equation.outvars))
+    if name in _PRODUCTS:
+        return TracedWork(product_bytes=taken_bytes + made_bytes)
+    if name in _GATHERS:
+        return TracedWork(received_bytes=abs(made_bytes - taken_bytes))
+    if name in _RECEIVED:
+        return TracedWork(received_bytes=_RECEIVED[name] * taken_bytes)
+    if name == "pallas_call":
+        return TracedWork(product_bytes=taken_bytes + made_bytes)
+    inner = list(map(count_traced_work, inner_jaxprs(equation.params)))
+    if not inner:
+        return TracedWork()
+    if name == "cond":
+        return max(inner, key=lambda work: (work.product_bytes, work.received_bytes))
+    runs = equation.params["length"] if name == "scan" else 1
+    return TracedWork(
+        product_bytes=runs * sum(work.product_bytes for work in inner),
+        received_bytes=runs * sum(work.received_bytes for work in inner),
+    )
+
+
+def _num_bytes(variable: Any) -> int:
+    aval = variable.aval
+    shape = getattr(aval, "shape", None)
+    if shape is None:
+        return 0
+    return math.prod(shape) * getattr(getattr(aval, "dtype", None), "itemsize", 4)

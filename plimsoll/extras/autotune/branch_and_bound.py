@@ -29,7 +29,7 @@ from plimsoll.extras.autotune.settings import (
     setting,
     sort_settings,
 )
-from plimsoll.framework.plan.step_time.tpu_rates import PCIE_EFFICIENCY
+from plimsoll.framework.plan.step_time.tpu_operations import PCIE_EFFICIENCY
 from plimsoll.framework.schedules.traits import SCHEDULES
 
 # Settings within this factor count as equally fast; among those, the ones that change less win.
