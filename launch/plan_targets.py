@@ -16,10 +16,10 @@ def list_targets(argv: list[str]) -> int:
     """Print the table of targets; needs neither JAX nor a config."""
     if len(argv) > 1:
         raise cli.UsageError("--targets takes no other flags: it lists the values of --target")
-    from plimsoll.framework.plan import target_table
+    from plimsoll.framework.plan import targets
     from plimsoll.framework.terminal.tables import render
 
-    print(render(target_table.sections()))
+    print(render(targets.build_tables()))
     return ExitCode.DONE
 
 

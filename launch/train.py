@@ -117,7 +117,7 @@ def _handle_errors(train: Callable[[], int]) -> int:
 def _dry_run(job: Job, command: cli.Command) -> int:
     """Dry-run the start of a run on another machine's devices: all steps that need no arrays."""
     from plimsoll.framework.files.workdir import Workdir
-    from plimsoll.framework.plan import startup_dry_run, targets
+    from plimsoll.framework.plan import startup, targets
 
     workdir = Workdir(job.folder)
     if not job.dry_run:
@@ -134,7 +134,7 @@ def _dry_run(job: Job, command: cli.Command) -> int:
     experiment = job.rebuild_experiment(config, rules)
     workdir.claim()
     try:
-        fits = startup_dry_run.dry_run(command.spec, config, experiment, target, workdir.path, job.limit)
+        fits = startup.dry_run(command.spec, config, experiment, target, workdir.path, job.limit)
         return 0 if fits else ExitCode.TOO_BIG
     finally:
         workdir.release(undo=True)

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Any
+from typing import cast
 
 import jax
 from jax.sharding import Mesh
 
 from plimsoll.framework.devices.executables import HostBytes
-from plimsoll.framework.plan import function_arguments
 from plimsoll.framework.plan.buffer_names import (
     NamedBuffer,
     describe_clearest_operation,
     find_source_argument,
     list_writer_names,
 )
-from plimsoll.framework.plan.buffers import Buffers, PeakBlock
+from plimsoll.framework.plan.buffers import Buffers
 from plimsoll.framework.plan.build_report import COMPILERS, list_largest
 from plimsoll.framework.plan.cache import versions
 from plimsoll.framework.plan.compilation import CompiledProgram, compile_for
-from plimsoll.framework.plan.function_call import FunctionCall
+from plimsoll.framework.plan.function_call import (
+    FunctionCall,
+    build_mesh,
+    host_bytes,
+    make_traceable,
+    mesh_context,
+    place_arguments,
+    place_jitted_arguments,
+    reason_and_line,
+    result_shardings_on_mesh,
+)
 from plimsoll.framework.plan.hlo import arrays
 from plimsoll.framework.plan.jaxpr_analysis import FlopCount, flops
 from plimsoll.framework.plan.plan_report import PlanReport
@@ -47,25 +56,25 @@ def plan_call(call: FunctionCall, target: Target, limit: int | None) -> PlanRepo
         ValueError: the function cannot be traced with these arguments or on this mesh, or the target's compiler is not
             installed.
     """
-    mesh = function_arguments.build_mesh(call, target)
-    out_shardings = function_arguments.result_shardings_on_mesh(call.out_shardings, mesh)
+    mesh = build_mesh(call, target)
+    out_shardings = result_shardings_on_mesh(call.out_shardings, mesh)
     if call.is_jitted:
-        jitted: Any = call.function
-        placed = function_arguments.place_jitted_arguments(call, mesh)
+        jitted = cast(jax.stages.Wrapped, call.function)
+        placed = place_jitted_arguments(call, mesh)
     else:
-        dynamic, function = function_arguments.make_traceable(call)
-        placed = function_arguments.place_arguments(call, dynamic, mesh)
+        dynamic, function = make_traceable(call)
+        placed = place_arguments(call, dynamic, mesh)
         options = {} if call.out_shardings is None else {"out_shardings": out_shardings}
         jitted = jax.jit(function, donate_argnums=call.donated_positions, **options)
-    with phase(f"tracing {call.title}"), function_arguments.mesh_context(call, mesh):
+    with phase(f"tracing {call.title}"), mesh_context(call, mesh):
         try:
             traced = jitted.trace(*placed)
             lowered = traced.lower()
         # A user's function may raise anything; the message names the line in the user's code.
         except Exception as error:
-            reason = function_arguments.reason_and_line(error)
+            reason = reason_and_line(error)
             raise ValueError(f"{call.title} cannot be traced: {reason}") from error
-    offloaded = function_arguments.host_bytes(placed, out_shardings, traced)
+    offloaded = host_bytes(placed, out_shardings, traced)
     # A limit is passed to the compiler only if it is below the target's own, which the compiler knows.
     mib = limit >> 20 if limit is not None and limit < (target.limit_bytes or 0) else None
     with phase(f"compiling {call.title} for {target.name}"):
@@ -136,21 +145,13 @@ def name_peak_buffers(buffers: Buffers) -> list[NamedBuffer]:
         argument = re.split(r"[\[.]", path, maxsplit=1)[0]
         named_buffers.append(NamedBuffer(path, argument, size, str(array)))
     for block in buffers.blocks:
-        named_buffers.append(_name_temporary(buffers, block))
+        values = [value for value in block.values if value.name in module.instructions]
+        block_arrays = arrays(block.values[0].shape)
+        shape = str(block_arrays[0]) if block_arrays else block.values[0].shape
+        source = module.parameters.get(find_source_argument(module, values), "")
+        operation = describe_clearest_operation(list_writer_names(module, values)) or block.values[0].name
+        name = f"copy of {source}" if source else operation
+        named_buffers.append(NamedBuffer(name, TEMPORARIES, block.size, shape))
     if buffers.output_bytes:
         named_buffers.append(NamedBuffer("results that reuse no argument's memory", RESULTS, buffers.output_bytes, ""))
     return sorted(named_buffers, key=lambda buffer: -buffer.bytes)
-
-
-def _name_temporary(buffers: Buffers, block: PeakBlock) -> NamedBuffer:
-    module = buffers.module
-    values = [value for value in block.values if value.name in module.instructions]
-    block_arrays = arrays(block.values[0].shape)
-    shape = str(block_arrays[0]) if block_arrays else block.values[0].shape
-    source = module.parameters.get(find_source_argument(module, values), "")
-    name = (
-        f"copy of {source}"
-        if source
-        else describe_clearest_operation(list_writer_names(module, values)) or block.values[0].name
-    )
-    return NamedBuffer(name, TEMPORARIES, block.size, shape)

@@ -19,9 +19,9 @@ from plimsoll.framework.metrics.plot import plot_experts, plot_losses, plot_obje
 from plimsoll.framework.metrics.tracking_services import check_installed
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.models.chain import Chain
-from plimsoll.framework.plan import device_budget, host_budget
-from plimsoll.framework.plan.device_budget import MemoryNeed
-from plimsoll.framework.plan.start_table import build_start_table
+from plimsoll.framework.plan import memory_budget
+from plimsoll.framework.plan.memory_budget import MemoryNeed
+from plimsoll.framework.plan.startup import build_start_table
 from plimsoll.framework.processes import distributed
 from plimsoll.framework.processes.health import Pulse
 from plimsoll.framework.program.experiment import Experiment
@@ -171,7 +171,7 @@ class Training:
         if self.experiment.pretrained is not None:
             warnings = [*warnings, *self.experiment.pretrained.warnings(self.experiment.data.seq_len)]
         self._print_lines([f"warning: {warning}" for warning in warnings])
-        host_budget.check_host(self.program)
+        memory_budget.check_host(self.program)
         goodput.enter("compile")
         # Weights from a checkpoint or from files are not initialized randomly, and a dry run initializes none.
         if self.is_new_run and self.experiment.pretrained is None and not job.dry_run:
@@ -181,8 +181,8 @@ class Training:
                 line = offload_self_test.check(self.config, self.program)
             if line:
                 self.progress.print(line)
-        self.need = device_budget.measure_need(self.program)
-        refusal = device_budget.explain_refusal(self.config, self.program, self.need, job.limit)
+        self.need = memory_budget.measure_need(self.program)
+        refusal = memory_budget.explain_refusal(self.config, self.program, self.need, job.limit)
         # One process may compile what another finds in its cache, so the processes can arrive here minutes apart.
         distributed.barrier("planned")
         goodput.enter("start")

@@ -7,7 +7,7 @@ from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.layers.lora import LoRA
 from plimsoll.framework.objectives.preferences import DPO
 from plimsoll.framework.plan.build_report import compile_report, estimate_report
-from plimsoll.framework.plan.device_budget import measure_need
+from plimsoll.framework.plan.memory_budget import measure_need
 from plimsoll.framework.plan.step_time.tpu_operations import PCIE_EFFICIENCY
 from plimsoll.framework.plan.targets import resolve
 from tests.support import small

@@ -19,7 +19,7 @@ from plimsoll.framework.inference.sampling import Sampling
 from plimsoll.framework.inference.scoring import Scorer
 from plimsoll.framework.plan import cache
 from plimsoll.framework.plan.build_report import compile_report
-from plimsoll.framework.plan.device_budget import measure_need
+from plimsoll.framework.plan.memory_budget import measure_need
 from plimsoll.framework.plan.targets import resolve, set_environment
 from plimsoll.framework.program.experiment import AcceleratorRule
 from plimsoll.framework.program.program import Program

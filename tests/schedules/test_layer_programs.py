@@ -13,7 +13,7 @@ import pytest
 from plimsoll.framework import layout
 from plimsoll.framework.config import Config
 from plimsoll.framework.layers.base import BATCH_AXES
-from plimsoll.framework.plan import device_budget
+from plimsoll.framework.plan import memory_budget
 from plimsoll.framework.schedules.layer_computation import LayerResiduals
 from plimsoll.framework.schedules.layerwise import programs
 from plimsoll.framework.schedules.layerwise.result_specs import ResultSpecs
@@ -241,7 +241,7 @@ def test_one_layers_gradients_and_state_are_on_the_device():
     program = small.program(config)
     weights = sum(leaf.spec.num_bytes for leaf in program.layout if leaf.path.startswith("parameter/stack"))
     # At least one layer's weights, gradients and both moments.
-    assert 4 * weights / depth < device_budget.measure_need(program).peak < 0.2 * weights
+    assert 4 * weights / depth < memory_budget.measure_need(program).peak < 0.2 * weights
 
 
 @pytest.mark.pairs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -158,7 +159,7 @@ def as_json(counted: CountedStep) -> dict[str, Any]:
     count = counted.count
     return {
         "about": vars(counted.about),
-        "rates": count.rates._asdict(),
+        "rates": dataclasses.asdict(count.rates),
         "figures": figures(counted),
         "ideal_seconds": counted.ideal,
         "found_over_traced_flops": counted.found_over_traced,
