@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from plimsoll.framework.config import Config
 from plimsoll.framework.plan.plan_report import PlanReport
-from plimsoll.framework.plan.suggest import estimate_for_target
+from plimsoll.framework.plan.suggest import Settings, estimate_for_target
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.schedules.traits import SCHEDULES, find_offloading_schedule
 from plimsoll.framework.terminal.phases import SHORT, phase
@@ -23,14 +22,14 @@ class Lever:
 
     Attributes:
         group: key of the breakdown.
-        settings: (config path, value) of each setting.
+        settings: {config path: value}.
         effect: description of the effect.
         group_bytes: estimated bytes of the group at the peak with these settings; None if not estimated.
         peak_bytes: estimated bytes of the whole peak with these settings; None if not estimated.
     """
 
     group: str
-    settings: tuple[tuple[str, Any], ...]
+    settings: Settings
     effect: str
     group_bytes: int | None = None
     peak_bytes: int | None = None
@@ -38,29 +37,42 @@ class Lever:
     @property
     def text(self) -> str:
         """The settings in command-line syntax."""
-        return " ".join(f"{path}={value}" for path, value in self.settings)
+        return " ".join(f"{path}={value}" for path, value in self.settings.items())
 
 
 def levers(report: PlanReport) -> list[Lever]:
     """Return levers for the groups that a report has, without settings that are already in effect."""
-    if not report.in_effect:
-        return []
-    return [lever for lever in _all_levers(report) if report.breakdown.get(lever.group)]
-
-
-def _all_levers(report: PlanReport) -> Iterator[Lever]:
     in_effect = report.in_effect
-    yield from _recompute_levers(in_effect)
-    streamed = _select_schedule(in_effect, report.platform)
+    if not in_effect:
+        return []
+    # Activations.
+    remat = in_effect["memory.remat"]
+    possible: list[Lever] = []
+    if remat == "none":
+        effect = "shrinks activations: recomputes all but matrix products"
+        possible.append(Lever("activations", {"memory.remat": "dots"}, effect))
+    if remat in ("none", "dots"):
+        possible.append(Lever("activations", {"memory.remat": "full"}, "shrinks activations to each layer's input"))
+    if remat == "full":
+        possible.append(Lever("activations", {"memory.remat": "sqrt"}, "saves only the inputs of groups of layers"))
+    count = 2 * in_effect["learner.accumulate"]
+    if count <= in_effect["data.global_batch_size"]:
+        effect = f"{count} microbatches, one after the other"
+        possible.append(Lever("activations", {"learner.accumulate": count}, effect))
+
+    # Offloading. Offloaded state needs an update schedule that supports it.
+    streamed: Settings = {}
+    if not SCHEDULES[in_effect["memory.update"]].updates_in_chunks:
+        streamed = {"memory.update": find_offloading_schedule(report.platform)}
     if in_effect["memory.optimizer_state"] == "device":
-        offload = (("memory.optimizer_state", "pinned_host"),)
-        yield Lever("optimizer_state", offload, "offloads optimizer state to the host")
-        yield Lever("ema", offload, "offloads averages to the host")
+        offload: Settings = {"memory.optimizer_state": "pinned_host"}
+        possible.append(Lever("optimizer_state", offload, "offloads optimizer state to the host"))
+        possible.append(Lever("ema", offload, "offloads averages to the host"))
         if streamed:
             effect = "offloads it to the host; the update fetches one chunk at a time"
-            yield Lever("optimizer_state", (*offload, *streamed), effect)
+            possible.append(Lever("optimizer_state", offload | streamed, effect))
     elif streamed:
-        yield Lever("optimizer_state", streamed, "the update fetches one chunk at a time")
+        possible.append(Lever("optimizer_state", streamed, "the update fetches one chunk at a time"))
     offloadable_groups = {
         "gradients": ("memory.gradients", "offloads gradients to the host"),
         "parameters": ("memory.parameters", "offloads weights to the host; fetches one layer at a time"),
@@ -69,32 +81,13 @@ def _all_levers(report: PlanReport) -> Iterator[Lever]:
     }
     for group, (path, effect) in offloadable_groups.items():
         if in_effect[path] == "device":
-            yield Lever(group, ((path, "pinned_host"), *streamed), effect)
+            possible.append(Lever(group, {path: "pinned_host"} | streamed, effect))
+
+    # Sharding.
     if report.mesh.get("data", 1) > 1:
         for group in _STATE:
-            yield Lever(group, (("mesh.data", 1), ("mesh.fsdp", -1)), "shards it over all devices")
-
-
-def _recompute_levers(in_effect: dict[str, Any]) -> Iterator[Lever]:
-    remat = in_effect["memory.remat"]
-    if remat == "none":
-        yield Lever(
-            "activations", (("memory.remat", "dots"),), "shrinks activations: recomputes all but matrix products"
-        )
-    if remat in ("none", "dots"):
-        yield Lever("activations", (("memory.remat", "full"),), "shrinks activations to each layer's input")
-    if remat == "full":
-        yield Lever("activations", (("memory.remat", "sqrt"),), "saves only the inputs of groups of layers")
-    count = 2 * in_effect["learner.accumulate"]
-    if count <= in_effect["data.global_batch_size"]:
-        yield Lever("activations", (("learner.accumulate", count),), f"{count} microbatches, one after the other")
-
-
-def _select_schedule(in_effect: dict[str, Any], platform: str) -> tuple[tuple[str, Any], ...]:
-    """Return the update schedule that offloaded state needs; () if the current schedule already supports it."""
-    if SCHEDULES[in_effect["memory.update"]].updates_in_chunks:
-        return ()
-    return (("memory.update", find_offloading_schedule(platform)),)
+            possible.append(Lever(group, {"mesh.data": 1, "mesh.fsdp": -1}, "shards it over all devices"))
+    return [lever for lever in possible if report.breakdown.get(lever.group)]
 
 
 def estimate_levers(
@@ -121,7 +114,7 @@ def estimate_levers(
                 break
             trial = config.copy()
             try:
-                for path, value in sorted(lever.settings):
+                for path, value in sorted(lever.settings.items()):
                     trial.set_path(path, value)
                 need = estimate_for_target(trial.instantiate(), target)
             except ValueError:
