@@ -31,23 +31,23 @@ def main(argv: list[str]) -> int:
     import jax
 
     from plimsoll.framework.devices.accelerators import spec_for
-    from plimsoll.framework.plan.step_time import rates_store
+    from plimsoll.framework.plan.step_time import device_rates
 
     devices = jax.local_devices()
     name = spec_for(devices).name
     if args.show:
-        rates = rates_store.load(name)
+        rates = device_rates.load_measured_rates(name)
         if rates is None:
             raise cli.UsageError(f"no stored rates for {name} on this machine; run plimsoll calibrate")
     else:
         from plimsoll.extras.calibration.measure import measure_rates
 
         rates = measure_rates(devices)
-        rates_store.save(rates)
+        device_rates.save_rates(rates)
     print(
         json.dumps(asdict(rates), indent=1)
         if args.json
-        else render(rate_sections(rates, str(rates_store.rates_path(name))))
+        else render(rate_sections(rates, str(device_rates.rates_path(name))))
     )
     return ExitCode.DONE
 

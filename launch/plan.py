@@ -158,8 +158,9 @@ def _plan_one_target(command: cli.Command, name: str) -> int:
         sections = [report_tables.comparison(reports)]
     # With --compare the file contains a list, even if only one combination is left.
     draw_page = functools.partial(build_target_page, command, commands, target, reports)
-    write_outputs(args, sections, reports if args.compare else reports[0], draw_page)
-    fits = any(plan_report["fits"] for plan_report in reports)
+    contents = [plan_report.to_json() for plan_report in reports]
+    write_outputs(args, sections, contents if args.compare else contents[0], draw_page)
+    fits = any(plan_report.fits for plan_report in reports)
     return ExitCode.DONE if fits else ExitCode.TOO_BIG
 
 

@@ -1,5 +1,6 @@
 """`plimsoll plan --auto`: the fastest settings that fit, as overrides to paste, together with their plan."""
 
+from dataclasses import replace
 from typing import Any
 
 from plimsoll.extras.autotune.settings import parse_allowed
@@ -41,7 +42,7 @@ def plan_auto(command: cli.Command, name: str) -> int:
     from plimsoll.extras.autotune.autotune import autotune
     from plimsoll.extras.autotune.settings import with_settings
     from plimsoll.framework.plan import targets
-    from plimsoll.framework.plan.cached_report import get_report
+    from plimsoll.framework.plan.build_report import get_report
     from plimsoll.framework.plan.report_tables import sections
 
     args = command.args
@@ -70,15 +71,16 @@ def plan_auto(command: cli.Command, name: str) -> int:
         compiled_step=found.compiled_step,
     )
     settings = [f"{path}={text}" for path, text in choice.settings]
-    report |= {"settings": [*format_overrides(command), *rule_lines, *settings], "auto": choice.to_json()}
+    report = replace(report, settings=[*format_overrides(command), *rule_lines, *settings])
     print(choice.flags)
     chosen = cli.Command(args, command.spec, command.named, [*command.overrides, *choice.settings])
 
     def draw_page() -> str:
         return build_target_page(command, [chosen], target, [report])
 
-    write_outputs(args, [*choice.sections(), *sections(report)], report, draw_page)
-    return ExitCode.DONE if report["fits"] else ExitCode.TOO_BIG
+    content = report.to_json() | {"auto": choice.to_json()}
+    write_outputs(args, [*choice.sections(), *sections(report)], content, draw_page)
+    return ExitCode.DONE if report.fits else ExitCode.TOO_BIG
 
 
 def build_request(command: cli.Command, config: Any, target: Any, limit: int | None, host_bytes: int | None) -> Any:

@@ -3,10 +3,14 @@
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from plimsoll.framework.files.workdir import writing
 from plimsoll.launch import cli
+
+if TYPE_CHECKING:
+    from plimsoll.framework.plan.plan_report import PlanReport
 
 
 def check_files(args: Any) -> None:
@@ -42,7 +46,7 @@ def start_cpus(machines: Iterable[Any]) -> None:
         machine.devices()
 
 
-def make_report(command: cli.Command, name: str, target: Any, limit: int | None, estimate: bool) -> dict[str, Any]:
+def make_report(command: cli.Command, name: str, target: Any, limit: int | None, estimate: bool) -> "PlanReport":
     """Produce one report: from the cache, the analytical estimate or the compiler.
 
     Args:
@@ -52,7 +56,7 @@ def make_report(command: cli.Command, name: str, target: Any, limit: int | None,
         limit: bytes that one device may use; None if unknown.
         estimate: whether to use only the analytical estimate.
     """
-    from plimsoll.framework.plan.cached_report import get_report
+    from plimsoll.framework.plan.build_report import get_report
 
     args = command.args
     config, rule_lines = command.resolve(target.name)
@@ -68,7 +72,7 @@ def make_report(command: cli.Command, name: str, target: Any, limit: int | None,
         suggests=not args.verdict_only,
     )
     # The settings of this command line are not cached: other command lines may lead to the same config.
-    return plan_report | {"settings": [*format_overrides(command), *rule_lines]}
+    return replace(plan_report, settings=[*format_overrides(command), *rule_lines])
 
 
 def format_overrides(command: cli.Command) -> list[str]:

@@ -40,8 +40,9 @@ def plan_functions(args: Any) -> int:
         reports.append(plan_call(call, machine, limit))
     sections = report_tables.sections(reports[0]) if len(reports) == 1 else compare_targets.table(reports, {})
     draw_page = functools.partial(build_comparison_page, args, f"--function={args.function}", [], reports)
-    write_outputs(args, sections, reports if len(reports) > 1 else reports[0], draw_page)
-    fits = any(plan_report["fits"] for plan_report in reports)
+    contents = [plan_report.to_json() for plan_report in reports]
+    write_outputs(args, sections, contents if len(contents) > 1 else contents[0], draw_page)
+    fits = any(plan_report.fits for plan_report in reports)
     return ExitCode.DONE if fits else ExitCode.TOO_BIG
 
 

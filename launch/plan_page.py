@@ -9,10 +9,11 @@ from plimsoll.launch import cli
 
 if TYPE_CHECKING:
     from plimsoll.extras.plan_page import PlanCommand
+    from plimsoll.framework.plan.plan_report import PlanReport
 
 
 def build_target_page(
-    command: cli.Command, variants: Sequence[cli.Command], target: Any, reports: Sequence[dict[str, Any]]
+    command: cli.Command, variants: Sequence[cli.Command], target: Any, reports: Sequence[PlanReport]
 ) -> str:
     """Build the page of one target: one plan with a slider over planned points, or the comparison of --compare.
 
@@ -40,7 +41,7 @@ def build_target_page(
     return page(reports, points=points, asked=asked)
 
 
-def build_comparison_page(args: Any, source: str, overrides: cli.Overrides, reports: Sequence[dict[str, Any]]) -> str:
+def build_comparison_page(args: Any, source: str, overrides: cli.Overrides, reports: Sequence[PlanReport]) -> str:
     """Build the page of several targets, or of a function.
 
     Args:

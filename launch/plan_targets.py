@@ -1,22 +1,25 @@
 """`plimsoll plan` for several targets: one table, the smallest machine that fits, or the list of all targets."""
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli
 from plimsoll.launch.plan_common import make_report, start_cpus, write_outputs
 from plimsoll.launch.plan_page import build_comparison_page
 
+if TYPE_CHECKING:
+    from plimsoll.framework.plan.plan_report import PlanReport
+
 
 def list_targets(argv: list[str]) -> int:
     """Print the table of targets; needs neither JAX nor a config."""
     if len(argv) > 1:
         raise cli.UsageError("--targets takes no other flags: it lists the values of --target")
-    from plimsoll.framework.plan import target_table
+    from plimsoll.framework.plan import targets
     from plimsoll.framework.terminal.tables import render
 
-    print(render(target_table.sections()))
+    print(render(targets.build_tables()))
     return ExitCode.DONE
 
 
@@ -61,11 +64,12 @@ def plan_several_targets(command: cli.Command, names: list[str]) -> int:
     if not reports:
         raise cli.UsageError("; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
     draw_page = functools.partial(build_comparison_page, args, f"--config={command.spec}", command.overrides, reports)
-    write_outputs(args, compare_targets.table(reports, left_out), reports, draw_page)
+    contents = [plan_report.to_json() for plan_report in reports]
+    write_outputs(args, compare_targets.table(reports, left_out), contents, draw_page)
     return ExitCode.DONE if any_fits else ExitCode.TOO_BIG
 
 
-def _plan_if_it_may_fit(command: cli.Command, name: str, target: Any) -> dict[str, Any]:
+def _plan_if_it_may_fit(command: cli.Command, name: str, target: Any) -> "PlanReport":
     """Return a report by the analytical estimate; by the compiler if it is installed, wanted, and worth trying."""
     from plimsoll.framework.plan import compare_targets, targets
     from plimsoll.framework.terminal.phases import phase

@@ -116,7 +116,7 @@ def main(argv: list[str]) -> int:
 def _dry_run(request: RunRequest, command: cli.Command) -> int:
     """Dry-run the start of a run on another machine's devices: all steps that need no arrays."""
     from plimsoll.framework.files.workdir import Workdir
-    from plimsoll.framework.plan import startup_dry_run, targets
+    from plimsoll.framework.plan import startup, targets
 
     workdir = Workdir(request.folder)
     if not request.dry_run:
@@ -133,7 +133,7 @@ def _dry_run(request: RunRequest, command: cli.Command) -> int:
     experiment = config.instantiate() if rules else request.experiment
     workdir.claim()
     try:
-        fits = startup_dry_run.dry_run(command.spec, config, experiment, target, workdir.path, request.limit)
+        fits = startup.dry_run(command.spec, config, experiment, target, workdir.path, request.limit)
         return 0 if fits else ExitCode.TOO_BIG
     finally:
         workdir.release(undo=True)

@@ -141,7 +141,7 @@ MUTATIONS = (
     ),
     Mutation(
         "plan for what is too big",
-        "framework/plan/device_budget.py",
+        "framework/plan/memory_budget.py",
         "found.peak <= limit",
         "found.resident <= limit",
         ("tests/plan/test_cli.py",),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from plimsoll.framework.layout import StateLayout
 from plimsoll.framework.plan.buffers import Buffers, BufferValue, PeakBlock
@@ -40,7 +40,8 @@ _PathsByDims = dict[_Dims, list[str]]
 _TupleElement = tuple[str, tuple[int, ...]]
 
 
-class NamedBuffer(NamedTuple):
+@dataclass(frozen=True)
+class NamedBuffer:
     """A buffer in the report; `bytes` are per device."""
 
     name: str
@@ -49,7 +50,8 @@ class NamedBuffer(NamedTuple):
     shape: str
 
 
-class _PathsByShape(NamedTuple):
+@dataclass(frozen=True)
+class _PathsByShape:
     """Paths of leaves by their dimensions, which are sorted and exclude those of size 1.
 
     Attributes:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from plimsoll.framework.plan.hlo import Module
 
@@ -23,7 +22,8 @@ _VALUE = re.compile(r"^ value: <\d+ (\S+?)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \
 _RANGE = re.compile(r"^ +(\S+?)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
 
 
-class BufferValue(NamedTuple):
+@dataclass(frozen=True)
+class BufferValue:
     """One value of the program: its instruction and tuple index, position in an allocation, and live range."""
 
     name: str
@@ -35,7 +35,8 @@ class BufferValue(NamedTuple):
     end: int
 
 
-class PeakBlock(NamedTuple):
+@dataclass(frozen=True)
+class PeakBlock:
     """Bytes that are alive at the peak, and all values that share them over time; the value at the peak comes first."""
 
     size: int

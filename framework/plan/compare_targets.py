@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from plimsoll.framework.devices.accelerators import ACCELERATORS
-from plimsoll.framework.plan import target_names, targets
-from plimsoll.framework.plan.report_tables import Report, time_cells
+from plimsoll.framework.plan import targets
+from plimsoll.framework.plan.plan_report import PlanReport
+from plimsoll.framework.plan.report_tables import time_cells
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.terminal.tables import TableSection, human_bytes
 
@@ -23,13 +24,21 @@ def parse_target_names(text: str) -> list[str]:
 
 def list_candidates() -> list[str]:
     """Return names of machines, sorted by the total memory of their devices, smallest first."""
-    machine_by_name = {name: targets.resolve(name) for name in [*_gpu_names(), *_slice_names()]}
-
-    def size(name: str) -> tuple[int, int, str]:
-        # Ties are broken by fewer devices, then by name, so that the order is deterministic.
-        return total_bytes(machine_by_name[name]), machine_by_name[name].num_devices, name
-
-    return sorted(machine_by_name, key=size)
+    machines: list[tuple[int, int, str]] = []
+    for spec in ACCELERATORS:
+        names = []
+        if spec.platform == "gpu" and spec.limit_bytes is not None:
+            # A rented machine has one GPU or all GPUs of a host; consumer cards come in any of these counts.
+            counts = [n for n in _GPU_COUNTS if n in (1, spec.chips_per_host) or spec.chips_per_host is None]
+            names = [spec.name if count == 1 else f"{spec.name}x{count}" for count in counts]
+        elif spec.topologies:
+            names = [f"{spec.name}-{size}" for size in targets.topology_by_size(spec.name)]
+        for name in names:
+            machine = targets.resolve(name)
+            if spec.platform == "gpu" or machine.num_devices <= _MOST_DEVICES:
+                # Ties are broken by fewer devices, then by name, so that the order is deterministic.
+                machines.append((total_bytes(machine), machine.num_devices, name))
+    return [name for _, _, name in sorted(set(machines))]
 
 
 def total_bytes(machine: Target) -> int:
@@ -37,30 +46,12 @@ def total_bytes(machine: Target) -> int:
     return (machine.limit_bytes or 0) * machine.num_devices
 
 
-def _gpu_names() -> Iterator[str]:
-    for spec in ACCELERATORS:
-        if spec.platform != "gpu" or spec.limit_bytes is None:
-            continue
-        for count in _GPU_COUNTS:
-            # A rented machine has one GPU or all GPUs of a host; consumer cards come in any of these counts.
-            if count in (1, spec.chips_per_host) or spec.chips_per_host is None:
-                yield spec.name if count == 1 else f"{spec.name}x{count}"
-
-
-def _slice_names() -> Iterator[str]:
-    for family in {spec.name for spec in ACCELERATORS if spec.topologies}:
-        for size in target_names.topology_by_size(family):
-            name = f"{family}-{size}"
-            if targets.resolve(name).num_devices <= _MOST_DEVICES:
-                yield name
-
-
-def can_fit(report: Report) -> bool:
+def can_fit(report: PlanReport) -> bool:
     """Return whether the config fits the target, unchanged or with settings that do not change what is computed."""
-    return bool(report["fits"] or report["suggestions"])
+    return bool(report.fits or report.suggestions)
 
 
-def table(reports: Sequence[Report], left_out: dict[str, str]) -> list[TableSection]:
+def table(reports: Sequence[PlanReport], left_out: dict[str, str]) -> list[TableSection]:
     """Return a table with one row per target: what the config needs there, and the cheapest settings that fit.
 
     Args:
@@ -70,30 +61,28 @@ def table(reports: Sequence[Report], left_out: dict[str, str]) -> list[TableSect
     header = ["target", "memory per device", "needs", "", "step", "bound by"]
     rows = [[*header, "or", "source", "with the first settings that fit"]]
     for report in reports:
-        has = human_bytes(report["device_limit_bytes"]) if report["device_limit_bytes"] else "unknown"
-        if report["devices"] > 1:
-            has = f"{report['devices']} x {has}"
-        verdict = "fits" if report["fits"] else "TOO BIG"
-        row = [report["target"], has, human_bytes(report["device_allocated_bytes"]), verdict, *time_cells(report)]
-        rows.append(row + _first_settings(report))
+        has = human_bytes(report.device_limit_bytes) if report.device_limit_bytes else "unknown"
+        if report.devices > 1:
+            has = f"{report.devices} x {has}"
+        verdict = "fits" if report.fits else "TOO BIG"
+        row = [report.target, has, human_bytes(report.device_allocated_bytes), verdict, *time_cells(report)]
+        # The bytes, the source of the figure, and the settings of the first suggestion; suggestions are cheapest first.
+        if report.fits:
+            row += ["", "estimate" if report.estimated else "compiler", "unchanged"]
+        elif not report.suggestions:
+            row += ["", "estimate", "none found"]
+        else:
+            suggestion = report.suggestions[0]
+            source = "compiler" if suggestion.compiled and not report.estimated else "estimate"
+            row += [human_bytes(suggestion.device_peak_bytes), source, suggestion.setting]
+        rows.append(row)
     impossible = [[name, reason] for name, reason in left_out.items()]
     sections = []
     if reports:
         # The title has the settings that all reports share.
         first, *others = reports
-        shared = [setting for setting in first["settings"] if all(setting in report["settings"] for report in others)]
-        sections.append(TableSection(" ".join([first["config"], *shared]), rows))
+        shared = [setting for setting in first.settings if all(setting in report.settings for report in others)]
+        sections.append(TableSection(" ".join([first.config, *shared]), rows))
     if impossible:
         sections.append(TableSection("not possible", impossible))
     return sections
-
-
-def _first_settings(report: Report) -> list[str]:
-    """Return [bytes, source of the figure, settings] of the first settings that fit; suggestions are cheapest first."""
-    if report["fits"]:
-        return ["", "estimate" if report["estimated"] else "compiler", "unchanged"]
-    if not report["suggestions"]:
-        return ["", "estimate", "none found"]
-    first = report["suggestions"][0]
-    source = "compiler" if first["compiled"] and not report["estimated"] else "estimate"
-    return [human_bytes(first["device_peak_bytes"]), source, first["setting"]]

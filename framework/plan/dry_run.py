@@ -7,7 +7,6 @@ arguments. A step that is a single program has one call and no additional arrays
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -168,13 +167,3 @@ def _name_array(label: str) -> tuple[str, str]:
     if match := _FETCHED.match(label):
         return f"{match[1]} from the host", _LABEL_GROUPS.get(match[1], "parameters")
     return label.split("/", 1)[0], "activations"
-
-
-def sum_transfers(tracker: MemoryTracker) -> dict[str, Any]:
-    """Return the report keys that sum over all calls: collective bytes by kind, and bytes between host and device."""
-    collective: Counter[str] = Counter()
-    for call in tracker.calls:
-        # A program that is called several times counts each time.
-        if call.about.buffers is not None:
-            collective.update(call.about.buffers.module.collective_bytes())
-    return {"collective_bytes": dict(collective), "host_transfer_bytes": tracker.moved}

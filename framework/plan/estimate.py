@@ -6,31 +6,41 @@ backward pass (`device_trace`) and walking it with the fusions that XLA makes (`
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import cast
 
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 
 from plimsoll.framework.devices.accelerators import AcceleratorSpec
 from plimsoll.framework.layers.base import batch_shards, batch_specs
-from plimsoll.framework.layout import MemoryKind, StateLayout
-from plimsoll.framework.plan.backward_bytes import TracedBackward, backward_bytes, count_stack_bytes
+from plimsoll.framework.layout import MemoryKind, OptStateSpec, ParameterSpec, StateLayout, StateLeaf, TensorSpec
+from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.plan.buffer_names import REPORT_GROUPS
 from plimsoll.framework.plan.device_trace import trace
 from plimsoll.framework.plan.jaxpr_analysis import FlopCount, flops
-from plimsoll.framework.plan.report_tables import BREAKDOWN_KEYS
+from plimsoll.framework.plan.liveness import CompilerRules, find_peak_bytes, on_host
+from plimsoll.framework.plan.plan_report import BREAKDOWN_KEYS
 from plimsoll.framework.plan.split_experiment import SplitExperiment
 from plimsoll.framework.plan.step_time.estimated_time import StepWork, count_batch_transform_work, count_work
-from plimsoll.framework.plan.update_bytes import update_bytes
 from plimsoll.framework.program.batch_transform import ForwardCost
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.program import choose_backend
+from plimsoll.framework.schedules.update_chunks import BLOCK
+
+# XLA's CPU compiler never computes these twice (InstructionFusion::IsExpensive).
+_EXPENSIVE_OPS = ("exp", "log", "logistic", "tanh", "erf", "pow", "rsqrt", "sqrt", "sin", "cos", "div")
 
 
-class Estimate(NamedTuple):
+@dataclass(frozen=True)
+class Estimate:
     """The memory and the work of one training step.
 
     Attributes:
@@ -75,24 +85,26 @@ def estimate(
     Raises:
         ValueError: a mesh axis does not divide the dimension that it shards, or the batch.
     """
-    mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    _check(experiment, mesh, sizes)
+    mesh = _abstract_mesh(sizes)
+    experiment.model.check(mesh, experiment.data)
+    if experiment.data.global_batch_size % (experiment.learner.accumulate * batch_shards(sizes)):
+        # This check gives the exact error message, but is too slow to run every time.
+        experiment.check(mesh)
     split_experiment = SplitExperiment(experiment)
     layout = StateLayout(split_experiment.specs, mesh)
     running_layout = _running_layout(experiment, mesh)
     breakdown = _state_bytes(running_layout, "device")
     host_breakdown = _state_bytes(running_layout, "pinned_host")
     for batch in batch_specs(experiment.batch_arrays()).values():
-        shard_shape = layout.sharding(batch).shard_shape(batch.shape)
-        breakdown["batch"] += math.prod(shard_shape) * batch.dtype.itemsize
+        breakdown["batch"] += math.prod(_shard_shape(layout, batch)) * batch.dtype.itemsize
 
-    backward_pass = TracedBackward(
+    backward_pass = _TracedBackward(
         split_experiment, layout, sizes, spec.platform, trace_fn(split_experiment, sizes, spec.platform)
     )
     if "offload" in experiment.memory.remat or experiment.memory.activations.uses_host:
         host_breakdown["activations"] = backward_pass.find_peak_bytes(in_host_memory=True).total()
-    backward = backward_bytes(backward_pass)
-    update = update_bytes(split_experiment, layout, spec, sum(breakdown.values()))
+    backward = _count_backward_bytes(backward_pass)
+    update = _count_update_bytes(split_experiment, layout, spec, sum(breakdown.values()))
     # The peak is in the backward pass or in the update, whichever holds more: the backward pass is over when the update
     # begins.
     for group, size in max(backward, update, key=Counter.total).items():
@@ -102,26 +114,10 @@ def estimate(
     work = count_work(
         experiment, sizes, running_layout, backward_pass.traced, device_flops, host_breakdown["activations"]
     )
-    passes = (
-        ForwardCost() if experiment.batch_transform is None else experiment.batch_transform.passes(experiment, mesh)
-    )
+    batch_transform = experiment.batch_transform
+    passes = ForwardCost() if batch_transform is None else batch_transform.passes(experiment, mesh)
     host_breakdown["other"] += passes.offloaded_bytes
     return Estimate(breakdown, host_breakdown, step_flops, work, count_batch_transform_work(passes, mesh.size))
-
-
-def _running_layout(experiment: Experiment, mesh: Any) -> StateLayout:
-    """Return the layout of the state as a run stores it."""
-    parts = choose_backend(experiment.memory).get_stack_split(experiment)
-    return StateLayout(parts.specs(experiment.state_specs()), mesh)
-
-
-def _state_bytes(layout: StateLayout, memory_kind: MemoryKind) -> dict[str, int]:
-    """Return the bytes of one device's state in a kind of memory, by the keys of a report's breakdown."""
-    breakdown = dict.fromkeys(BREAKDOWN_KEYS, 0)
-    for leaf in layout:
-        if leaf.spec.memory_kind == memory_kind:
-            breakdown[REPORT_GROUPS[leaf.group]] += leaf.bytes_per_device
-    return breakdown
 
 
 def least_bytes(experiment: Experiment, sizes: dict[str, int]) -> int:
@@ -136,22 +132,33 @@ def least_bytes(experiment: Experiment, sizes: dict[str, int]) -> int:
     Raises:
         ValueError: a mesh axis does not divide the dimension that it shards.
     """
-    mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    mesh = _abstract_mesh(sizes)
     running_layout = _running_layout(experiment, mesh)
     split_experiment = SplitExperiment(experiment)
     # Stacks have all of their gradients before the first update; an embedding's may be freed by then.
     buffered_stacks = [name for name in split_experiment.stacks if not split_experiment.releases_gradients(name)]
-    gradients = count_stack_bytes(StateLayout(split_experiment.specs, mesh), buffered_stacks)
+    gradients = _count_stack_bytes(StateLayout(split_experiment.specs, mesh), buffered_stacks)
     return running_layout.bytes_per_device(memory_kind="device") + sum(gradients.values())
 
 
-def _check(experiment: Experiment, mesh: Any, sizes: dict[str, int]) -> None:
-    """Raise ValueError if the model or the batch cannot be divided over the mesh."""
-    experiment.model.check(mesh, experiment.data)
-    num_batch_shards = experiment.learner.accumulate * batch_shards(sizes)
-    if experiment.data.global_batch_size % num_batch_shards:
-        # This check gives the exact error message, but is too slow to run every time.
-        experiment.check(mesh)
+def _abstract_mesh(sizes: dict[str, int]) -> Mesh:
+    # An abstract mesh has no devices; only its shape is used.
+    return cast(Mesh, AbstractMesh(tuple(sizes.values()), tuple(sizes)))
+
+
+def _running_layout(experiment: Experiment, mesh: Mesh) -> StateLayout:
+    """Return the layout of the state as a run stores it."""
+    parts = choose_backend(experiment.memory).get_stack_split(experiment)
+    return StateLayout(parts.specs(experiment.state_specs()), mesh)
+
+
+def _state_bytes(layout: StateLayout, memory_kind: MemoryKind) -> dict[str, int]:
+    """Return the bytes of one device's state in a kind of memory, by the keys of a report's breakdown."""
+    breakdown = dict.fromkeys(BREAKDOWN_KEYS, 0)
+    for leaf in layout:
+        if leaf.spec.memory_kind == memory_kind:
+            breakdown[REPORT_GROUPS[leaf.group]] += leaf.bytes_per_device
+    return breakdown
 
 
 def _flops(experiment: Experiment, sizes: dict[str, int], traced: ClosedJaxpr) -> FlopCount:
@@ -170,3 +177,222 @@ def _flops(experiment: Experiment, sizes: dict[str, int], traced: ClosedJaxpr) -
         tokens = data.global_batch_size * data.seq_len
         total += total - round(experiment.model.forward_flops_per_token(data.seq_len) * tokens)
     return FlopCount(total, microbatch.uncounted_loops)
+
+
+# --- the backward pass and the update --------------------------------------------------------------------------------
+
+
+def _count_backward_bytes(backward_pass: _TracedBackward) -> Counter[str]:
+    """Return the bytes by group that a device holds at the peak of the backward pass, excluding state and batch."""
+    split_experiment = backward_pass.split_experiment
+    layout = backward_pass.layout
+    learner = split_experiment.experiment.learner
+    most = backward_pass.find_peak_bytes(in_host_memory=False)
+    if learner.accumulate > 1:
+        # The accumulated gradients of the microbatches are alive during the whole pass.
+        for leaf in layout:
+            if leaf.group == "parameter" and not split_experiment.releases_gradients(_stage(leaf)):
+                assert isinstance(leaf.spec, ParameterSpec)
+                sum_dtype = np.dtype(learner.gradient_dtype(leaf.spec))
+                num_elements = leaf.bytes_per_device // leaf.spec.dtype.itemsize
+                most["gradients"] += num_elements * sum_dtype.itemsize
+    if backward_pass.platform == "cpu":
+        # The CPU compiler copies the optimizer state before it updates it.
+        most["activations"] += layout.bytes_per_device("optimizer", "device")
+    traits = split_experiment.experiment.memory.traits
+    if traits.updates_in_backward and not traits.is_many_programs:
+        # A layer's gradients stay alive until the whole layer is updated.
+        layer_sizes = []
+        for name, stack in split_experiment.stacks.items():
+            stack_bytes = sum(_count_stack_bytes(layout, [name]).values())
+            layer_sizes.append(stack_bytes // stack.num_repeats)
+        most["gradients"] += max(layer_sizes)
+    return most
+
+
+@dataclass
+class _TracedBackward:
+    """The backward pass of one microbatch on one device; `traced` is the program that computes its gradients."""
+
+    split_experiment: SplitExperiment
+    layout: StateLayout
+    sizes: dict[str, int]
+    platform: str
+    traced: ClosedJaxpr
+
+    def __post_init__(self) -> None:
+        layout = self.layout
+        stacks = self.split_experiment.stacks
+        stack_bytes = _count_stack_bytes(layout, stacks)
+        releasing_stacks = [name for name in stacks if self.split_experiment.releases_gradients(name)]
+        released_bytes = _count_stack_bytes(layout, releasing_stacks)
+        # Fraction of the gradient bytes that leaves the device, by gradient shape. It can be partial, because two layer
+        # ranges with the same number of layers have the same shapes even if only one keeps its gradients on the device.
+        self.released_shares = {shape: released_bytes.get(shape, 0) / size for shape, size in stack_bytes.items()}
+        self.weight_shapes = {_shard_shape(layout, leaf.spec) for leaf in layout if leaf.group == "parameter"}
+        # Loops over layers see the weights of one layer, without the layer axis.
+        self.weight_shapes |= {shape[1:] for shape in stack_bytes}
+        # Fraction of the saved activations that is offloaded, by the number of layers in the range.
+        offloading = self.split_experiment.offloading_stacks
+        offloads_by_count: dict[int, list[bool]] = {}
+        for name, stack in stacks.items():
+            offloads_by_count.setdefault(stack.num_repeats, []).append(name in offloading)
+        self.offloaded_shares = {count: sum(offloads) / len(offloads) for count, offloads in offloads_by_count.items()}
+
+    def find_peak_bytes(self, *, in_host_memory: bool) -> Counter[str]:
+        """Return the peak bytes by group of the pass, excluding state and batch.
+
+        Gradients that leave the device as soon as they are computed are not counted.
+
+        Args:
+            in_host_memory: count host memory instead of device memory.
+        """
+        split_experiment = self.split_experiment
+        model = split_experiment.model
+        platform = self.platform
+        table = (-1,)
+        if isinstance(model, CausalLM):
+            table = (model.vocab_size // self.sizes["model"], model.dim)
+        rules = CompilerRules(
+            costly=_EXPENSIVE_OPS if platform == "cpu" else (),
+            late_reduction=platform == "tpu",
+            early_zeros=platform != "tpu" and math.prod(self.sizes.values()) > 1,
+            pads_products=platform == "gpu",
+            adds_products=platform == "tpu",
+            table=table,
+            # The head sums the gradient of its table in shards over fsdp, chunk by chunk.
+            table_shards=self.sizes["fsdp"],
+            nbytes=functools.partial(self._count_bytes, in_host_memory=in_host_memory),
+        )
+        jaxpr = self.traced.jaxpr
+        groups = ["gradients"] * len(jaxpr.outvars)
+        # If only layers are in host memory, the gradients of the embedding and the head stay until the end.
+        releases_all = all(split_experiment.releases_gradients(stage) for stage in split_experiment.specs["parameter"])
+        return find_peak_bytes(jaxpr, rules, groups, frees_outputs=releases_all)
+
+    def _count_bytes(self, aval: ShapedArray, *, in_host_memory: bool) -> int:
+        """Return the bytes that an abstract value occupies in host or device memory."""
+        share = self._host_fraction(aval)
+        if in_host_memory:
+            share = 0.0 if aval.shape in self.weight_shapes else share
+        else:
+            share = (1.0 - share) * (1.0 - self.released_shares.get(aval.shape, 0.0))
+        if not share:
+            return 0
+        *leading_dims, last_dim = (*aval.shape,) or (1,)
+        itemsize = getattr(aval.dtype, "itemsize", 4)
+        if self.platform == "tpu" and isinstance(self.split_experiment.model, CausalLM):
+            seq_len = self.split_experiment.experiment.data.seq_len
+            # The last two dimensions are positions (all, or one seq shard) and features per position.
+            has_positions = len(leading_dims) >= 3 and leading_dims[-1] in (seq_len, seq_len // self.sizes["seq"])
+            if has_positions and last_dim > 1:
+                # Kernels read and write [..., S, H] in that order, with H padded to whole registers of 128 lanes.
+                last_dim = -(-last_dim // 128) * 128
+        if self.platform == "cpu" and jnp.issubdtype(aval.dtype, jnp.floating):
+            # The CPU computes half precision in float32 and converts whole stacks at once.
+            itemsize = max(itemsize, 4)
+        return round(share * (math.prod(leading_dims) * last_dim * itemsize))
+
+    def _host_fraction(self, aval: ShapedArray) -> float:
+        """Return the fraction of an array that is in host memory, such as of the stacked residuals of all layers."""
+        if on_host(aval):
+            return 1.0
+        if len(aval.shape) <= 2 or aval.shape in self.released_shares:
+            return 0.0
+        num_batch_shards = batch_shards(self.sizes) * self.sizes["seq"]
+        itemsize = getattr(aval.dtype, "itemsize", 4)
+        # Arrays below 1 MiB per layer, summed over all devices, are not offloaded.
+        layer_bytes = math.prod(aval.shape[1:]) * num_batch_shards * itemsize
+        return self.offloaded_shares.get(aval.shape[0], 0.0) if layer_bytes >= 1 << 20 else 0.0
+
+
+def _count_update_bytes(
+    split_experiment: SplitExperiment, layout: StateLayout, spec: AcceleratorSpec, resident: int
+) -> Counter[str]:
+    """Return the bytes by group that a device holds during the update, in addition to the `resident` state and batch.
+
+    Args:
+        split_experiment: the experiment, with stacks split into layer ranges.
+        layout: layout of its state.
+        spec: the accelerator in use.
+        resident: bytes of state and batch on the device.
+    """
+    traits = split_experiment.experiment.memory.traits
+    if not traits.updates_in_chunks:
+        update = _whole_update(layout, spec, resident)
+    else:
+        update = _chunked_update(layout, split_experiment)
+    if traits.can_offload_gradients:
+        for leaf in layout:
+            if leaf.group == "parameter" and not split_experiment.releases_gradients(_stage(leaf)):
+                update["gradients"] += leaf.bytes_per_device
+    return update
+
+
+def _whole_update(layout: StateLayout, spec: AcceleratorSpec, resident: int) -> Counter[str]:
+    """Return the bytes that an update of the whole state holds in addition to `resident`: gradients and fetched state.
+
+    All offloaded state is fetched together. A non-finite step changes nothing, so the update selects between old and
+    new values. For the largest arrays this happens after both exist, unless the device is too small for that; then the
+    arrays are handled one at a time.
+    """
+    offloaded_sizes = [leaf.bytes_per_device for leaf in layout if leaf.spec.memory_kind != "device"]
+    # GPUs read and write host memory directly.
+    if spec.platform == "gpu" or not offloaded_sizes:
+        return Counter()
+    moved = Counter(gradients=layout.bytes_per_device("parameter"), optimizer_state=sum(offloaded_sizes))
+    selected_bytes = sum(size for size in offloaded_sizes if size == max(offloaded_sizes))
+    if spec.limit_bytes is not None:
+        free_bytes = spec.limit_bytes - resident - sum(moved.values())
+        selected_bytes = selected_bytes if selected_bytes <= free_bytes else 0
+    return moved + Counter(activations=selected_bytes)
+
+
+def _chunked_update(layout: StateLayout, split_experiment: SplitExperiment) -> Counter[str]:
+    """Return the bytes of a chunked update: the offloaded state of two chunks being fetched and two being written."""
+    learner = split_experiment.experiment.learner
+    # {"stage/path" of a parameter: update locality of its group's optimizer}.
+    locality_by_tensor = {}
+    for group in learner.groups:
+        locality = learner.update_locality(group)
+        locality_by_tensor |= {f"{group.path_prefix}{path}": locality for path in group.paths}
+    stacks = split_experiment.stacks
+    bytes_by_chunk: Counter[str] = Counter()
+    for leaf in layout:
+        if leaf.group == "frozen" or leaf.spec.memory_kind == "device":
+            continue
+        _, stage, path = leaf.path.split("/", 2)
+        # A tensor's optimizer state moves together with the tensor.
+        owner = path
+        if isinstance(leaf.spec, OptStateSpec) and leaf.group == "optimizer":
+            owner = leaf.spec.owner
+        tensor = f"{stage}/{owner}"
+        # This may be a layer range; the learner knows only the whole stack.
+        layer_range = stacks[stage].layer_range if stage in stacks else None
+        home = stage if layer_range is None else layer_range.home
+        update_locality = locality_by_tensor.get(f"{home}/{owner}", "layer")
+        layer_bytes = leaf.bytes_per_device // (stacks[stage].num_repeats if stage in stacks else 1)
+        # Elementwise and per-row updates run in blocks of BLOCK elements, which have at most 4 bytes each (float32).
+        chunk_bytes = min(layer_bytes, 4 * BLOCK) if update_locality in ("element", "row") else layer_bytes
+        # A layer whose tensors depend on each other is one chunk.
+        bytes_by_chunk[stage if update_locality == "layer" else tensor] += chunk_bytes
+    return Counter(optimizer_state=4 * max(bytes_by_chunk.values(), default=0))
+
+
+def _stage(leaf: StateLeaf) -> str:
+    """Return the stage that a leaf of the state belongs to."""
+    return leaf.path.split("/")[1]
+
+
+def _shard_shape(layout: StateLayout, spec: TensorSpec) -> tuple[int, ...]:
+    """Return the shape of one device's shard of an array."""
+    return layout.sharding(spec).shard_shape(spec.shape)
+
+
+def _count_stack_bytes(layout: StateLayout, stacks: Collection[str]) -> dict[tuple[int, ...], int]:
+    """Return {shard shape: bytes per device} of the stacks' trainable parameters, summed over leaves of one shape."""
+    bytes_by_shape: Counter[tuple[int, ...]] = Counter()
+    for leaf in layout:
+        if leaf.group == "parameter" and _stage(leaf) in stacks:
+            bytes_by_shape[_shard_shape(layout, leaf.spec)] += leaf.bytes_per_device
+    return bytes_by_shape

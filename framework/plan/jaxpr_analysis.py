@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from plimsoll.framework.plan.grouped_products import count_grouped_flops
 
 
-class FlopCount(NamedTuple):
+@dataclass(frozen=True)
+class FlopCount:
     """Matrix-product FLOPs over all devices; a multiply-add counts 2.
 
     Attributes:
@@ -137,7 +139,9 @@ def _count_ragged_flops(dimensions: Any, shapes: list[Any]) -> int:
 def _flops_inside(name: str, params: dict[str, Any]) -> FlopCount:
     """Return the FLOPs of an equation's inner programs, times the number of runs."""
     inner_counts = list(map(flops, inner_jaxprs(params)))
-    total = max(inner_counts) if name == "cond" else _sum(inner_counts)
+    total = _sum(inner_counts)
+    if name == "cond":
+        total = max(inner_counts, key=lambda count: (count.flops, count.uncounted_loops))
     grid = params["grid_mapping"].grid if name == "pallas_call" else ()
     # A kernel's grid may depend on data too; its sizes are then not integers.
     if name == "while" or not all(isinstance(size, int) for size in grid):

@@ -14,9 +14,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import jax
+from jax.core import ShapedArray
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from plimsoll.framework.plan.jaxpr_analysis import inner_jaxprs, scan_counts
 
@@ -31,15 +33,15 @@ _IN_PLACE = ("scatter", "scatter-add", "dynamic_update_slice", "psum", "psum_inv
 _LOOPS = ("scan", "while", "cond")
 
 
-def on_host(aval: Any) -> bool:
+def on_host(aval: ShapedArray) -> bool:
     """Return whether an abstract value is in host memory."""
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
-def _nbytes(aval: Any) -> int:
+def count_bytes(aval: ShapedArray) -> int:
+    """Return the bytes of an array, given its abstract value."""
     # Extended dtypes need not have an itemsize.
-    itemsize = getattr(aval.dtype, "itemsize", 4)
-    return math.prod(aval.shape) * itemsize
+    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class CompilerRules:
     adds_products: bool = False
     table: tuple[int, ...] = ()
     table_shards: int = 1
-    nbytes: Callable[[Any], int] = _nbytes
+    nbytes: Callable[[ShapedArray], int] = count_bytes
 
 
 @dataclass(eq=False)
@@ -82,7 +84,7 @@ class _Value:
         last_read: time of the last read.
     """
 
-    aval: Any
+    aval: ShapedArray
     made_at: int
     nbytes: int
     group: str = "activations"
@@ -111,7 +113,7 @@ class _Equation:
 
 
 def find_peak_bytes(
-    jaxpr: Any, rules: CompilerRules, groups: list[str] | None = None, *, frees_outputs: bool = False
+    jaxpr: Jaxpr, rules: CompilerRules, groups: list[str] | None = None, *, frees_outputs: bool = False
 ) -> Counter[str]:
     """Return the bytes by group at the memory peak of a program, excluding its inputs, which the caller owns.
 
@@ -122,8 +124,7 @@ def find_peak_bytes(
         frees_outputs: the outputs leave memory as soon as they are computed, instead of staying until the end.
     """
     program = _Program(rules)
-    inputs = [program.value(var.aval, -1, owned=False) for var in jaxpr.invars]
-    outputs = program.add_jaxpr(jaxpr, inputs)
+    outputs = program.add_jaxpr(jaxpr, program.borrow_inputs(jaxpr))
     for value, group in zip(outputs, groups or [], strict=False):
         if value is not None:
             value.group = group
@@ -139,26 +140,25 @@ class _Program:
         self.equations: list[_Equation] = []
         self.values: list[_Value] = []
 
-    def value(self, aval: Any, made_at: int, **fields: Any) -> _Value:
+    def value(self, aval: ShapedArray, made_at: int, **fields: Any) -> _Value:
         new_value = _Value(aval, made_at, self.rules.nbytes(aval), **fields)
         self.values.append(new_value)
         return new_value
 
+    def borrow_inputs(self, jaxpr: Jaxpr) -> list[_Value]:
+        """Return values of a jaxpr's inputs whose memory the caller owns."""
+        return [self.value(_aval(var), -1, owned=False) for var in jaxpr.invars]
+
     # --- reading a jaxpr: calls are inlined, views are replaced by the values that they show -------------------------
 
-    def add_jaxpr(self, jaxpr: Any, inputs: Sequence[_Value | None]) -> list[_Value | None]:
+    def add_jaxpr(self, jaxpr: Jaxpr, inputs: Sequence[_Value | None]) -> list[_Value | None]:
         """Append the equations of a jaxpr and return the values of its outputs, None for literals."""
-        value_by_var: dict[Any, _Value | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+        value_by_var: dict[Var, _Value | None] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var in jaxpr.constvars:
-            value_by_var[var] = self.value(var.aval, -1, owned=False)
-
-        def get_value(atom: Any) -> _Value | None:
-            is_literal = hasattr(atom, "val")
-            return None if is_literal else value_by_var[atom]
-
+            value_by_var[var] = self.value(_aval(var), -1, owned=False)
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
-            operands = [get_value(atom) for atom in eqn.invars]
+            operands = [None if isinstance(atom, Literal) else value_by_var[atom] for atom in eqn.invars]
             bodies = inner_jaxprs(eqn.params)
             if bodies and name not in _STORED:
                 # The body takes the last operands of the call.
@@ -169,43 +169,40 @@ class _Program:
             else:
                 results = self._equation(eqn, name, operands)
             value_by_var.update(zip(eqn.outvars, results, strict=False))
-        return [get_value(atom) for atom in jaxpr.outvars]
+        return [None if isinstance(atom, Literal) else value_by_var[atom] for atom in jaxpr.outvars]
 
-    def _equation(self, eqn: Any, name: str, operands: list[_Value | None]) -> list[_Value]:
+    def _equation(self, eqn: JaxprEqn, name: str, operands: list[_Value | None]) -> list[_Value]:
         index = len(self.equations)
+        rules = self.rules
         operand_values = [value for value in operands if value is not None]
         results = []
         for var in eqn.outvars:
-            result = self.value(var.aval, index, fusible=name not in _STORED, operands=list(operand_values))
+            result = self.value(_aval(var), index, fusible=name not in _STORED, operands=list(operand_values))
             results.append(result)
         for value in operand_values:
             value.readers.append(index)
+        # Assign gradients to their group, and count results that are shards of the table's gradient as shards.
         if name == "scan":
             _, num_carries = scan_counts(eqn.params)
             self._share_table(results[:num_carries])
         for result in results:
-            self._note_gradient(name, operand_values, result)
+            if name == "dot_general" and result.aval.shape == rules.table:
+                result.group = "gradients"
+                if rules.adds_products and rules.table_shards == 1:
+                    result.nbytes = 0
+            if name == "reduce_scatter":
+                # The operand is one device's gradient before the sum over devices.
+                for reduced in (result, *operand_values):
+                    reduced.group = "gradients"
+            if result.fusible:
+                # A result that is computed from a shard of the table is a shard too: an operand has the result's shape
+                # but counts fewer bytes than a full array of that shape.
+                alike = [operand for operand in operand_values if operand.aval.shape == result.aval.shape]
+                if any(operand.nbytes < rules.nbytes(operand.aval) for operand in alike):
+                    self._share_table([result])
         scratch = self._scratch(operand_values, results[0]) if name == "dot_general" else 0
         self.equations.append(_Equation(name, eqn.params, operands, results, scratch))
         return results
-
-    def _note_gradient(self, name: str, operands: list[_Value], result: _Value) -> None:
-        """Assign gradients to their group, and count results that are shards of the table's gradient as shards."""
-        if name == "dot_general" and result.aval.shape == self.rules.table:
-            result.group = "gradients"
-            if self.rules.adds_products and self.rules.table_shards == 1:
-                result.nbytes = 0
-        if name == "reduce_scatter":
-            # The operand is one device's gradient before the sum over devices.
-            for reduced in (result, *operands):
-                reduced.group = "gradients"
-        # A result that is computed from a shard of the table is a shard too.
-        if result.fusible and any(self._is_share_like(operand, result) for operand in operands):
-            self._share_table([result])
-
-    def _is_share_like(self, operand: _Value, result: _Value) -> bool:
-        """Return whether an operand has the result's shape but counts fewer bytes than a full array of that shape."""
-        return operand.nbytes < self.rules.nbytes(operand.aval) and operand.aval.shape == result.aval.shape
 
     def _scratch(self, operands: list[_Value], result: _Value) -> int:
         """Return the bytes that a matrix product needs in addition to its operands and its result."""
@@ -214,7 +211,10 @@ class _Program:
         if self.rules.pads_products:
             # Results other than the table's are sliced to size where they are read, so they need no padded copy.
             written = [result] if is_shared else []
-            padded_bytes = sum(value.nbytes for value in (*operands, *written) if _needs_padding(value))
+            for value in (*operands, *written):
+                # Tensor cores need dimensions that are multiples of 8; smaller ones are not padded.
+                if any(dim % 8 for dim in value.aval.shape if dim > 8):
+                    padded_bytes += value.nbytes
         # The product is one shard, before it is added to the sum.
         share_bytes = result.nbytes // self.rules.table_shards if is_shared else 0
         return padded_bytes + share_bytes
@@ -278,31 +278,27 @@ class _Program:
     def _find_compute_index(self, value: _Value, outputs: set[_Value], late: bool) -> int:
         """Return the index of the equation at which a value is computed."""
         equation = self.equations[value.made_at] if value.made_at >= 0 else None
-        if self.rules.early_zeros and value.made_at > 0 and self._begins_as_zeros(value):
-            return 0
+        if self.rules.early_zeros and value.made_at > 0 and equation is not None:
+            # A loop's stacked result, and a stored constant, begin as zeros.
+            is_stacked = False
+            if equation.name == "scan":
+                _, num_carries = scan_counts(equation.params)
+                is_stacked = value in equation.results[num_carries:]
+            if is_stacked or (value.fusible and value.stored and not value.operands):
+                return 0
         # Storing a value early frees memory if it is smaller than its inputs.
         is_early = len(value.readers) > 1 and value.stored and equation is not None and self._smaller(value)
+        end = len(self.equations)
         if value.fusible and value.readers and value not in outputs and not is_early:
-            first_read = min(self._read_at(index) for index in value.readers)
-            return max(value.made_at, first_read)
+            # An equation reads its operands when the first of its results is computed.
+            read_times = []
+            for index in value.readers:
+                results = self.equations[index].results if index < end else []
+                read_times.append(min((result.computed_at for result in results), default=index))
+            return max(value.made_at, min(read_times))
         if late and equation is not None and equation.name == "reduce_scatter":
-            return len(self.equations)
+            return end
         return value.made_at
-
-    def _read_at(self, index: int) -> int:
-        """Return the time at which an equation reads its operands: when the first of its results is computed."""
-        if index == len(self.equations):
-            return index
-        return min((result.computed_at for result in self.equations[index].results), default=index)
-
-    def _begins_as_zeros(self, value: _Value) -> bool:
-        """Return whether a value is a loop's stacked result or a stored constant."""
-        equation = self.equations[value.made_at]
-        if equation.name == "scan":
-            _, num_carries = scan_counts(equation.params)
-            if value in equation.results[num_carries:]:
-                return True
-        return value.fusible and value.stored and not value.operands
 
     # --- running ----------------------------------------------------------------------------------------------------
 
@@ -334,39 +330,44 @@ class _Program:
                 if value.fusible:
                     _add_fused_value(value, equation, live)
             best = _select_larger(best, live, Counter())
-            if equation.name in _LOOPS:
-                inside_loop = self._loop(equation, live, now)
+            if equation.name == "scan":
+                inside_loop = self._scan(equation, live, now)
                 best = _select_larger(best, live, inside_loop)
+            elif equation.name in _LOOPS:
+                best = _select_larger(best, live, self._largest_body(equation))
             for value in new_values:
-                if not value.fusible:
-                    if equation.name in _IN_PLACE:
-                        _free_overwritten(value, live, now)
-                    live.add(value)
+                if value.fusible:
+                    continue
+                if equation.name in _IN_PLACE:
+                    # The update overwrites one of its operands.
+                    for operand in value.operands:
+                        if operand in live and operand.last_read <= now and operand.nbytes == value.nbytes:
+                            live.discard(operand)
+                            break
+                live.add(value)
             best = _select_larger(best, live, Counter(activations=equation.scratch))
             live = {value for value in live if value.last_read > now or value.last_read == end}
         return best
 
-    def _loop(self, equation: _Equation, live: set[_Value], now: int) -> Counter[str]:
-        """Return the peak bytes of one loop iteration or branch. Updates `live` if the body owns its carry."""
+    def _largest_body(self, equation: _Equation) -> Counter[str]:
+        """Return the peak bytes of one iteration of a while loop, or of the largest branch."""
         most_by_body = []
         for body in inner_jaxprs(equation.params):
-            if equation.name == "scan":
-                most_by_body.append(self._scan(equation, body, live, now))
-                continue
             inner = _Program(self.rules)
-            inputs = [inner.value(var.aval, -1, owned=False) for var in body.invars]
-            outputs = inner.add_jaxpr(body, inputs)
+            outputs = inner.add_jaxpr(body, inner.borrow_inputs(body))
             most_by_body.append(inner.run(outputs, set()))
         return max(most_by_body, key=Counter.total)
 
-    def _scan(self, equation: _Equation, body: Any, live: set[_Value], now: int) -> Counter[str]:
+    def _scan(self, equation: _Equation, live: set[_Value], now: int) -> Counter[str]:
+        """Return the peak bytes of one iteration of a scan. Updates `live`, because the body owns its carry."""
+        (body,) = inner_jaxprs(equation.params)
         num_consts, num_carries = scan_counts(equation.params)
         first_stack = num_consts + num_carries
         inner = _Program(self.rules)
         inputs: list[_Value] = []
         for i, var in enumerate(body.invars):
             # A slice of a stack is fusible: it may be read in place. Constants belong to the outer program.
-            inputs.append(inner.value(var.aval, -1, owned=i >= num_consts, fusible=i >= first_stack))
+            inputs.append(inner.value(_aval(var), -1, owned=i >= num_consts, fusible=i >= first_stack))
         inner._share_table(inputs[num_consts:first_stack])
         outputs = inner.add_jaxpr(body, inputs)
         stacked = {value for value in outputs[num_carries:] if value is not None and value.made_at >= 0}
@@ -381,15 +382,15 @@ class _Program:
         prefetched_bytes = 0
         for value, var in zip(equation.operands[first_stack:], body.invars[first_stack:], strict=True):
             if value is not None and value.made_at == -1 and on_host(value.aval):
-                slice_on_device = var.aval.update(memory_space=jax.memory.Space.Device)
+                slice_on_device = _aval(var).update(memory_space=jax.memory.Space.Device)
                 prefetched_bytes += self.rules.nbytes(slice_on_device)
         most = inner.run(outputs, stacked, self.rules.late_reduction)
         return most + Counter(activations=prefetched_bytes)
 
 
-def _needs_padding(value: _Value) -> bool:
-    """Return whether a dimension would be padded to a multiple of 8, which tensor cores need."""
-    return any(dim % 8 for dim in value.aval.shape if dim > 8)
+def _aval(var: Var | Literal) -> ShapedArray:
+    """Return the abstract value of a variable. Tokens, which have no shape, do not occur in a model's passes."""
+    return cast(ShapedArray, var.aval)
 
 
 def _add_fused_value(value: _Value, equation: _Equation, live: set[_Value]) -> None:
@@ -405,14 +406,6 @@ def _add_fused_value(value: _Value, equation: _Equation, live: set[_Value]) -> N
         if not read_now:
             live.discard(overwritable[0])
     live.add(value)
-
-
-def _free_overwritten(value: _Value, live: set[_Value], now: int) -> None:
-    """Remove from `live` the operand that an in-place update overwrites."""
-    for operand in value.operands:
-        if operand in live and operand.last_read <= now and operand.nbytes == value.nbytes:
-            live.discard(operand)
-            return
 
 
 def _select_larger(best: Counter[str], live: set[_Value], inner: Counter[str]) -> Counter[str]:

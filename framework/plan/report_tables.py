@@ -3,45 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from plimsoll.framework.devices.mesh import mesh_text
+from plimsoll.framework.plan.plan_report import PlanReport, Suggestion
 from plimsoll.framework.terminal.tables import TableSection, human_bytes, human_count, human_duration
 
-Report = dict[str, Any]
-# The groups of the memory breakdown, in the order used everywhere.
-BREAKDOWN_KEYS: tuple[str, ...] = (
-    *("parameters", "frozen", "buffers", "gradients", "optimizer_state"),
-    *("ema", "batch", "activations", "other"),
-)
 # Rows of the table of largest buffers; the JSON report has more.
 _LINES = 12
 
 
-def verdict(report: Report) -> str:
+def verdict(report: PlanReport) -> str:
     """Return the verdict as text: `fits: 8.61 GiB of 15.75 GiB per device, 7.14 GiB to spare`."""
-    need = report["device_allocated_bytes"]
-    limit = report["device_limit_bytes"]
+    need = report.device_allocated_bytes
+    limit = report.device_limit_bytes
     note = ""
-    for phase, figures in report["phases"].items():
-        if figures["device_peak_bytes"] > need:
-            need = figures["device_peak_bytes"]
+    for phase, figures in report.phases.items():
+        if figures.device_peak_bytes > need:
+            need = figures.device_peak_bytes
             note = f" ({phase} needs the most)"
             break
     if limit is None:
         return f"needs {human_bytes(need)} per device; the limit is unknown{note}"
     difference = human_bytes(abs(limit - need))
     spare = f"{difference} to spare" if limit >= need else f"{difference} too much"
-    fits = "fits" if report["fits"] else "DOES NOT FIT"
+    fits = "fits" if report.fits else "DOES NOT FIT"
     return f"{fits}: {human_bytes(need)} of {human_bytes(limit)} per device, {spare}{note}"
 
 
-def sections(report: Report) -> list[TableSection]:
+def sections(report: PlanReport) -> list[TableSection]:
     """Return the tables that describe one plan."""
-    untrained = [[leaf["path"], human_bytes(leaf["bytes"])] for leaf in report["zero_gradients"]]
-    fitting = [[suggestion["setting"], needs_text(suggestion)] for suggestion in report["suggestions"]]
+    untrained = [[leaf.path, human_bytes(leaf.bytes)] for leaf in report.zero_gradients]
+    fitting = [[suggestion.setting, needs_text(suggestion)] for suggestion in report.suggestions]
     # A report on a user's function names it as its subject.
-    subject = report.get("subject", "the training step")
+    subject = report.subject or "the training step"
     possible_sections = [
         TableSection("plan", _about(report)),
         TableSection(f"per device, at the peak of {subject}", _breakdown(report), numbers=True),
@@ -55,141 +49,135 @@ def sections(report: Report) -> list[TableSection]:
     return [section for section in possible_sections if section.rows]
 
 
-def time_cells(report: Report) -> list[str]:
+def time_cells(report: PlanReport) -> list[str]:
     """Return [estimated time of a step, what bounds it]."""
-    time = report.get("time")
-    return [human_duration(time["seconds"]), time["bound_by"]] if time else ["-", "-"]
+    time = report.time
+    return [human_duration(time.seconds), time.bound_by] if time else ["-", "-"]
 
 
-def needs_text(suggestion: Report) -> str:
+def needs_text(suggestion: Suggestion) -> str:
     """Return the memory that a suggested setting needs, and whether it was compiled or only estimated."""
-    size = human_bytes(suggestion["device_peak_bytes"])
-    return f"{size}, compiled" if suggestion["compiled"] else f"about {size}, not compiled"
+    size = human_bytes(suggestion.device_peak_bytes)
+    return f"{size}, compiled" if suggestion.compiled else f"about {size}, not compiled"
 
 
-def _breakdown(report: Report) -> list[list[str]]:
+def _breakdown(report: PlanReport) -> list[list[str]]:
     rows = [["", "device", "", "host"]]
-    peak = report["device_peak_bytes"]
+    peak = report.device_peak_bytes
     parts = []
-    for key, size in report["breakdown"].items():
-        parts.append((key.replace("_", " "), size, report["host_breakdown"].get(key)))
-    gaps = report["device_allocated_bytes"] - peak
+    for key, size in report.breakdown.items():
+        parts.append((key.replace("_", " "), size, report.host_breakdown.get(key)))
+    gaps = report.device_allocated_bytes - peak
     parts.append(("left empty by packing", gaps, 0))
     for name, size, host_size in parts:
         if size or host_size:
             # Shares are relative to the peak without packing gaps, so that the groups add up to 100%.
             share = f"{100 * size / peak:.1f}%"
             rows.append([name, human_bytes(size), share, human_bytes(host_size) if host_size else "-"])
-    rows.append(["peak", human_bytes(report["device_allocated_bytes"]), "", human_bytes(report["host_peak_bytes"])])
+    rows.append(["peak", human_bytes(report.device_allocated_bytes), "", human_bytes(report.host_peak_bytes)])
     return rows
 
 
-def _largest(report: Report) -> list[list[str]]:
+def _largest(report: PlanReport) -> list[list[str]]:
     rows = []
-    for buffer in report["largest"][:_LINES]:
-        repeats = f" x {buffer['count']}" if buffer["count"] > 1 else ""
-        rows.append([buffer["name"], buffer["shape"] + repeats, human_bytes(buffer["bytes"])])
+    for buffer in report.largest[:_LINES]:
+        repeats = f" x {buffer.count}" if buffer.count > 1 else ""
+        rows.append([buffer.name, buffer.shape + repeats, human_bytes(buffer.bytes)])
     return rows
 
 
-def _phases(report: Report) -> list[list[str]]:
+def _phases(report: PlanReport) -> list[list[str]]:
     """Return the rows of the phases under a header; [] if there are no phases, so that the section is left out."""
-    if not report["phases"]:
+    if not report.phases:
         return []
     rows = [["", "device", "host"]]
-    for name, phase in report["phases"].items():
-        rows.append([name, human_bytes(phase["device_peak_bytes"]), human_bytes(phase["host_peak_bytes"])])
+    for name, phase in report.phases.items():
+        rows.append([name, human_bytes(phase.device_peak_bytes), human_bytes(phase.host_peak_bytes)])
     return rows
 
 
-def _about(report: Report) -> list[list[str]]:
-    sizes = {axis: size for axis, size in report["mesh"].items() if size > 1}
-    mesh = mesh_text(sizes, report["mesh_across"], report["platform"]) or "one device"
+def _about(report: PlanReport) -> list[list[str]]:
+    sizes = {axis: size for axis, size in report.mesh.items() if size > 1}
+    mesh = mesh_text(sizes, report.mesh_across, report.platform) or "one device"
     rows = [
-        ["config", " ".join([report["config"], *report.get("settings", [])])],
-        ["target", f"{report['target']}: {report['devices']} devices, {report['processes']} hosts; mesh {mesh}"],
+        ["config", " ".join([report.config, *report.settings])],
+        ["target", f"{report.target}: {report.devices} devices, {report.processes} hosts; mesh {mesh}"],
         ["verdict", verdict(report)],
     ]
-    if report["message"]:
-        rows.append(["compiler error", report["message"]])
-    host_bytes = report["host_process_bytes"]
+    if report.message:
+        rows.append(["compiler error", report.message])
+    host_bytes = report.host_process_bytes
     if host_bytes:
-        limit = report["host_limit_bytes"]
+        limit = report.host_limit_bytes
         of_limit = f" of {human_bytes(limit)}" if limit else ""
         rows.append(["host memory", human_bytes(host_bytes) + of_limit])
-    for note in report["notes"]:
+    for note in report.notes:
         rows.append(["note", note])
-    if report["estimated"]:
+    if report.estimated:
         rows.append(["method", "estimate; without --estimate, the step is compiled"])
-    elif report.get("estimate", {}).get("error") is not None:
-        rows.append(["estimate", _error_text(report)])
+    elif report.estimate is not None and report.estimate.error is not None:
+        error = report.estimate.error
+        compiled = f"the {human_bytes(report.device_peak_bytes)} alive at the peak, without packing gaps"
+        percentage = f"{100 * abs(error):.1f}% {'more' if error > 0 else 'less'}"
+        rows.append(["estimate", f"{human_bytes(report.estimate.device_peak_bytes)}, {percentage} than {compiled}"])
     return rows
 
 
-def _error_text(report: Report) -> str:
-    """Return the analytical estimate and its difference from the compiled peak, as text."""
-    estimate = report["estimate"]
-    compiled = f"the {human_bytes(report['device_peak_bytes'])} alive at the peak, without packing gaps"
-    direction = "more" if estimate["error"] > 0 else "less"
-    percentage = f"{100 * abs(estimate['error']):.1f}%"
-    return f"{human_bytes(estimate['device_peak_bytes'])}, {percentage} {direction} than {compiled}"
-
-
-def _work(report: Report) -> list[list[str]]:
-    unit = "call" if "subject" in report else "step"
-    rows = [[f"FLOPs per {unit}", f"{human_count(report['flops_per_step'])}, all devices"]]
+def _work(report: PlanReport) -> list[list[str]]:
+    unit = "call" if report.subject else "step"
+    rows = [[f"FLOPs per {unit}", f"{human_count(report.flops_per_step)}, all devices"]]
     # A user's function has no tokens.
-    if "flops_per_token" in report:
-        model_flops = f"({human_count(report['model_flops_per_token'])} model FLOPs)"
-        rows.append([f"FLOPs per {report['item']}", f"{human_count(report['flops_per_token'])} {model_flops}"])
-    if report["collective_bytes"]:
-        parts = [f"{kind} {human_bytes(size)}" for kind, size in sorted(report["collective_bytes"].items())]
+    if report.flops_per_token is not None:
+        model_flops = f"({human_count(report.model_flops_per_token)} model FLOPs)"
+        rows.append([f"FLOPs per {report.item}", f"{human_count(report.flops_per_token)} {model_flops}"])
+    if report.collective_bytes:
+        parts = [f"{kind} {human_bytes(size)}" for kind, size in sorted(report.collective_bytes.items())]
         rows.append(["between devices", f"{', '.join(parts)}; per device and step"])
-    if report["host_transfer_bytes"]:
-        rows.append(["device and host", f"{human_bytes(report['host_transfer_bytes'])} per device and step"])
-    if report["compile_seconds"]:
-        rows.append(["compiled in", f"{report['compile_seconds']:.0f} s"])
+    if report.host_transfer_bytes:
+        rows.append(["device and host", f"{human_bytes(report.host_transfer_bytes)} per device and step"])
+    if report.compile_seconds:
+        rows.append(["compiled in", f"{report.compile_seconds:.0f} s"])
     return rows
 
 
-def _time(report: Report) -> list[list[str]]:
+def _time(report: PlanReport) -> list[list[str]]:
     """Return the rows of the estimated time; [] if the time is not known."""
-    time = report.get("time")
+    time = report.time
     if time is None:
         return []
-    seconds = time["seconds"]
-    unit = "call" if "subject" in report else "step"
+    seconds = time.seconds
+    unit = "call" if report.subject else "step"
     speed = human_duration(seconds)
-    if time["tokens_per_second"]:
-        speed += f", {human_count(time['tokens_per_second'])} {report['item']}s a second"
-    if time["model_flops_utilization"]:
-        speed += f", {100 * time['model_flops_utilization']:.1f}% of the peak (MFU)"
+    if time.tokens_per_second:
+        speed += f", {human_count(time.tokens_per_second)} {report.item}s a second"
+    if time.model_flops_utilization:
+        speed += f", {100 * time.model_flops_utilization:.1f}% of the peak (MFU)"
     rows = [[f"a {unit}", speed]]
-    for name, part_seconds in time["parts"].items():
+    for name, part_seconds in time.parts.items():
         # Parts below 0.1% of the step are left out here; the JSON report has them.
         if part_seconds > seconds / 1000:
             share = f"{100 * part_seconds / seconds:.1f}%"
-            bounds = ", the largest part" if name == time["bound_by"] else ""
+            bounds = ", the largest part" if name == time.bound_by else ""
             rows.append([name, f"{human_duration(part_seconds)}, {share}{bounds}"])
-    return [*rows, ["method", time["basis"]]]
+    return [*rows, ["method", time.basis]]
 
 
-def comparison(reports: Sequence[Report]) -> TableSection:
+def comparison(reports: Sequence[PlanReport]) -> TableSection:
     """Return a table with one row per plan: the settings that differ between plans, and the breakdown of its peak.
 
     The most important columns come first, because a terminal or a page may have no room for the last ones.
     """
     first = reports[0]
     common = []
-    for setting in first["settings"]:
-        if all(setting in report["settings"] for report in reports):
+    for setting in first.settings:
+        if all(setting in report.settings for report in reports):
             common.append(setting)
     # Leave out columns that would be zero in all rows.
-    keys = [key for key in first["breakdown"] if any(report["breakdown"][key] for report in reports)]
-    has_host = any(report["host_peak_bytes"] for report in reports)
-    has_time = any(report.get("time") for report in reports)
-    targets = dict.fromkeys(report["target"] for report in reports)
-    limits = dict.fromkeys(human_bytes(report["device_limit_bytes"]) for report in reports)
+    keys = [key for key in first.breakdown if any(report.breakdown[key] for report in reports)]
+    has_host = any(report.host_peak_bytes for report in reports)
+    has_time = any(report.time for report in reports)
+    targets = dict.fromkeys(report.target for report in reports)
+    limits = dict.fromkeys(human_bytes(report.device_limit_bytes) for report in reports)
     header = ["setting", "needs"]
     if len(limits) > 1:
         header.append("of")
@@ -202,19 +190,19 @@ def comparison(reports: Sequence[Report]) -> TableSection:
     header += [key.replace("_", " ") for key in keys]
     rows = [header]
     for report in reports:
-        differing = " ".join(setting for setting in report["settings"] if setting not in common)
-        row = [differing or report["config"], human_bytes(report["device_allocated_bytes"])]
+        differing = " ".join(setting for setting in report.settings if setting not in common)
+        row = [differing or report.config, human_bytes(report.device_allocated_bytes)]
         if len(limits) > 1:
-            row.append(human_bytes(report["device_limit_bytes"]))
-        row.append("fits" if report["fits"] else "TOO BIG")
+            row.append(human_bytes(report.device_limit_bytes))
+        row.append("fits" if report.fits else "TOO BIG")
         if has_time:
             row += time_cells(report)
         if has_host:
-            row.append(human_bytes(report["host_peak_bytes"]))
-        row.append(human_count(report["flops_per_step"]))
-        row += [human_bytes(report["breakdown"].get(key, 0)) for key in keys]
+            row.append(human_bytes(report.host_peak_bytes))
+        row.append(human_count(report.flops_per_step))
+        row += [human_bytes(report.breakdown.get(key, 0)) for key in keys]
         rows.append(row)
-    title = f"{' '.join([first['config'], *common])} on {', '.join(targets)}"
+    title = f"{' '.join([first.config, *common])} on {', '.join(targets)}"
     if len(limits) == 1:
         title += f", {next(iter(limits))} per device"
     return TableSection(title, rows, True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from jax.sharding import AbstractMesh
 
@@ -13,14 +12,15 @@ from plimsoll.framework.layers.remat import check_platform
 from plimsoll.framework.plan.buffer_names import REPORT_GROUPS
 from plimsoll.framework.plan.dry_run import compile_step
 from plimsoll.framework.plan.estimate import Estimate, estimate, least_bytes
+from plimsoll.framework.plan.plan_report import Suggestion
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.schedules.traits import SCHEDULES, find_offloading_schedule
 from plimsoll.framework.terminal.phases import SHORT, phase
 
-# Path and value.
-_Setting = tuple[str, Any]
+# Settings to change together, by config path.
+Settings = dict[str, str | int]
 # Settings that do not affect `least_bytes`, because they move neither state nor gradients.
 _MOVES_NO_STATE = ("memory.remat", "memory.activations", "learner.accumulate")
 
@@ -63,7 +63,7 @@ def state_bytes(need: Estimate) -> int:
 
 def suggestions(
     config: Config, target: Target, limit: int, peak: int, *, present: Estimate | None = None, seconds: float = 300.0
-) -> list[dict[str, Any]]:
+) -> list[Suggestion]:
     """Return up to three settings that fit, cheapest first; none of them changes what is computed.
 
     The analytical estimate selects candidates and the compiler decides whether they fit. After `seconds` of searching,
@@ -82,17 +82,20 @@ def suggestions(
     # The factor for the bytes other than state that makes the estimate of the current settings match their peak.
     scale = max(peak - present_state, 0) / max(present.peak_bytes - present_state, 1)
     start = time.monotonic()
-    fitting: list[dict[str, Any]] = []
-    least_by_placement: dict[frozenset[_Setting], int] = {}
+    fitting: list[Suggestion] = []
+    least_by_placement: dict[frozenset[tuple[str, str | int]], int] = {}
     for choice in _choices(config, target.platform):
         # The settings that `least_bytes` depends on: if it exceeds the limit, no choice with these settings fits.
-        placement = frozenset(pair for pair in choice if pair[0] not in _MOVES_NO_STATE)
+        placement = frozenset(pair for pair in choice.items() if pair[0] not in _MOVES_NO_STATE)
         if least_by_placement.get(placement, 0) > limit:
             continue
-        setting = " ".join(f"--config.{path}={value}" for path, value in choice)
+        setting = " ".join(f"--config.{path}={value}" for path, value in choice.items())
         try:
             with phase(f"trying {setting}", patience=SHORT):
-                experiment = _apply_settings(config, choice).instantiate()
+                trial = config.copy()
+                for path, value in sorted(choice.items()):
+                    trial.set_path(path, value)
+                experiment = trial.instantiate()
                 least_by_placement[placement] = least_bytes(experiment, check_target(experiment, target))
                 if least_by_placement[placement] > limit:
                     continue
@@ -106,88 +109,64 @@ def suggestions(
             # The batch does not divide into the microbatches, or the target does not support the schedule.
             continue
         if trial_peak <= limit:
-            fitting.append({"setting": setting, "device_peak_bytes": trial_peak, "compiled": compiled})
+            fitting.append(Suggestion(setting, trial_peak, compiled))
         if len(fitting) == 3:
             return fitting
     return fitting
 
 
-def _apply_settings(config: Config, choice: list[_Setting]) -> Config:
-    """Return a copy of the config with changed settings."""
-    trial = config.copy()
-    for path, value in sorted(choice):
-        trial.set_path(path, value)
-    return trial
-
-
-def _choices(config: Config, platform: str) -> Iterator[list[_Setting]]:
+def _choices(config: Config, platform: str) -> Iterator[Settings]:
     """Yield settings to change together on this platform, cheapest first.
 
     They recompute, split into microbatches, offload state, shard it instead of replicating it, and finally offload
     everything.
     """
     memory = config.memory
-    recompute = _recompute_settings(memory)
-    microbatches = _microbatch_settings(config)
-    offload: list[_Setting] = []
-    if memory.optimizer_state == "device":
-        offload = [("memory.optimizer_state", "pinned_host")]
-    streamed: list[_Setting] = []
-    if not SCHEDULES[memory.update].updates_in_chunks:
-        update = find_offloading_schedule(platform)
-        streamed = [*offload, ("memory.update", update)]
-    # Gradients are offloaded only together with a streamed update, which loads a part of them at a time.
-    offload_gradients: list[_Setting] = []
-    if streamed and memory.gradients == "device":
-        offload_gradients = [("memory.gradients", "pinned_host")]
-    sharded: list[_Setting] = []
-    if config.mesh.data != 1:
-        sharded = [("mesh.data", 1), ("mesh.fsdp", -1)]
-    # The last remat setting needs the least memory.
-    recompute_most = recompute[-1:]
-    offload_all = [*recompute_most, *(streamed or offload)]
-
-    for setting in [*recompute, *microbatches[:3]]:
-        yield [setting]
-    combinations = [offload, streamed, sharded, [*recompute_most, *offload], offload_all]
-    if offload_gradients:
-        combinations.append([*offload_all, *offload_gradients])
-    for combination in combinations:
-        # A combination is empty if the config has all of its settings already.
-        if combination:
-            yield combination
-    for microbatch in microbatches:
-        yield [*offload_all, microbatch]
-    if sharded:
-        yield [*offload_all, *sharded]
-        for microbatch in microbatches:
-            yield [*offload_all, *sharded, microbatch]
-    # Sharding along the sequence is for the case that each device has only one sequence left.
-    split_sequences: list[_Setting] = [("mesh.fsdp", -1), ("mesh.seq", 2 * config.mesh.seq)]
-    for microbatch in microbatches[:2]:
-        yield [*offload_all, *split_sequences, microbatch]
-    yield [*offload_all, *offload_gradients, *_weight_offload_settings(memory)]
-
-
-def _weight_offload_settings(memory: Any) -> list[_Setting]:
-    settings = []
-    for field in ("parameters", "activations"):
-        if memory[field] == "device":
-            settings.append((f"memory.{field}", "pinned_host"))
-    return settings
-
-
-def _recompute_settings(memory: Any) -> list[_Setting]:
-    if memory.remat not in ("none", "dots"):
-        return []
-    return [("memory.remat", name) for name in ("dots", "full") if name != memory.remat]
-
-
-def _microbatch_settings(config: Config) -> list[_Setting]:
-    """Return accumulation counts of 2 to 64 times the current one, up to the number of rows in the batch."""
-    settings = []
+    # The building blocks; one is empty if the config has its settings already.
+    recompute: list[Settings] = []
+    if memory.remat in ("none", "dots"):
+        recompute = [{"memory.remat": name} for name in ("dots", "full") if name != memory.remat]
+    microbatches: list[Settings] = []
     for doublings in range(1, 7):
+        # Two to 64 times the current number of microbatches, up to one row in each.
         count = config.learner.accumulate * 2**doublings
         if count <= config.data.global_batch_size:
-            settings.append(("learner.accumulate", count))
-    return settings
+            microbatches.append({"learner.accumulate": count})
+    offload: Settings = {}
+    if memory.optimizer_state == "device":
+        offload = {"memory.optimizer_state": "pinned_host"}
+    streamed: Settings = {}
+    offload_gradients: Settings = {}
+    if not SCHEDULES[memory.update].updates_in_chunks:
+        streamed = offload | {"memory.update": find_offloading_schedule(platform)}
+        # Gradients are offloaded only together with a streamed update, which loads a part of them at a time.
+        if memory.gradients == "device":
+            offload_gradients = {"memory.gradients": "pinned_host"}
+    sharded: Settings = {}
+    if config.mesh.data != 1:
+        sharded = {"mesh.data": 1, "mesh.fsdp": -1}
+    # The last remat setting needs the least memory.
+    recompute_most = recompute[-1] if recompute else {}
+    offload_all = recompute_most | (streamed or offload)
+
+    yield from recompute
+    yield from microbatches[:3]
+    combinations = [offload, streamed, sharded, recompute_most | offload, offload_all]
+    if offload_gradients:
+        combinations.append(offload_all | offload_gradients)
+    yield from filter(None, combinations)
+    for microbatch in microbatches:
+        yield offload_all | microbatch
+    if sharded:
+        yield offload_all | sharded
+        for microbatch in microbatches:
+            yield offload_all | sharded | microbatch
+    # Sharding along the sequence is for the case that each device has only one sequence left.
+    split_sequences: Settings = {"mesh.fsdp": -1, "mesh.seq": 2 * config.mesh.seq}
+    for microbatch in microbatches[:2]:
+        yield offload_all | split_sequences | microbatch
+    offload_weights: Settings = {}
+    for field in ("parameters", "activations"):
+        if memory[field] == "device":
+            offload_weights[f"memory.{field}"] = "pinned_host"
+    yield offload_all | offload_gradients | offload_weights

@@ -5,17 +5,28 @@ v5e-16, v6e-8         TPUs, by chips         v4-8, v5p-1024, tpu7x-8   TPUs, by 
 h200, rtx4090, h100x16 GPUs, in whole hosts  cpu:8, local              devices of this machine
 """
 
+import difflib
+import math
 import os
 import re
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib import util
 from typing import Any
 
-from plimsoll.framework.devices.accelerators import AcceleratorSpec, accelerator_name, spec_for
-from plimsoll.framework.plan import target_names
-from plimsoll.framework.plan.gpu_description import architecture_note, gpu_description, installed_cuda
+from plimsoll.framework.devices.accelerators import ACCELERATORS, AcceleratorSpec, accelerator_name, find_spec, spec_for
+from plimsoll.framework.plan.gpu_description import (
+    architecture_note,
+    find_architecture,
+    gpu_description,
+    installed_cuda,
+)
+from plimsoll.framework.terminal.tables import TableSection, human_bytes
+
+TPUS = {alias: spec for spec in ACCELERATORS if spec.topologies for alias in (spec.name, *spec.aliases)}
+GPUS = {alias: spec for spec in ACCELERATORS if spec.platform == "gpu" for alias in (spec.name, *spec.aliases)}
+
 
 # Consumer cards are bought one by one, and no machine has room for more than this.
 _CARDS_PER_HOST = 8
@@ -105,31 +116,29 @@ class Target:
             raise ValueError(
                 f"planning for {self.name} needs {compiler}: {install}; plimsoll plan --estimate needs no compiler"
             )
-        # The CUDA plugin takes the topology as an option.
-        topology = "" if on_gpu else f"{self.spec.name}:{self.topology}"
-        options = self._gpu_options() if on_gpu else self._tpu_options()
+        # The CUDA plugin takes the topology as an option, libtpu as a name.
+        topology = ""
+        options: dict[str, Any] = {}
+        if on_gpu:
+            # Slices (NVLink domains, as JAX detects them in a real run) x hosts per slice x GPUs per host.
+            hosts_per_slice = self.num_processes // self.num_slices
+            options["topology"] = f"{self.num_slices}x{hosts_per_slice}x{self.num_devices // self.num_processes}"
+            options["target_config"] = gpu_description(self.spec, installed_cuda())
+        else:
+            topology = f"{self.spec.name}:{self.topology}"
+            # Without rings, libtpu chooses other algorithms: on a cube of v5p each all-gather becomes an all-reduce.
+            options |= {"num_slices": self.num_slices, "wrap": self.rings}
+            # By default libtpu puts 2x2 chips on a host.
+            if self.num_processes == self.num_slices:
+                options["chips_per_host_bounds"] = _three_dims(self.topology)
+            # Make one device of both cores of a chip, as on a TPU VM.
+            if self.spec.name == "v4":
+                options["chip_config_name"] = "megacore"
         try:
             description = topologies.get_topology_desc(topology, "cuda" if on_gpu else "tpu", **options)
             return list(description.devices)
         except jax.errors.JaxRuntimeError as error:
             raise ValueError(f"no compiler for the topology {topology or options['topology']}: {error}") from None
-
-    def _gpu_options(self) -> dict[str, Any]:
-        # Slices (NVLink domains, as JAX detects them in a real run) x hosts per slice x GPUs per host.
-        hosts_per_slice = self.num_processes // self.num_slices
-        shape = f"{self.num_slices}x{hosts_per_slice}x{self.num_devices // self.num_processes}"
-        return {"target_config": gpu_description(self.spec, installed_cuda()), "topology": shape}
-
-    def _tpu_options(self) -> dict[str, Any]:
-        # Without rings, libtpu chooses other algorithms: on a cube of v5p each all-gather becomes an all-reduce.
-        options: dict[str, Any] = {"num_slices": self.num_slices, "wrap": self.rings}
-        # By default libtpu puts 2x2 chips on a host.
-        if self.num_processes == self.num_slices:
-            options["chips_per_host_bounds"] = _three_dims(self.topology)
-        # Make one device of both cores of a chip, as on a TPU VM.
-        if self.spec.name == "v4":
-            options["chip_config_name"] = "megacore"
-        return options
 
 
 def set_environment(name: str) -> None:
@@ -166,30 +175,90 @@ def resolve(name: str) -> Target:
         ValueError: there is no such target, or none of this size; the message suggests the nearest ones.
     """
     name = name.strip().lower()
-    families = "|".join(target_names.TPUS)
+    families = "|".join(TPUS)
     if name == "local":
         return _local()
     if match := re.fullmatch(r"cpu(?:[:-]([1-9]\d*))?", name):
         count = int(match[1] or 1)
         return Target(f"cpu-{count}", spec_for("cpu"), count, limit_bytes=_memory_per_device(count))
     if match := re.fullmatch(rf"(?:([1-9]\d*)x)?tpu:({families}):([1-9]\d*(?:x[1-9]\d*){{1,2}})", name):
-        return _slices(target_names.TPUS[match[2]].name, match[3], int(match[1] or 1))
+        return _slices(TPUS[match[2]].name, match[3], int(match[1] or 1))
     if match := re.fullmatch(rf"(?:([1-9]\d*)x)?({families})-(\d+)", name):
         size = int(match[3])
-        topology_by_size = target_names.topology_by_size(match[2])
-        target_names.check_size(name, size, set(topology_by_size), name.removesuffix(match[3]))
-        return _slices(target_names.TPUS[match[2]].name, topology_by_size[size], int(match[1] or 1))
-    spec, count = target_names.parse_gpu(name)
+        topologies = topology_by_size(match[2])
+        check_size(name, size, set(topologies), name.removesuffix(match[3]))
+        return _slices(TPUS[match[2]].name, topologies[size], int(match[1] or 1))
+    spec, count = parse_gpu(name)
     if spec is not None:
         return _gpus(name, spec, count)
-    nearest = ", ".join(target_names.suggest_names(name))
+    nearest = ", ".join(suggest_names(name))
     raise ValueError(f"unknown target {name!r}; nearest: {nearest}; all: plimsoll plan --targets")
+
+
+def parse_gpu(name: str) -> tuple[AcceleratorSpec | None, int]:
+    """Return (GPU, number of GPUs) for a name; (None, 1) if the name is not a GPU."""
+    spec = find_spec(name)
+    count = 1
+    family, separator, digits = name.rpartition("x")
+    # Card names themselves may contain an x and digits, such as rtx4090.
+    if spec is None and separator and digits.isdecimal():
+        spec = find_spec(family)
+        count = int(digits)
+    if spec is None or spec.platform != "gpu":
+        return None, 1
+    return spec, count
+
+
+def count_chips(topology: str) -> int:
+    """Return the number of chips in a slice: 16 for "4x4"."""
+    return math.prod(map(int, topology.split("x")))
+
+
+def topology_by_size(family: str) -> dict[int, str]:
+    """Return {number in the slice's name: topology} for Cloud's slices."""
+    spec = spec_for(family)
+    return {count_chips(topology) * spec.cores_per_chip: topology for topology in spec.topologies}
+
+
+def suggest_names(name: str) -> list[str]:
+    """Return up to four names that may have been meant: first longer forms of the name, then similar ones."""
+    # The end of "rtx4091x8" is a count, that of "rtx4091" is not: before a count there is a digit of the card's name.
+    match = re.fullmatch(r"(.*\d\D*?)(x\d{1,3})", name)
+    typed_family, count = match.groups() if match else (name, "")
+    slices = [f"{family}-{size}" for family in TPUS for size in topology_by_size(family)]
+    topologies = [f"tpu:{family}:2x2" for family in TPUS]
+    choices = ["local", "cpu:8", *(f"{gpu}{count}" for gpu in GPUS), *topologies, *slices]
+    # A longer form extends the typed name: a100-40 extends a100, and rtx4060ti-8 extends 4060ti.
+    prefixes = (f"{typed_family}-", f"rtx{typed_family}-")
+    longer_names = [choice for choice in choices if typed_family and choice.startswith(prefixes)]
+    alike_names = difflib.get_close_matches(name, choices, n=3)
+    nearest_names = list(dict.fromkeys([*longer_names[:3], *alike_names]))[:4]
+    return nearest_names or ["v5e-16", "v5p-8", "h200x8", "rtx4090", "cpu:8", "local"]
+
+
+def check_size(name: str, size: int, sizes: set[int], prefix: str) -> None:
+    """Check that a target has a valid number of devices.
+
+    Args:
+        name: name of the target, for the error message.
+        size: number of devices.
+        sizes: valid numbers of devices.
+        prefix: text before the number in the suggested names.
+
+    Raises:
+        ValueError: `size` is not one of `sizes`; the message suggests the nearest ones.
+    """
+    if size not in sizes:
+        smaller = sorted(valid_size for valid_size in sizes if valid_size < size)
+        larger = sorted(valid_size for valid_size in sizes if valid_size > size)
+        neighbors = [f"{prefix}{valid_size}" for valid_size in smaller[-1:] + larger[:1]]
+        raise ValueError(f"target {name!r}: no such size; nearest: {', '.join(neighbors)}")
 
 
 def installed_compiler(platform: str) -> str:
     """Return the installed compiler for a platform: libtpu, CUDA 12 or 13, XLA (for CPU); empty if there is none."""
     if platform == "tpu":
-        return "libtpu" if find_spec("libtpu") else ""
+        return "libtpu" if util.find_spec("libtpu") else ""
     if platform == "gpu":
         cuda = installed_cuda()
         return f"CUDA {cuda}" if cuda else ""
@@ -212,7 +281,7 @@ def _gpus(name: str, spec: AcceleratorSpec, count: int) -> Target:
         unit = host
     smaller_count = count // unit * unit
     valid_counts = {smaller_count, smaller_count + unit} - {0}
-    target_names.check_size(name, count, valid_counts, f"{spec.name}x")
+    check_size(name, count, valid_counts, f"{spec.name}x")
     hosts = -(-count // host)
     return Target(f"{spec.name}x{count}", spec, count, hosts, spec.limit_bytes, num_slices=-(-count // island))
 
@@ -220,7 +289,7 @@ def _gpus(name: str, spec: AcceleratorSpec, count: int) -> Target:
 def _slices(family: str, topology: str, count: int) -> Target:
     """Return the target of `count` TPU slices."""
     spec = spec_for(family)
-    chips = target_names.count_chips(topology)
+    chips = count_chips(topology)
     # On Cloud, up to eight chips of v5e and v6e form one VM; larger slices consist of VMs with four chips each.
     largest_host = 8 if family in ("v5e", "v6e") else 4
     hosts = 1 if chips <= largest_host else chips // 4
@@ -264,3 +333,58 @@ def _local() -> Target:
 def _memory_per_device(count: int) -> int:
     """Return the bytes of this machine's memory per CPU device, for `count` devices."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // count
+
+
+_HEADER = ["", "memory", "usable", "TFLOP/s", "GB/s", "links", "host", "planned by"]
+_LEGEND = [
+    ["TFLOP/s", "dense bfloat16 products; f16: float16, if bfloat16 is unknown; f32: float32, if both are unknown"],
+    ["GB/s", "to and from device memory"],
+    ["links", "GB/s from other devices, one way; pair: over a bridge that joins two cards"],
+    ["host", "GB/s to or from the host's memory, one way"],
+    ["planned by", "the compiler installed here; estimate: none, only plimsoll plan --estimate works"],
+    ["-", "not published"],
+]
+
+
+def build_tables() -> list[TableSection]:
+    """Return the tables of TPUs, of GPUs, of this machine's devices, and of the columns' meanings."""
+    rows_by_platform: dict[str, list[list[str]]] = {"tpu": [_HEADER], "gpu": [_HEADER]}
+    listed_names: set[str] = set()
+    for spec in ACCELERATORS:
+        # v4 has one row per core and one per chip, both under the same name; list it once.
+        if spec.platform not in rows_by_platform or spec.name in listed_names:
+            continue
+        listed_names.add(spec.name)
+        peak = "-"
+        peaks = (("", spec.peak_bf16_flops), ("f16 ", spec.peak_f16_flops), ("f32 ", spec.peak_f32_flops))
+        for dtype, flops in reversed(peaks):
+            if flops:
+                peak = f"{dtype}{flops / 1e12:.4g}"
+        links = _gigabytes(spec.ici_bytes_per_second)
+        if spec.ici_bytes_per_second is None and spec.nvlink_pair_bytes_per_second is not None:
+            links = f"pair {_gigabytes(spec.nvlink_pair_bytes_per_second)}"
+        planner = installed_compiler(spec.platform) or "estimate"
+        if spec.platform == "gpu" and planner != "estimate":
+            architecture = find_architecture(spec, installed_cuda())
+            if architecture.capability != spec.compute_capability:
+                planner += f", as {architecture.capability}"
+        row = [spec.name, human_bytes(spec.memory_bytes), human_bytes(spec.limit_bytes), peak]
+        row += [_gigabytes(spec.hbm_bytes_per_second), links, _gigabytes(spec.pcie_bytes_per_second), planner]
+        rows_by_platform[spec.platform].append(row)
+    this_machine = [
+        ["cpu:8", "8 CPU devices, which share this machine's memory"],
+        ["local", "the devices of this machine"],
+    ]
+    return [
+        TableSection(
+            "TPUs: v5e-16, 2xv5e-256, tpu:v5e:2x4; each row describes one JAX device", rows_by_platform["tpu"], True
+        ),
+        TableSection("GPUs: h200, h200x8", rows_by_platform["gpu"], True),
+        TableSection("this machine", this_machine),
+        TableSection("columns", _LEGEND),
+    ]
+
+
+def _gigabytes(bytes_per_second: float | None) -> str:
+    """Format bytes per second in GB/s of 1e9 bytes, as in data sheets; "-" if unknown."""
+    return "-" if bytes_per_second is None else f"{bytes_per_second / 1e9:.0f}"

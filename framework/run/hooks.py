@@ -18,7 +18,7 @@ from plimsoll.framework.config import Config, ConfigError
 from plimsoll.framework.inference.evaluation import describe_share, evaluate_set
 from plimsoll.framework.metrics.memory import memory_in_use
 from plimsoll.framework.models.chain import Chain
-from plimsoll.framework.plan.device_budget import MemoryNeed, compare_with_measured
+from plimsoll.framework.plan.memory_budget import MemoryNeed, compare_with_measured
 from plimsoll.framework.run.run import Run
 from plimsoll.framework.terminal.phases import SHORT, phase
 

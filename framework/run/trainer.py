@@ -9,7 +9,7 @@ import jax
 
 from plimsoll.framework.checkpoint.replicas import ReplicaMismatchError
 from plimsoll.framework.metrics.throughput import MetricsBuffer
-from plimsoll.framework.plan.device_budget import MemoryNeed
+from plimsoll.framework.plan.memory_budget import MemoryNeed
 from plimsoll.framework.processes import distributed
 from plimsoll.framework.run.hooks import (
     CheckReplicas,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from plimsoll.framework.config import Config, ConfigError
-from plimsoll.framework.plan.report_tables import Report
+from plimsoll.framework.plan.plan_report import PlanReport
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.terminal.phases import phase
 
@@ -31,8 +31,10 @@ def lacks_devices(target: Target) -> bool:
     return target.platform == "cpu" and not target.available_devices and target.num_devices > len(jax.devices("cpu"))
 
 
-def plan_in_subprocess(spec: str, config: Config, name: str, limit: int | None, *, phases: bool, fresh: bool) -> Report:
-    """Run framework.plan.cached_report in another process and return its report; the arguments are the same.
+def plan_in_subprocess(
+    spec: str, config: Config, name: str, limit: int | None, *, phases: bool, fresh: bool
+) -> PlanReport:
+    """Run framework.plan.build_report in another process and return its report; the arguments are the same.
 
     Raises:
         ConfigError: the plan is refused, or the config has classes that another process cannot find.
@@ -51,15 +53,15 @@ def plan_in_subprocess(spec: str, config: Config, name: str, limit: int | None, 
         answer = json.loads(answer_file.read_text())
     if "error" in answer:
         raise ConfigError(answer["error"])
-    return answer["report"]
+    return PlanReport.from_json(answer["report"])
 
 
 def _answer(job: dict[str, Any]) -> dict[str, Any]:
-    """Run the job; returns {"report": Report}, or {"error": a line}."""
+    """Run the job; returns {"report": JSON of the PlanReport}, or {"error": a line}."""
     from plimsoll import configs
     from plimsoll.framework.devices.environment import prepare_jax
     from plimsoll.framework.plan import targets
-    from plimsoll.framework.plan.cached_report import get_report
+    from plimsoll.framework.plan.build_report import get_report
 
     name = job["name"]
     try:
@@ -85,7 +87,7 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
         )
     except ValueError as error:
         return {"error": str(error)}
-    return {"report": report}
+    return {"report": report.to_json()}
 
 
 if __name__ == "__main__":

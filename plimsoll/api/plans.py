@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from plimsoll.extras.plan_page import page
 from plimsoll.framework.config import Config, ConfigError
 from plimsoll.framework.devices.environment import prepare_jax, start_devices
 from plimsoll.framework.plan import report_tables, targets
-from plimsoll.framework.plan.cached_report import get_report
-from plimsoll.framework.plan.report_tables import Report
+from plimsoll.framework.plan.build_report import get_report
+from plimsoll.framework.plan.plan_report import PlanReport
 from plimsoll.framework.terminal.phase_views import show_phases_on_terminal
 from plimsoll.framework.terminal.tables import render
 
@@ -31,28 +32,29 @@ class Plan:
         report: all figures, as `plimsoll plan --json` writes them.
     """
 
-    def __init__(self, report: Report):
-        self.report = report
+    def __init__(self, report: PlanReport):
+        self._report = report
+        self.report = report.to_json()
 
     @property
     def fits(self) -> bool:
         """True if the run fits into the devices of the target."""
-        return bool(self.report["fits"])
+        return self._report.fits
 
     @property
     def peak_bytes(self) -> int:
         """The memory that the training step needs on each device, in bytes."""
-        return self.report["device_allocated_bytes"]
+        return self._report.device_allocated_bytes
 
     def __str__(self) -> str:
-        return render(report_tables.sections(self.report))
+        return render(report_tables.sections(self._report))
 
     def __repr__(self) -> str:
-        return f"plan of {self.report['config']} on {self.report['target']}: {report_tables.verdict(self.report)}"
+        return f"plan of {self._report.config} on {self._report.target}: {report_tables.verdict(self._report)}"
 
     def _repr_html_(self) -> str:
         # A separate frame, because the style of the page applies to its whole document.
-        document = escape(page([self.report]), quote=True)
+        document = escape(page([self._report]), quote=True)
         return f'<iframe srcdoc="{document}" width="100%" height="{_PAGE_PIXELS}" frameborder="0"></iframe>'
 
 
@@ -89,7 +91,7 @@ def plan(
     resolved, rule_lines = request.resolve(machine.name)
     if not estimate and lacks_devices(machine):
         figures = plan_in_subprocess(request.spec, resolved, target, limit, phases=phases, fresh=fresh)
-        return Plan(figures | {"settings": [*request.settings, *rule_lines]})
+        return Plan(replace(figures, settings=[*request.settings, *rule_lines]))
     with use_target_environment(target, starts=not estimate), disable_compilation_cache():
         figures = get_report(
             request.spec,
@@ -101,7 +103,7 @@ def plan(
             phases=phases,
             fresh=fresh,
         )
-    return Plan(figures | {"settings": [*request.settings, *rule_lines]})
+    return Plan(replace(figures, settings=[*request.settings, *rule_lines]))
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.layers.lora import LoRA
 from plimsoll.framework.objectives.preferences import DPO
 from plimsoll.framework.plan.build_report import compile_report, estimate_report
-from plimsoll.framework.plan.device_budget import measure_need
-from plimsoll.framework.plan.step_time.tpu_rates import PCIE_EFFICIENCY
+from plimsoll.framework.plan.memory_budget import measure_need
+from plimsoll.framework.plan.step_time.tpu_operations import PCIE_EFFICIENCY
 from plimsoll.framework.plan.targets import resolve
 from tests.support import small
 from tests.support.paired_rows import Halves
@@ -30,7 +30,7 @@ def tuning(*, lora: bool, kind: str | None) -> Config:
 
 
 def run_plan(**fields) -> dict:
-    return compile_report("small", tuning(**fields), resolve("cpu:1"), None, phases=False)
+    return compile_report("small", tuning(**fields), resolve("cpu:1"), None, phases=False).to_json()
 
 
 def most(report: dict) -> int:
@@ -76,7 +76,7 @@ def run_estimate(*, lora: bool, kind: str, accumulate: int) -> dict:
     """Return the report of the analytical estimate, for one H100."""
     config = tuning(lora=lora, kind=kind)
     config.learner.accumulate = accumulate
-    return estimate_report("small", config, resolve("h100"), None)
+    return estimate_report("small", config, resolve("h100"), None).to_json()
 
 
 @pytest.mark.pairs

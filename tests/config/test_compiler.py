@@ -19,7 +19,7 @@ from plimsoll.framework.inference.sampling import Sampling
 from plimsoll.framework.inference.scoring import Scorer
 from plimsoll.framework.plan import cache
 from plimsoll.framework.plan.build_report import compile_report
-from plimsoll.framework.plan.device_budget import measure_need
+from plimsoll.framework.plan.memory_budget import measure_need
 from plimsoll.framework.plan.targets import resolve, set_environment
 from plimsoll.framework.program.experiment import AcceleratorRule
 from plimsoll.framework.program.program import Program
@@ -187,7 +187,7 @@ def test_training_and_plan_have_the_same_numbers():
     told.compiler.options = {"xla_disable_hlo_passes": "fusion"}  # changes the temporaries, and with them the peak
     peaks = [measure_need(Program(config.instantiate(), jax.devices()[:1])).peak for config in (plain, told)]
     assert peaks[0] != peaks[1]
-    assert compile_report("small", told, resolve("cpu:1"), None, phases=False)["device_peak_bytes"] == peaks[1]
+    assert compile_report("small", told, resolve("cpu:1"), None, phases=False).device_peak_bytes == peaks[1]
 
 
 def test_plan_cache_key_includes_the_options():

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from plimsoll.framework.plan import startup_dry_run
+from plimsoll.framework.plan import startup
 from plimsoll.framework.plan.build_report import compile_report
 from plimsoll.framework.plan.targets import resolve, set_environment
 from plimsoll.framework.program.program import Program
@@ -85,7 +85,7 @@ def test_the_peak_is_the_plans(text, tmp_path, capsys):
 
     config, _ = cli.Parser("plan").parse([f"--config={CONFIG}:tiny", *flags]).resolve("cpu-4")
     report = compile_report("tiny", config, resolve("cpu:4"), None, phases=False)
-    assert peak[1] == human_bytes(report["device_peak_bytes"])
+    assert peak[1] == human_bytes(report.device_peak_bytes)
 
 
 # --- errors, and missing data -----------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def test_the_peak_is_the_plans(text, tmp_path, capsys):
     ],
 )
 def test_user_errors_are_one_line_before_compilation(text, tmp_path, capsys, monkeypatch, target, flags, message):
-    monkeypatch.setattr("plimsoll.framework.plan.device_budget.measure_need", lambda _: pytest.fail("compiled"))
+    monkeypatch.setattr("plimsoll.framework.plan.memory_budget.measure_need", lambda _: pytest.fail("compiled"))
     assert start(tmp_path, target, *flags) == 2
     error = capsys.readouterr().err
     assert re.match(f"error: {message}", error), error
@@ -164,7 +164,7 @@ def test_target_rules_apply(text, tmp_path, capsys):
 )
 def test_each_process_reads_the_rows_on_its_devices(tpu, name, batch, mesh, own, sets, readers):
     found = program(name, batch, **mesh)
-    rows = startup_dry_run.assign_rows(found)
+    rows = startup.assign_rows(found)
     assert set(rows) == {device.process_index for device in found.mesh.devices.flat}
     assert set().union(*(set(one.tolist()) for one in rows.values())) == set(range(batch))
     # The arrays' own sharding, device by device.
@@ -187,7 +187,7 @@ def test_misrouted_rows_are_detected(tpu):
     rows = found.rows_by_process
     rows[0], rows[1] = rows[1], rows[0]
     with pytest.raises(AssertionError, match="reads rows that its devices do not hold"):
-        startup_dry_run.assign_rows(found)
+        startup.assign_rows(found)
 
 
 @pytest.mark.pairs
@@ -202,7 +202,7 @@ def test_this_processes_rows_are_among_the_global_rows():
 
 def test_checkpoint_parts_add_up(tpu):
     found = program("2xv5e-16", 64, data=2, fsdp=16)
-    written, _ = startup_dry_run.count_written_bytes(found)
+    written, _ = startup.count_written_bytes(found)
     assert sum(written.values()) == sum(leaf.spec.num_bytes for leaf in found.layout)
     assert len(written) == 8
     assert max(written.values()) < 1.2 * min(written.values())  # process 0 also writes what cannot be split
@@ -216,7 +216,7 @@ import jax, numpy as np
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[3]))
 from plimsoll.framework.checkpoint.checkpointer import Checkpointer
-from plimsoll.framework.plan import startup_dry_run
+from plimsoll.framework.plan import startup
 from plimsoll.framework.program.program import Program
 from tests.support import small
 memory = {"optimizer_state": "pinned_host"}
@@ -228,7 +228,7 @@ def ones(spec):
 state = jax.tree.map(ones, found.layout.specs)
 with Checkpointer(directory=sys.argv[1]) as checkpointer:
     checkpointer.save(1, state, {})
-print(json.dumps(startup_dry_run.count_written_bytes(found)[0]))
+print(json.dumps(startup.count_written_bytes(found)[0]))
 """
 
 

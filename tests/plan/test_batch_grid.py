@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,25 +31,25 @@ def config(**changes: Any) -> Any:
 def test_points_surround_the_requested_one_and_are_valid(fits: bool, limit: int | None):
     target = targets.resolve("v5e-4")
     asked = config()
-    report = estimate_report("tiny", asked, target, limit, suggests=False) | {"settings": [], "estimated": False}
-    assert report["fits"] == fits
+    report = replace(estimate_report("tiny", asked, target, limit, suggests=False), estimated=False)
+    assert report.fits == fits
     points = batch_grid.plan_grid(asked, target, report, seconds=600)
     # Four devices share a batch, so 4 rows are the minimum.
     assert sorted({point.batch for point in points}) == [4, 8, 16, 32, 64]
     assert {8, 16, 32, 64} <= {point.sequence for point in points}
     assert len({point[:2] for point in points}) == len(points)
-    (asked_point,) = [point for point in points if not point.report["estimated"]]
+    (asked_point,) = [point for point in points if not point.report.estimated]
     assert asked_point == batch_grid.point_from_report(report)
     by_batch = {point.batch: point.report for point in points if point.sequence == 32}
-    peaks = [by_batch[batch]["device_peak_bytes"] for batch in sorted(by_batch)]
+    peaks = [by_batch[batch].device_peak_bytes for batch in sorted(by_batch)]
     assert peaks == sorted(peaks)
-    assert not any(point.report["suggestions"] for point in points)
+    assert not any(point.report.suggestions for point in points)
 
 
 @pytest.mark.pairs
 def test_time_limit_drops_whole_rows():
     target = targets.resolve("v5e-4")
-    report = estimate_report("tiny", config(), target, None, suggests=False) | {"settings": []}
+    report = estimate_report("tiny", config(), target, None, suggests=False)
     points = batch_grid.plan_grid(config(), target, report, seconds=0)
     assert {point.sequence for point in points} == {32}
     assert len(points) == 5
@@ -67,10 +68,10 @@ def test_each_memory_setting_is_valid_and_shrinks_its_group(name: str):
     for lever in helpful:
         trial = config(**dict(lever.settings))
         need = estimate_report("tiny", trial, target, None)
-        assert need["device_peak_bytes"] == lever.peak_bytes, lever
-        assert need["breakdown"][lever.group] == lever.group_bytes, lever
-        shrinks = lever.group_bytes < report["breakdown"][lever.group]
-        assert shrinks or lever.peak_bytes < report["device_peak_bytes"], lever
+        assert need.device_peak_bytes == lever.peak_bytes, lever
+        assert need.breakdown[lever.group] == lever.group_bytes, lever
+        shrinks = lever.group_bytes < report.breakdown[lever.group]
+        assert shrinks or lever.peak_bytes < report.device_peak_bytes, lever
 
 
 def test_current_settings_are_not_proposed():

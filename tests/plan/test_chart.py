@@ -12,6 +12,7 @@ import pytest
 
 from plimsoll.extras.plan_page import PlanCommand, chart_figures, page
 from plimsoll.extras.plan_page.batch_grid import GridPoint
+from plimsoll.framework.plan.plan_report import PlanReport
 from tests.support.plan_pages import GIB, IN_EFFECT, TIME, browse, measure, needs_browser, plan
 
 EVIL = "</script><script>document.title='broken'</script><img src=x onerror=\"alert(1)\">'; --\"$HOME`x`"
@@ -51,7 +52,7 @@ def points() -> list[GridPoint]:
 
 
 def sliding(asked: PlanCommand = ASKED, **more: Any) -> str:
-    planned = [point._replace(report=point.report | more) for point in points()]
+    planned = [point._replace(report=PlanReport.from_json(point.report.to_json() | more)) for point in points()]
     return page([planned[0].report], points=planned, asked=asked)
 
 
@@ -74,7 +75,7 @@ def test_heights_are_proportional_to_bytes(activations: float, limit: float | No
         return
     line = float(figures["line"].removeprefix("translate(0 ").removesuffix(")"))
     assert chart_figures.FLOOR - line == pytest.approx(scale * limit * GIB, abs=0.02)
-    is_over = report["device_allocated_bytes"] > limit * GIB
+    is_over = report.device_allocated_bytes > limit * GIB
     assert figures["ship"] == ("ship sunk" if is_over else "ship afloat")
     assert (tops[-1] < line) == is_over
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from plimsoll.framework.plan import device_budget, target_table, targets
+from plimsoll.framework.plan import memory_budget, targets
+from plimsoll.framework.plan.plan_report import PlanReport
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import plan
-from tests.support import small
+from tests.support import plan_pages, small
 from tests.support.runs import CONFIG, ROOT, write_text
 from tests.support.runs import train as run_train
 
@@ -59,7 +60,7 @@ def test_plan_is_printed_written_and_cached(
 def test_all_targets_are_listed(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     # Overrides the compiler of this machine, if it has one.
     monkeypatch.setattr(targets, "installed_cuda", lambda: 13)
-    monkeypatch.setattr(target_table, "installed_cuda", lambda: 13)
+    monkeypatch.setattr(targets, "installed_cuda", lambda: 13)
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
     assert plan.main(["--targets"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line]
@@ -97,9 +98,9 @@ def test_invalid_target_is_one_line(argv: list[str], message: str, capsys: pytes
 def test_cache_key_includes_config_target_and_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen = []
 
-    def fake(name: str, config: Any, target: Any, limit: int, **_: Any) -> dict[str, Any]:
+    def fake(name: str, config: Any, target: Any, limit: int, **_: Any) -> PlanReport:
         seen.append((config.model.head.tied, target.name, limit))
-        return {"fits": True}
+        return plan_pages.plan()
 
     monkeypatch.setattr("plimsoll.framework.plan.build_report.compile_report", fake)
     monkeypatch.setattr("plimsoll.framework.plan.report_tables.sections", lambda _: [])
@@ -255,10 +256,10 @@ def test_train_refuses_oversized_configs_before_writing_files(
 
 
 def test_force_does_not_override_a_compiler_refusal(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(device_budget, "suggestions", lambda *_: [])
+    monkeypatch.setattr(memory_budget, "suggestions", lambda *_: [])
     config = small.experiment(small.llama())
-    need = device_budget.MemoryNeed(peak=100, resident=50, groups={"parameter": 50}, message="RESOURCE_EXHAUSTED")
-    text = device_budget.explain_refusal(config, small.program(config), need, limit=200)
+    need = memory_budget.MemoryNeed(peak=100, resident=50, groups={"parameter": 50}, message="RESOURCE_EXHAUSTED")
+    text = memory_budget.explain_refusal(config, small.program(config), need, limit=200)
     assert text is not None
     assert "compiler error: RESOURCE_EXHAUSTED" in text
     assert text.endswith("nothing was started; `plimsoll plan` shows every buffer")

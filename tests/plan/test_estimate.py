@@ -16,7 +16,7 @@ from plimsoll.framework.plan.device_trace import trace
 from plimsoll.framework.plan.estimate import estimate, least_bytes
 from plimsoll.framework.plan.jaxpr_analysis import flops
 from plimsoll.framework.plan.liveness import CompilerRules, find_peak_bytes
-from plimsoll.framework.plan.report_tables import BREAKDOWN_KEYS
+from plimsoll.framework.plan.plan_report import BREAKDOWN_KEYS
 from plimsoll.framework.plan.split_experiment import SplitExperiment
 from plimsoll.framework.program.program import Program
 from plimsoll.launch.cli import apply_overrides

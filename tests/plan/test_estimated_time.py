@@ -7,20 +7,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from plimsoll.extras.calibration import measure, rates_store
+from plimsoll.extras.calibration import measure
 from plimsoll.extras.calibration.workloads import workloads
 from plimsoll.framework.devices.accelerators import spec_for
 from plimsoll.framework.plan import targets
 from plimsoll.framework.plan.compilation import compile_for
 from plimsoll.framework.plan.hlo import Module
-from plimsoll.framework.plan.step_time import TpuRates, count
+from plimsoll.framework.plan.step_time import TpuRates, count, device_rates
 from plimsoll.framework.plan.step_time.compiled_time import estimate_compiled_time
 from plimsoll.framework.plan.step_time.cpu_time import cpu_time
 from plimsoll.framework.plan.step_time.device_rates import DeviceRates, TimeCurve, assume_cpu_rates, assume_gpu_rates
 from plimsoll.framework.plan.step_time.gpu_time import gpu_time
-from plimsoll.framework.plan.step_time.step_count import StepProgram
 from plimsoll.framework.plan.step_time.time_breakdown import PARTS, StepTime
-from plimsoll.framework.plan.step_time.tpu_time import tpu_time
+from plimsoll.framework.plan.step_time.tpu_time import StepProgram, tpu_time
 from plimsoll.launch import calibrate, plan
 from tests.plan.test_step_time import RECORDED as TPU_STEP
 from tests.tools.test_gpu_program import RECORDED as GPU_STEP
@@ -109,7 +108,7 @@ def test_gpu_time_exceeds_the_sum_over_ideal_kernels():
 
 
 def gpu_kernels(module):
-    from plimsoll.framework.plan.step_time.gpu_kernels import GpuRates, iter_kernels
+    from plimsoll.framework.plan.step_time.gpu_time import GpuRates, iter_kernels
 
     return list(iter_kernels(module, GpuRates.look_up(spec_for("h100"))))
 
@@ -124,11 +123,11 @@ def test_a_gpu_without_published_peaks_has_no_time():
 def test_utilization_and_rate_follow_from_the_seconds():
     time = StepTime(0.5, 0.25, 0.125, 0.1, 0.025, "by hand")
     report = time.report(tokens=1000, model_flops=3e12, peak_flops=1e13)
-    assert report["seconds"] == pytest.approx(1.0)
-    assert report["tokens_per_second"] == pytest.approx(1000)
-    assert report["model_flops_utilization"] == pytest.approx(0.3)
-    assert report["bound_by"] == "matrix units"
-    assert list(report["parts"]) == list(PARTS)
+    assert report.seconds == pytest.approx(1.0)
+    assert report.tokens_per_second == pytest.approx(1000)
+    assert report.model_flops_utilization == pytest.approx(0.3)
+    assert report.bound_by == "matrix units"
+    assert list(report.parts) == list(PARTS)
 
 
 @pytest.mark.pairs
@@ -216,7 +215,7 @@ def test_measured_rates_are_stored_and_used(monkeypatch, capsys):
     monkeypatch.setattr(measure, "keep_freed_memory", lambda: False)
     assert calibrate.main([]) == 0
     assert "GB/s" in capsys.readouterr().out
-    rates = rates_store.load("cpu")
+    rates = device_rates.load_measured_rates("cpu")
     assert rates.measured
     for kind in kinds:
         assert 1e7 < rates.curve(kind).rate(1e4) < 1e13, kind
@@ -234,14 +233,14 @@ def test_unmeasured_machine_gets_instructions(capsys):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"device": "cpu"}', '{"curves": {"memory": 3}}'])
 def test_damaged_rates_file_is_ignored(text):
-    path = rates_store.rates_path("cpu")
+    path = device_rates.rates_path("cpu")
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    assert rates_store.load("cpu") is None
+    assert device_rates.load_measured_rates("cpu") is None
 
 
 def test_rates_survive_the_file():
     rates = DeviceRates("cpu", {"memory": TimeCurve(((1.0, 2.0),))}, measured="2026-11-24", versions={"jax": "0.10.2"})
-    rates_store.save(rates)
-    assert rates_store.load("cpu") == rates
-    assert math.isclose(rates_store.load("cpu").curve("memory").seconds(1), 2.0)
+    device_rates.save_rates(rates)
+    assert device_rates.load_measured_rates("cpu") == rates
+    assert math.isclose(device_rates.load_measured_rates("cpu").curve("memory").seconds(1), 2.0)

@@ -14,9 +14,8 @@ from plimsoll.framework.families.decoders import mixture
 from plimsoll.framework.layers.experts.grouped import Chosen, grouped_dot, with_spare_rows
 from plimsoll.framework.plan import gpu_description, targets
 from plimsoll.framework.plan.grouped_products import note_ragged_products
-from plimsoll.framework.plan.hlo.executed_instructions import iter_executed
 from plimsoll.framework.plan.hlo.flops import Flops
-from plimsoll.framework.plan.hlo.module import Module
+from plimsoll.framework.plan.hlo.module import Module, iter_executed
 from plimsoll.framework.plan.jaxpr_analysis import flops
 from plimsoll.launch import plan
 from tests.support import small

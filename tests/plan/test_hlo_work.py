@@ -5,11 +5,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from plimsoll.framework.plan.hlo import Module, host_transfers
-from plimsoll.framework.plan.hlo.collectives import collectives, group_size
-from plimsoll.framework.plan.hlo.executed_instructions import iter_executed
+from plimsoll.framework.plan.hlo import Module
 from plimsoll.framework.plan.hlo.flops import Flops
 from plimsoll.framework.plan.hlo.memory_traffic import Traffic
+from plimsoll.framework.plan.hlo.module import iter_executed
+from plimsoll.framework.plan.hlo.transfers import HostTransfer, collectives, find_transfer, group_size
 from plimsoll.framework.plan.step_time.work_categories import categorize, is_work
 
 
@@ -189,13 +189,11 @@ ENTRY %main (h: f32[4,16,128], d: f32[1,16,128], i: s32[]) -> f32[4,16,128] {
 def test_host_transfers():
     module = Module(HOSTED)
     row = 16 * 128 * 4
-    found = {
-        name: host_transfers.find_transfer(module, instruction) for name, instruction in module.instructions.items()
-    }
+    found = {name: find_transfer(module, instruction) for name, instruction in module.instructions.items()}
     assert {name: one for name, one in found.items() if one} == {
-        "fetch": ("from host", row, False),
-        "store": ("to host", row, False),
-        "whole": ("from host", 4 * row, False),
-        "part": ("from host", 2 * row, False),
-        "waiting": ("to host", row, True),
+        "fetch": HostTransfer("from host", row, False),
+        "store": HostTransfer("to host", row, False),
+        "whole": HostTransfer("from host", 4 * row, False),
+        "part": HostTransfer("from host", 2 * row, False),
+        "waiting": HostTransfer("to host", row, True),
     }

@@ -9,7 +9,7 @@ import pytest
 from plimsoll.framework import layout
 from plimsoll.framework.devices import accelerators
 from plimsoll.framework.devices.accelerators import GIB, HOST_LIMIT, get_machine_memory_bytes
-from plimsoll.framework.plan import device_budget, host_budget
+from plimsoll.framework.plan import memory_budget
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.terminal.exit_codes import DoesNotFitError
 from plimsoll.launch import cli
@@ -54,21 +54,21 @@ def test_plan_that_exceeds_host_memory_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(HOST_LIMIT, "0")
     text = r"config.memory offloads 1.19 MiB to host memory \(optimizer 1.19 MiB\), but "
     with pytest.raises(ValueError, match=text + f"{HOST_LIMIT}=0 lets XLA pin 0 B; set it to 1 or unset it"):
-        host_budget.check_host(program, "gpu")
-    host_budget.check_host(program, "tpu")  # only GPUs have that limit
-    host_budget.check_host(program)  # on a CPU, host memory is the device memory
+        memory_budget.check_host(program, "gpu")
+    memory_budget.check_host(program, "tpu")  # only GPUs have that limit
+    memory_budget.check_host(program)  # on a CPU, host memory is the device memory
     monkeypatch.setenv(HOST_LIMIT, "1")
-    host_budget.check_host(program, "gpu")
+    memory_budget.check_host(program, "gpu")
     for memory_bytes, fits in ((offloaded - 1, False), (offloaded, True)):
-        monkeypatch.setattr(host_budget, "get_machine_memory_bytes", lambda memory_bytes=memory_bytes: memory_bytes)
+        monkeypatch.setattr(memory_budget, "get_machine_memory_bytes", lambda memory_bytes=memory_bytes: memory_bytes)
         for platform in ("gpu", "tpu"):
             if fits:
-                host_budget.check_host(program, platform)
+                memory_budget.check_host(program, platform)
                 continue
             with pytest.raises(
                 DoesNotFitError, match=text + "this machine has 1.19 MiB; increase mesh.fsdp.* or offload fewer layers"
             ):
-                host_budget.check_host(program, platform)
+                memory_budget.check_host(program, platform)
 
 
 @pytest.mark.pairs
@@ -78,11 +78,11 @@ def test_a_run_is_refused_before_it_compiles(
     monkeypatch.setenv("TINY_TEXT", "")
     runs.write_text(tmp_path / "text")
     monkeypatch.setenv(HOST_LIMIT, "0")
-    monkeypatch.setattr(host_budget, "check_host", functools.partial(host_budget.check_host, platform="gpu"))
-    monkeypatch.setattr(device_budget, "measure_need", lambda _: pytest.fail("compiled"))
+    monkeypatch.setattr(memory_budget, "check_host", functools.partial(memory_budget.check_host, platform="gpu"))
+    monkeypatch.setattr(memory_budget, "measure_need", lambda _: pytest.fail("compiled"))
     assert runs.train(tmp_path / "run", "--config.memory.optimizer_state=pinned_host") == 2
     assert f"but {HOST_LIMIT}=0 lets XLA pin 0 B; set it to 1 or unset it" in "".join(capfd.readouterr())
-    monkeypatch.setattr(host_budget, "get_machine_memory_bytes", lambda: 1)
+    monkeypatch.setattr(memory_budget, "get_machine_memory_bytes", lambda: 1)
     assert runs.train(tmp_path / "run", "--config.memory.optimizer_state=pinned_host") == 4
     assert "but this machine has 1 B; increase mesh.fsdp" in capfd.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -39,10 +39,10 @@ def test_bars_are_as_long_as_their_bytes(tmp_path, width):
     scale = device[0]["limit"][0] / (15.75 * GIB)  # pixels per byte
     for bar, one in zip(device, COMPARED, strict=True):
         assert bar["limit"] == pytest.approx([15.75 * GIB * scale], abs=0.6)
-        ends = np.cumsum(list(one["breakdown"].values())) * scale
+        ends = np.cumsum(list(one.breakdown.values())) * scale
         np.testing.assert_allclose([x + w for _, x, w in bar["parts"][:-1]], ends, atol=0.6)
         np.testing.assert_allclose([w for _, _, w in bar["parts"][:-1]], np.diff(ends, prepend=0), atol=0.6)
-        packing = one["device_allocated_bytes"] - one["device_peak_bytes"]
+        packing = one.device_allocated_bytes - one.device_peak_bytes
         assert bar["parts"][-1][2] == pytest.approx(packing * scale, abs=0.6)
     assert device[0]["parts"][-1][1] > device[0]["limit"][0] + 0.2 * width / 4, "what does not fit passes the line"
     assert device[0]["parts"][7][0] == "activations: 16.00 GiB"
@@ -50,7 +50,7 @@ def test_bars_are_as_long_as_their_bytes(tmp_path, width):
     assert host["parts"][4][0] == "optimizer state: 16.00 GiB"  # of the 4 devices of a process
     assert host["parts"][4][2] / host["limit"][0] == pytest.approx(16 / 47, rel=0.02)
     thin = [bar["parts"][0][2] / bar["limit"][0] for bar in seen["bars"] if bar["thin"]]
-    sizes = [phase["device_peak_bytes"] / (15.75 * GIB) for one in COMPARED for phase in one["phases"].values()]
+    sizes = [phase.device_peak_bytes / (15.75 * GIB) for one in COMPARED for phase in one.phases.values()]
     np.testing.assert_allclose(thin, sizes, atol=0.02)
 
 

@@ -15,7 +15,7 @@ from plimsoll.framework.config import config_for
 from plimsoll.framework.layers import kernels_splash, kernels_xla
 from plimsoll.framework.layers.kernels_call import describe_call
 from plimsoll.framework.layers.linear import Linear
-from plimsoll.framework.plan.build_report import report_zero_gradients
+from plimsoll.framework.plan.build_report import list_zero_gradients
 from plimsoll.framework.plan.jaxpr_analysis import FlopCount, find_zero_gradients, flops
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.schedules.after_backward import accumulate_gradients
@@ -262,7 +262,7 @@ STOPPED = {"stack/block0/mlp/up/weight", "stack/block0/mlp/down/weight"}
 
 
 def find_zero_paths(program):
-    return {one["path"] for one in report_zero_gradients(program)["zero_gradients"]}
+    return {one.path for one in list_zero_gradients(program)}
 
 
 @pytest.mark.pairs

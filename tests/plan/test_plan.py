@@ -34,7 +34,7 @@ def config(**fields: Any) -> Config:
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    return compile_report("small", config(mesh__fsdp=4, learner__ema=0.9), resolve("cpu:4"), None)
+    return compile_report("small", config(mesh__fsdp=4, learner__ema=0.9), resolve("cpu:4"), None).to_json()
 
 
 @pytest.mark.pairs
@@ -74,7 +74,8 @@ def test_predicted_arguments_are_the_live_bytes(report: dict[str, Any]):
 
 def test_every_gradient_is_counted_once():
     # With several microbatches, all gradients are accumulated in addition to the state, in the master's dtype.
-    found = compile_report("small", config(mesh__data=1, learner__accumulate=4), resolve("cpu:1"), None, phases=False)
+    trial = config(mesh__data=1, learner__accumulate=4)
+    found = compile_report("small", trial, resolve("cpu:1"), None, phases=False).to_json()
     assert found["breakdown"]["gradients"] >= 0.9 * found["breakdown"]["parameters"]
 
 
@@ -84,7 +85,7 @@ def test_each_layer_adds_its_saved_bytes():
     for layers in (4, 8):
         trial = config(mesh__data=1, data__seq_len=32, data__global_batch_size=64)
         trial.model.stack.num_layers = layers
-        peaks[layers] = compile_report("small", trial, resolve("cpu:1"), None, phases=False)
+        peaks[layers] = compile_report("small", trial, resolve("cpu:1"), None, phases=False).to_json()
     deeper, shallower = peaks[8], peaks[4]
     assert deeper["flops_per_step"] > shallower["flops_per_step"]
     assert deeper["breakdown"]["activations"] > 1.5 * shallower["breakdown"]["activations"]
@@ -95,7 +96,7 @@ def test_each_layer_adds_its_saved_bytes():
 def test_offloaded_state_counts_on_the_host():
     trial = config(mesh__data=1, memory__optimizer_state="pinned_host")
     trial.model.vocab_size = 8192  # two tables with state leaves of 1 MiB; smaller leaves stay on the device
-    found = compile_report("small", trial, resolve("cpu:1"), None, phases=False)
+    found = compile_report("small", trial, resolve("cpu:1"), None, phases=False).to_json()
     layout = Program(trial.instantiate(), jax.devices()[:1]).layout
     assert found["host_argument_bytes"] == layout.bytes_per_device(memory_kind="pinned_host") == 4 << 20
     # The peak is in the update, where offloaded leaves are on the device twice: as fetched, and as written back.
@@ -120,7 +121,7 @@ def test_parameters_without_a_gradient_are_named(unroll: int):
     trial = config(mesh__data=1)
     trial.model.stack.unroll = unroll
     small.block(trial.model).mlp = config_for(Forgetful, hidden=48, gated=True, activation="silu")
-    found = compile_report("small", trial, resolve("cpu:1"), None, phases=False)
+    found = compile_report("small", trial, resolve("cpu:1"), None, phases=False).to_json()
     assert found["zero_gradients"] == [{"path": "stack/block0/mlp/gate/weight", "bytes": 2 * 32 * 48 * 4}]
 
 
@@ -132,22 +133,22 @@ def test_in_a_usual_config_every_gradient_arrives(report: dict[str, Any]):
 def test_too_big_is_a_report_and_what_fits_is_compiled():
     trial = config(mesh__data=1, data__seq_len=32, data__global_batch_size=64, memory__remat="full")
     trial.learner.optimizer = config_for(optax.sgd, learning_rate=0.1)  # compiles fast; the test compiles five times
-    limit = estimate_report("small", trial, resolve("cpu:1"), None)["device_peak_bytes"] // 2
-    found = compile_report("small", trial, resolve("cpu:1"), limit, phases=False)
+    limit = estimate_report("small", trial, resolve("cpu:1"), None).device_peak_bytes // 2
+    found = compile_report("small", trial, resolve("cpu:1"), limit, phases=False).to_json()
     assert not found["fits"]
     assert found["device_peak_bytes"] > limit
     assert found["suggestions"]
     assert all(one["compiled"] and one["device_peak_bytes"] <= limit for one in found["suggestions"])
     for setting in found["suggestions"][0]["setting"].split():
         trial.override(*setting.removeprefix("--config.").split("="))
-    again = compile_report("small", trial, resolve("cpu:1"), limit, phases=False)
+    again = compile_report("small", trial, resolve("cpu:1"), limit, phases=False).to_json()
     assert again["fits"]
     assert again["device_allocated_bytes"] == found["suggestions"][0]["device_peak_bytes"]
 
 
 def test_nothing_fits_into_less_than_the_state():
     trial = config(mesh__data=1, data__global_batch_size=2)  # few rows, so few microbatch counts to try
-    peak = estimate_report("small", trial, resolve("cpu:1"), None)["device_peak_bytes"]
+    peak = estimate_report("small", trial, resolve("cpu:1"), None).device_peak_bytes
     assert suggestions(trial, resolve("cpu:1"), limit=1000, peak=peak) == []
 
 
@@ -156,7 +157,7 @@ def test_nothing_fits_into_less_than_the_state():
 def test_lower_bound_skips_only_configs_that_do_not_fit(monkeypatch, update):
     """The lower bound on a placement's bytes skips only choices that the analytical estimate would have refused."""
     target, trial = resolve("cpu:1"), config(mesh__data=1, memory__update=update, learner__clip=None)
-    peak = estimate_report("small", trial, target, None)["device_peak_bytes"]
+    peak = estimate_report("small", trial, target, None).device_peak_bytes
     limits = [int(share * peak) for share in (0.9, 0.7, 0.5)]
     found = [suggestions(trial, target, limit, peak, seconds=0.0) for limit in limits]
     monkeypatch.setattr(suggest, "least_bytes", lambda *_: 0)
@@ -170,10 +171,10 @@ def test_weights_go_to_the_host_when_nothing_else_is_enough():
     for path, value in (("data.global_batch_size", 1), ("data.seq_len", 2048), ("memory.remat", "full")):
         trial.set_path(path, value)
     (found,) = suggestions(trial, target, limit=15 << 30, peak=200 << 30, seconds=0.0)
-    assert "--config.memory.parameters=pinned_host --config.memory.activations=pinned_host" in found["setting"]
-    assert "--config.memory.update=streamed" in found["setting"]
-    assert not found["compiled"]
-    assert found["device_peak_bytes"] < 8 << 30
+    assert "--config.memory.parameters=pinned_host --config.memory.activations=pinned_host" in found.setting
+    assert "--config.memory.update=streamed" in found.setting
+    assert not found.compiled
+    assert found.device_peak_bytes < 8 << 30
 
 
 @pytest.mark.pairs
@@ -185,7 +186,7 @@ def test_on_gpus_layer_programs_move_what_is_on_the_host():
     fitting = suggestions(trial, resolve("4090"), limit=21 << 30, peak=200 << 30, seconds=0.0)
     assert fitting
     for one in fitting:
-        assert "--config.memory.update=layer_programs" in one["setting"]
+        assert "--config.memory.update=layer_programs" in one.setting
 
 
 def test_estimate_also_refuses_an_indivisible_batch():

@@ -13,11 +13,11 @@ from plimsoll.framework.devices.accelerators import ACCELERATORS, spec_for
 from plimsoll.framework.plan import targets
 from plimsoll.framework.plan.compilation import compile_for
 from plimsoll.framework.plan.hlo import Module
-from plimsoll.framework.plan.hlo.collectives import collectives
+from plimsoll.framework.plan.hlo.transfers import collectives
 from plimsoll.framework.plan.step_time import StepCount, TpuRates, count
-from plimsoll.framework.plan.step_time.attention_flops import count_attention
 from plimsoll.framework.plan.step_time.schedule_simulation import AsyncCollective, InstructionCost, simulate
-from plimsoll.framework.plan.step_time.step_count import StepProgram
+from plimsoll.framework.plan.step_time.tpu_time import StepProgram
+from plimsoll.framework.plan.step_time.work_categories import AttentionWork, count_attention
 
 # The program that libtpu 0.0.42.1 compiled from `lower_step`; each backend_config has only the estimated cycles.
 RECORDED = Path(__file__).parent / "recorded" / "v5e_step.txt"
@@ -278,7 +278,7 @@ def test_attention_kernels(name: str, results: list[str], products: int):
     kernel = module.root(module.entry)
     assert kernel is not None
     flops = products * 2 * 2 * 8 * 1024 * 1024 * 64
-    assert count_attention(module, kernel) == (flops, 64)
+    assert count_attention(module, kernel) == AttentionWork(flops, 64)
     (operation,) = (one for one in count_on_v5e(module).operations if one.category == "attention")
     assert operation.seconds == pytest.approx(
         flops / 2 / (V5E.flops / 4)

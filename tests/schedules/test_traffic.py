@@ -5,9 +5,8 @@ from collections import Counter
 import pytest
 
 from plimsoll.framework.plan import hlo, targets
-from plimsoll.framework.plan.hlo.collectives import collectives
-from plimsoll.framework.plan.hlo.executed_instructions import iter_executed
-from plimsoll.framework.plan.hlo.host_transfers import find_transfer
+from plimsoll.framework.plan.hlo.module import iter_executed
+from plimsoll.framework.plan.hlo.transfers import collectives, find_transfer
 from plimsoll.framework.program.program import Program
 from tests.schedules.test_compiled import load_config
 

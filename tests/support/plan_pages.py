@@ -8,6 +8,8 @@ import subprocess
 
 import pytest
 
+from plimsoll.framework.plan.plan_report import PlanReport
+
 GIB = 2**30
 GROUPS = ("parameters", "frozen", "buffers", "gradients", "optimizer_state", "ema", "batch", "activations", "other")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -45,7 +47,7 @@ def plan(remat="full", activations=2.0, *, allocated=None, limit=15.75, host=0.0
     parts = {group: int(sizes.get(group, 0) * GIB) for group in GROUPS}
     peak = sum(parts.values())
     phases = {"train": peak, "evaluation": 3 * GIB, "save": 5 * GIB}
-    return {
+    content = {
         **{"config": "llama2-7b", "settings": ["mesh.fsdp=16", f"memory.remat={remat}"], "target": "v5e-16"},
         **{"accelerator": "v5e", "devices": 16, "processes": 4, "mesh": {"data": 1, "fsdp": 16}, "estimated": False},
         **{"platform": "tpu", "mesh_across": {}},
@@ -67,6 +69,7 @@ def plan(remat="full", activations=2.0, *, allocated=None, limit=15.75, host=0.0
         **{"message": "", "versions": {"jax": "0.10.2", "libtpu": "0.0.42"}},
         **more,
     }
+    return PlanReport.from_json(content)
 
 
 TIME = {

@@ -8,8 +8,8 @@ import pytest
 
 from plimsoll.framework.devices.accelerators import spec_for
 from plimsoll.framework.plan.hlo import Module
-from plimsoll.framework.plan.step_time.gpu_kernels import GpuKernel, GpuRates, read_step
-from plimsoll.framework.plan.step_time.step_count import StepProgram
+from plimsoll.framework.plan.step_time.gpu_time import GpuKernel, GpuRates, read_step
+from plimsoll.framework.plan.step_time.tpu_time import StepProgram
 from tools.bench import gpu_program, step_programs
 from tools.bench.step_programs import CompiledStep, StepInfo
 

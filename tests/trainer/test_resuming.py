@@ -34,7 +34,7 @@ def test_resuming_allows_only_permitted_config_changes(
     with monkeypatch.context() as patch:
         # These are refused before anything is compiled.
         patch.setattr("plimsoll.framework.run.offload_self_test.check", pytest.fail)
-        patch.setattr("plimsoll.framework.plan.device_budget.measure_need", pytest.fail)
+        patch.setattr("plimsoll.framework.plan.memory_budget.measure_need", pytest.fail)
         for flags, message in {
             (
                 "--config.model.stack.num_layers=4",

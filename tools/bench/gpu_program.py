@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from plimsoll.framework.devices.accelerators import spec_for
 from plimsoll.framework.plan.buffer_names import describe_operation
-from plimsoll.framework.plan.step_time.gpu_kernels import CollectiveOverlap, GpuKernel, GpuRates, GpuStep, read_step
+from plimsoll.framework.plan.step_time.gpu_time import CollectiveOverlap, GpuKernel, GpuRates, GpuStep, read_step
 from plimsoll.framework.terminal.tables import TableSection, human_bytes, render
 from plimsoll.launch import cli
 from tools.bench.step_programs import CompiledStep, add_arguments, load, load_or_compile_step

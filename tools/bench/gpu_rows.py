@@ -29,7 +29,7 @@ from plimsoll.framework.data.sources import StdlibSource
 from plimsoll.framework.devices.accelerators import get_machine_memory_bytes, spec_for
 from plimsoll.framework.metrics.memory import memory_in_use
 from plimsoll.framework.metrics.throughput import MetricsBuffer, Throughput
-from plimsoll.framework.plan import device_budget
+from plimsoll.framework.plan import memory_budget
 from plimsoll.framework.plan.targets import resolve
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.run import offload_self_test, user_errors
@@ -87,7 +87,7 @@ def train(row: Row, dry: bool) -> Row:
             config.memory.parameters = "pinned_host:1"
     program = Program(config.instantiate(), jax.devices()[:1])
     experiment, device, layouts = program.experiment, jax.devices()[0], program.layout
-    need, limit, losses = device_budget.measure_need(program), resolve("local").limit_bytes, list[float]()
+    need, limit, losses = memory_budget.measure_need(program), resolve("local").limit_bytes, list[float]()
     figures: Row = {"plan_bytes": need.peak, "limit_bytes": limit, "parameters": layouts.size("parameter")}
     if need.message or (limit or need.peak) < need.peak:
         return figures | {"status": "out of memory by the plan"}

@@ -64,8 +64,8 @@ def measure(fields: list[str]) -> dict[str, Any]:
         config.override(*field.split("=", 1))
     target = resolve("local")
     report = compile_report("gpt2-124m", config, target, None, phases=False)
-    found = {"predicted": report["device_allocated_bytes"], "limit": target.limit_bytes}
-    found["estimate"] = report["estimate"]["device_peak_bytes"]
+    found = {"predicted": report.device_allocated_bytes, "limit": target.limit_bytes}
+    found["estimate"] = report.estimate.device_peak_bytes if report.estimate else None
     program = Program(config.instantiate())
     shape = program.batch_specs["tokens"].shape
     batch = {"tokens": np.zeros(shape, np.int32), "targets": np.zeros(shape, np.int32), "weights": np.ones(shape, "f4")}

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from plimsoll import configs
-from plimsoll.framework.plan.device_budget import measure_need
+from plimsoll.framework.plan.memory_budget import measure_need
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.terminal.tables import human_bytes
 from plimsoll.launch import cli

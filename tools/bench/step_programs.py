@@ -19,7 +19,7 @@ from plimsoll import configs
 from plimsoll.framework.devices.accelerators import AcceleratorSpec
 from plimsoll.framework.plan import targets
 from plimsoll.framework.plan.hlo.module import Module
-from plimsoll.framework.plan.step_time.step_count import StepProgram
+from plimsoll.framework.plan.step_time.tpu_time import StepProgram
 from plimsoll.launch.cli import Command, UsageError, prepare_jax
 
 if TYPE_CHECKING:

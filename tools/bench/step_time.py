@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from plimsoll.framework.plan.cache import versions
-from plimsoll.framework.plan.step_time import rates_store
+from plimsoll.framework.plan.step_time import device_rates
 from plimsoll.framework.terminal.tables import TableSection, render
 from plimsoll.launch import cli
 
@@ -130,7 +130,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--only", default="", metavar="WORD", help="run only settings that contain WORD")
     parser.add_argument("--write", type=Path, metavar="FILE", help="also write the rows to FILE as JSON")
     args = parser.parse_args(argv)
-    if rates_store.load("cpu") is None:
+    if device_rates.load_measured_rates("cpu") is None:
         raise cli.UsageError("this machine is not calibrated; run plimsoll calibrate")
     rows = []
     for setting_args in SETTINGS:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from plimsoll.framework.plan.buffer_names import describe_operation
-from plimsoll.framework.plan.hlo.host_transfers import DIRECTIONS, Direction
-from plimsoll.framework.plan.hlo.source_lines import SourceLine
-from plimsoll.framework.plan.step_time.step_count import StepCount
+from plimsoll.framework.plan.hlo.computations import SourceLine
+from plimsoll.framework.plan.hlo.transfers import DIRECTIONS, Direction
 from plimsoll.framework.plan.step_time.tpu_operations import TpuOperation
+from plimsoll.framework.plan.step_time.tpu_time import StepCount
 from plimsoll.framework.plan.step_time.work_categories import OVERESTIMATED
 from tools.bench.step_programs import StepInfo
 
@@ -160,7 +161,7 @@ def as_json(counted: CountedStep) -> dict[str, Any]:
     count = counted.count
     return {
         "about": vars(counted.about),
-        "rates": count.rates._asdict(),
+        "rates": dataclasses.asdict(count.rates),
         "figures": figures(counted),
         "ideal_seconds": counted.ideal,
         "found_over_traced_flops": counted.found_over_traced,

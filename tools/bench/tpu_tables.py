@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 
 from plimsoll.framework.plan.buffer_names import describe_operation
-from plimsoll.framework.plan.hlo.collectives import Collective
-from plimsoll.framework.plan.step_time.step_count import StepCount
-from plimsoll.framework.plan.step_time.tpu_operations import TpuOperation
-from plimsoll.framework.plan.step_time.tpu_rates import (
+from plimsoll.framework.plan.hlo.transfers import Collective
+from plimsoll.framework.plan.step_time.tpu_operations import (
     ATTENTION_EFFICIENCY,
     ATTENTION_FULL_HEAD,
     CAUSAL_SHARE,
     ELEMENTWISE_OVER_HBM,
     PCIE_EFFICIENCY,
     VMEM_BYTES_PER_CYCLE,
+    TpuOperation,
     TpuRates,
 )
+from plimsoll.framework.plan.step_time.tpu_time import StepCount
 from plimsoll.framework.plan.step_time.work_categories import OVERESTIMATED
 from plimsoll.framework.terminal.tables import TableSection, human_bytes
 from tools.bench.step_programs import StepInfo

@@ -23,7 +23,7 @@ from plimsoll import configs
 from plimsoll.framework.plan import buffers, targets
 from plimsoll.framework.plan.hlo import Module
 from plimsoll.framework.plan.step_time import TpuRates
-from plimsoll.framework.plan.step_time.step_count import StepProgram
+from plimsoll.framework.plan.step_time.tpu_time import StepProgram
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.terminal.tables import render
 from plimsoll.launch import cli

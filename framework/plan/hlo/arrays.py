@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 # Memory spaces of a TPU.
 HBM = 0
@@ -22,7 +22,8 @@ _SPACE = re.compile(r"S\((\d+)\)")
 _TILE = re.compile(r"T\((\d+)(?:,(\d+))?\)")
 
 
-class Array(NamedTuple):
+@dataclass(frozen=True)
+class Array:
     """An array type: dtype, dimensions, and whether it is in host memory."""
 
     dtype: str
@@ -38,7 +39,8 @@ class Array(NamedTuple):
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
 
-class StoredArray(NamedTuple):
+@dataclass(frozen=True)
+class StoredArray:
     """An array type with its memory space and the bytes that it occupies there, including tile padding."""
 
     array: Array
@@ -56,7 +58,24 @@ def element_bits(dtype: str) -> int:
 @lru_cache(maxsize=65536)
 def parse_stored_arrays(text: str) -> tuple[StoredArray, ...]:
     """Return all array types in a text, in order, with their memory spaces and padded sizes."""
-    return tuple(_parse_stored_array(dtype, _numbers(dims), layout) for dtype, dims, layout in _SHAPE.findall(text))
+    stored_arrays = []
+    for dtype, dims_text, layout in _SHAPE.findall(text):
+        dims = tuple(int(number) for number in dims_text.split(",") if number)
+        space_match = _SPACE.search(layout)
+        # HBM is omitted in the text.
+        space = int(space_match[1]) if space_match else HBM
+        # The minor dimensions are padded to whole tiles. Only the first tile matters: later ones, such as `(2,1)` in
+        # T(8,128)(2,1), subdivide it and add no padding.
+        padded = list(dims)
+        if tile := _TILE.search(layout):
+            minor_to_major = [int(axis) for axis in layout.split(":")[0].split(",") if axis.strip().isdigit()]
+            sizes = [int(size) for size in tile.groups() if size]
+            # A tile's sizes are listed from major to minor; the last one is along the most minor dimension.
+            for axis, size in zip(minor_to_major, reversed(sizes), strict=False):
+                padded[axis] = -(-dims[axis] // size) * size
+        padded_bytes = math.prod(padded) * element_bits(dtype) // 8
+        stored_arrays.append(StoredArray(Array(dtype, dims, on_host=space == HOST), space, padded_bytes))
+    return tuple(stored_arrays)
 
 
 def arrays(text: str) -> list[Array]:
@@ -71,32 +90,3 @@ def bytes_in(text: str, *spaces: int) -> int:
         if stored_array.space in spaces:
             total += stored_array.padded_bytes
     return total
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(",") if number)
-
-
-def _parse_stored_array(dtype: str, dims: tuple[int, ...], layout: str) -> StoredArray:
-    match = _SPACE.search(layout)
-    # HBM is omitted in the text.
-    space = int(match[1]) if match else HBM
-    padded_bytes = math.prod(_pad_dims(dims, layout)) * element_bits(dtype) // 8
-    array = Array(dtype, dims, on_host=space == HOST)
-    return StoredArray(array, space, padded_bytes)
-
-
-def _pad_dims(dims: tuple[int, ...], layout: str) -> list[int]:
-    """Return the dimensions, with the minor ones rounded up to whole tiles.
-
-    Only the first tile matters: later ones, such as `(2,1)` in T(8,128)(2,1), subdivide it and add no padding.
-    """
-    padded = list(dims)
-    minor_to_major = [int(axis) for axis in layout.split(":")[0].split(",") if axis.strip().isdigit()]
-    tile = _TILE.search(layout)
-    if tile:
-        sizes = [int(size) for size in tile.groups() if size]
-        # A tile's sizes are listed from major to minor; the last one is along the most minor dimension.
-        for axis, size in zip(minor_to_major, reversed(sizes), strict=False):
-            padded[axis] = -(-dims[axis] // size) * size
-    return padded

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from plimsoll.framework.plan.hlo.arrays import arrays
-from plimsoll.framework.plan.hlo.source_lines import SourceLine, Sources
 
 NAMES = re.compile(r"%([\w.\-<>]+)")
 # The groups are ROOT, name, type, opcode, operands (which may contain one level of brackets) and attributes.
@@ -20,6 +19,13 @@ _INSTRUCTION = re.compile(
 )
 _BEGINS_INSTRUCTION = re.compile(r"  (?:ROOT )?%\S+ = ")
 _CYCLES = re.compile(r'estimated_cycles":"(\d+)"')
+# Source lines.
+_FILE = re.compile(r'(\d+) "(.*)"')
+_LOCATION = re.compile(r"(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)")
+_FRAME = re.compile(r"(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
+_INLINE = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
+_FRAME_ID = re.compile(r"stack_frame_id=(\d+)")
+_LIBRARY = ("/site-packages/", "/dist-packages/")
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,76 @@ class Instruction:
         return match[1] if match else ""
 
 
+@dataclass(frozen=True)
+class SourceLine:
+    """A file and a line number in it, counted from 1."""
+
+    file: str
+    line: int
+
+
+@dataclass(frozen=True)
+class _Frame:
+    location: SourceLine
+    caller: int
+
+
+class Sources:
+    """The source tables of one program.
+
+    XLA writes the line of Python that an instruction comes from in one of two ways. In jax 0.10 and later, there are
+    tables at the top of the text (file names, locations in files, and frames with a location and a caller), and
+    instructions have `stack_frame_id=7`. In earlier versions, and if the tables are switched off, instructions have
+    `source_file="..." source_line=78`.
+    """
+
+    def __init__(self, lines: list[str]):
+        """Read the tables from the lines before the first computation."""
+        files: dict[int, str] = {}
+        locations: dict[int, SourceLine] = {}
+        frames: dict[int, _Frame] = {}
+        table = ""
+        for line in lines:
+            if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+                table = line
+            elif table == "FileNames" and (match := _FILE.match(line)):
+                files[int(match[1])] = match[2]
+            elif table == "FileLocations" and (match := _LOCATION.match(line)):
+                file = files.get(int(match[2]), "")
+                locations[int(match[1])] = SourceLine(file, int(match[3]))
+            elif table == "StackFrames" and (match := _FRAME.match(line)):
+                location = locations.get(int(match[2]), SourceLine("", 0))
+                frames[int(match[1])] = _Frame(location, int(match[3] or 0))
+        # The first frame has no caller. If it names itself, XLA counts callers from 1 and frames from 0, so callers
+        # need a shift.
+        shift = 1 if 1 in frames and frames[1].caller == 1 else 0
+        self._frames: dict[int, _Frame] = {}
+        for number, frame in frames.items():
+            self._frames[number] = _Frame(frame.location, frame.caller - shift)
+
+    def find_line(self, attributes: str) -> SourceLine | None:
+        """Return the innermost line outside installed packages, or else the innermost line; None if unknown.
+
+        Args:
+            attributes: text of the instruction's attributes.
+        """
+        if inline := _INLINE.search(attributes):
+            return SourceLine(inline[1], int(inline[2] or 0))
+        frame_id = _FRAME_ID.search(attributes)
+        number = int(frame_id[1]) if frame_id else 0
+        innermost = None
+        # Guard against a cycle of callers in the table.
+        visited: set[int] = set()
+        while number in self._frames and number not in visited:
+            visited.add(number)
+            frame = self._frames[number]
+            innermost = innermost or frame.location
+            if not any(folder in frame.location.file for folder in _LIBRARY):
+                return frame.location
+            number = frame.caller
+        return innermost
+
+
 class Computations:
     """A parsed program, with or without a schedule: its instructions, grouped by computation.
 
@@ -88,7 +164,15 @@ class Computations:
                 if line.startswith("ENTRY"):
                     self.entry = computation
             elif match := _INSTRUCTION.match(line):
-                self._add(match, computation)
+                root, name, type_text, opcode, operand_text, attributes = match.groups()
+                # The operand of a constant or a parameter is a value or a number, not a name.
+                is_leaf = opcode in ("constant", "parameter")
+                operands = (operand_text,) if is_leaf else tuple(NAMES.findall(operand_text))
+                instruction = Instruction(name, type_text, opcode, operands, attributes, computation)
+                self.instructions[name] = instruction
+                self.computations.setdefault(computation, []).append(instruction)
+                if root:
+                    self.roots[computation] = name
         self.parameters: dict[str, str] = {}
         for instruction in self.computations.get(self.entry, []):
             if instruction.opcode == "parameter":
@@ -97,19 +181,6 @@ class Computations:
         for instruction in self.instructions.values():
             if instruction.opcode == "while":
                 self.loops[instruction.get_called_computation("body")] = instruction
-
-    def _add(self, match: re.Match[str], computation: str) -> None:
-        root, name, type_text, opcode, operand_text, attributes = match.groups()
-        if opcode in ("constant", "parameter"):
-            # The operand is a value or a number, not a name.
-            operands = (operand_text,)
-        else:
-            operands = tuple(NAMES.findall(operand_text))
-        instruction = Instruction(name, type_text, opcode, operands, attributes, computation)
-        self.instructions[name] = instruction
-        self.computations.setdefault(computation, []).append(instruction)
-        if root:
-            self.roots[computation] = name
 
     def root(self, computation: str) -> Instruction | None:
         """Return the instruction that computes the result of a computation; None if the text has none."""

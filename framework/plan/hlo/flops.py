@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from plimsoll.framework.plan.grouped_products import count_grouped_flops
 from plimsoll.framework.plan.hlo.arrays import arrays
@@ -45,7 +45,9 @@ class Flops:
         if instruction.opcode == "call":
             return self._count_computation(instruction.get_called_computation("to_apply"))
         if instruction.opcode == "custom-call":
-            return _count_grouped(self._module, instruction)
+            types = [instruction.type, *(operand.type for operand in self._module.operands(instruction))]
+            float_shapes = [array.dims for kind in types for array in arrays(kind) if array.dtype in _FLOATS]
+            return count_grouped_flops(instruction.op_name, float_shapes)
         return 0
 
     def product(self, instruction: Instruction) -> Instruction | None:
@@ -85,13 +87,8 @@ def _count_dot(module: Module, dot: Instruction) -> int:
     return 2 * result_size * contracted_size
 
 
-def _count_grouped(module: Module, call: Instruction) -> int:
-    types = [call.type, *(operand.type for operand in module.operands(call))]
-    float_shapes = [array.dims for kind in types for array in arrays(kind) if array.dtype in _FLOATS]
-    return count_grouped_flops(call.op_name, float_shapes)
-
-
-class _Window(NamedTuple):
+@dataclass(frozen=True)
+class _Window:
     """One spatial dimension of a convolution."""
 
     size: int
@@ -132,19 +129,15 @@ def _windows(attributes: str) -> list[_Window]:
     match = _WINDOW.search(attributes)
     fields = dict(re.findall(r"(\w+)=([\dx_\-]+)", match[1])) if match else {}
     sizes = fields["size"].split("x") if fields.get("size") else []
-
-    def numbers(key: str, default: str) -> list[str]:
-        return fields[key].split("x") if key in fields else [default] * len(sizes)
-
-    # The text gives the padding at both ends; only the low end is needed, because the high end follows from the
-    # result's size.
-    low_pads = [pad.split("_")[0] for pad in numbers("pad", "0_0")]
-    strides = numbers("stride", "1")
-    input_dilations = numbers("lhs_dilate", "1")
-    kernel_dilations = numbers("rhs_dilate", "1")
+    columns = [sizes]
+    for key, default in (("stride", "1"), ("pad", "0_0"), ("lhs_dilate", "1"), ("rhs_dilate", "1")):
+        columns.append(fields[key].split("x") if key in fields else [default] * len(sizes))
     windows = []
-    for dimension in zip(sizes, strides, low_pads, input_dilations, kernel_dilations, strict=True):
-        windows.append(_Window(*map(int, dimension)))
+    for size, stride, pad, input_dilation, kernel_dilation in zip(*columns, strict=True):
+        # The text gives the padding at both ends; only the low end is needed, because the high end follows from the
+        # result's size.
+        low_pad = pad.split("_")[0]
+        windows.append(_Window(int(size), int(stride), int(low_pad), int(input_dilation), int(kernel_dilation)))
     return windows
 
 

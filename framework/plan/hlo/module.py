@@ -1,9 +1,10 @@
-"""A parsed program and the run count of each of its computations."""
+"""A parsed program, the run count of each of its computations, and the instructions that it executes."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from functools import cached_property
 
 from plimsoll.framework.plan.hlo.arrays import arrays
@@ -58,23 +59,17 @@ class Module(Computations):
                 channel = re.search(r"channel_id=(\d+)", instruction.attributes)
                 # An asynchronous collective may appear twice in the text, with the same channel.
                 key = (kind, channel[1] if channel else instruction.name)
-                size = self._count_exchanged_bytes(instruction)
+                operand_bytes = sum(operand.num_bytes for operand in self.operands(instruction))
+                result_bytes = instruction.num_bytes
+                # An instruction that starts an asynchronous collective returns its operands too.
+                if instruction.opcode.endswith("-start"):
+                    result_bytes -= operand_bytes
+                size = max(operand_bytes, result_bytes)
                 bytes_by_channel[key] = max(bytes_by_channel.get(key, 0), size * runs)
         totals: Counter[str] = Counter()
         for (kind, _), size in bytes_by_channel.items():
             totals[kind] += size
         return dict(totals)
-
-    def _count_exchanged_bytes(self, collective: Instruction) -> int:
-        operand_bytes = 0
-        for name in collective.operands:
-            if name in self.instructions:
-                operand_bytes += self.instructions[name].num_bytes
-        result_bytes = collective.num_bytes
-        # An instruction that starts an asynchronous collective returns its operands too.
-        if collective.opcode.endswith("-start"):
-            result_bytes -= operand_bytes
-        return max(operand_bytes, result_bytes)
 
     def host_bytes(self) -> int:
         """Return the bytes moved between device and host memory, both ways; 0 if the text has no memory spaces."""
@@ -93,3 +88,41 @@ class Module(Computations):
             if result.on_host != source_arrays[0].on_host:
                 total += result.num_bytes * self.runs(instruction.computation)
         return total
+
+
+def iter_executed(module: Module, computation: str = "", runs: int = 1) -> Iterator[tuple[Instruction, int]]:
+    """Yield (instruction, number of runs) for what a computation executes, in the order of the text.
+
+    Loops, branches and calls are replaced by the instructions that they execute; fusions are single instructions. Loop
+    conditions are ignored, because their cost is negligible.
+
+    Args:
+        module: the program.
+        computation: name of the computation; "" means the whole program.
+        runs: number of times the computation runs.
+    """
+    for instruction in module.computations.get(computation or module.entry, []):
+        if instruction.opcode == "while":
+            yield from iter_executed(
+                module, instruction.get_called_computation("body"), runs * module.trip_count(instruction)
+            )
+        elif instruction.opcode == "conditional":
+            yield from iter_executed(module, longest_branch(module, instruction), runs)
+        elif instruction.opcode == "call":
+            yield from iter_executed(module, instruction.get_called_computation("to_apply"), runs)
+        else:
+            yield instruction, runs
+
+
+def longest_branch(module: Module, conditional: Instruction) -> str:
+    """Return the branch of a conditional with the most estimated cycles.
+
+    Args:
+        module: the program.
+        conditional: a conditional in it.
+    """
+    cycles: Counter[str] = Counter()
+    for branch in module.branches(conditional):
+        # Instructions without an estimate, such as tuples, take no time.
+        cycles[branch] = sum((one.estimated_cycles or 0) * runs for one, runs in iter_executed(module, branch))
+    return max(cycles, key=lambda branch: cycles[branch])

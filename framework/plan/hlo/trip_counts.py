@@ -9,7 +9,7 @@ peeled off start at 1.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from plimsoll.framework.plan.hlo.computations import Computations, Instruction
 
@@ -18,14 +18,16 @@ _MOVES = ("copy", "bitcast", "convert", "reshape", "copy-done", "copy-start")
 _DEPTH = 32
 
 
-class _Affine(NamedTuple):
+@dataclass(frozen=True)
+class _Affine:
     """A carry element plus a constant; only the constant if `index` is None."""
 
     index: int | None
     offset: int
 
 
-class _Comparison(NamedTuple):
+@dataclass(frozen=True)
+class _Comparison:
     """A loop's condition: compares a counter in the carry with a bound; `inclusive` if it also runs at the bound."""
 
     counter: _Affine
@@ -142,7 +144,14 @@ def _affine(program: Computations, name: str, arguments: tuple[str, ...] = (), d
         return _affine(program, root, instruction.operands, depth + 1)
     if instruction.opcode in ("add", "subtract"):
         left, right = (_affine(program, operand, arguments, depth + 1) for operand in instruction.operands)
-        return _sum(left, right, 1 if instruction.opcode == "add" else -1)
+        if left is None or right is None:
+            return None
+        sign = 1 if instruction.opcode == "add" else -1
+        # The sum of two carry elements, or a negative one, is not a carry element plus a constant.
+        if right.index is not None and (sign < 0 or left.index is not None):
+            return None
+        index = left.index if left.index is not None else right.index
+        return _Affine(index, left.offset + sign * right.offset)
     return None
 
 
@@ -163,13 +172,3 @@ def _element(program: Computations, element: Instruction, arguments: tuple[str, 
         if root is not None and root.opcode == "tuple":
             return _affine(program, root.operands[index], source.operands, depth + 1)
     return None
-
-
-def _sum(left: _Affine | None, right: _Affine | None, sign: int) -> _Affine | None:
-    """Return `left` plus or minus `right`; None if the result is not a carry element plus a constant."""
-    if left is None or right is None:
-        return None
-    if right.index is not None and (sign < 0 or left.index is not None):
-        return None
-    index = left.index if left.index is not None else right.index
-    return _Affine(index, left.offset + sign * right.offset)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from plimsoll.framework.plan.hlo.arrays import arrays
 from plimsoll.framework.plan.hlo.computations import Instruction
-from plimsoll.framework.plan.hlo.executed_instructions import iter_executed
 from plimsoll.framework.plan.hlo.flops import Flops
 from plimsoll.framework.plan.hlo.memory_traffic import Traffic
-from plimsoll.framework.plan.hlo.module import Module
+from plimsoll.framework.plan.hlo.module import Module, iter_executed
 from plimsoll.framework.plan.step_time.device_rates import DeviceRates
 from plimsoll.framework.plan.step_time.work_categories import is_work
 
@@ -33,7 +32,8 @@ _BATCH = re.compile(r"lhs_batch_dims=\{([\d,]+)\}")
 _START = 5e-7
 
 
-class CpuTime(NamedTuple):
+@dataclass(frozen=True)
+class CpuTime:
     """Seconds of a program, or of all programs of a step.
 
     Attributes:
@@ -57,7 +57,8 @@ def cpu_time(module: Module, rates: DeviceRates, peak_bytes: int) -> CpuTime:
     """
     flops = Flops(module)
     traffic = Traffic(module)
-    working_sets = _WorkingSets(module, traffic, peak_bytes)
+    # The working set of each computation, in bytes.
+    working_sets: dict[str, float] = {}
     products = 0.0
     others = 0.0
     collective_bytes = 0.0
@@ -65,7 +66,10 @@ def cpu_time(module: Module, rates: DeviceRates, peak_bytes: int) -> CpuTime:
         if not is_work(instruction):
             continue
         num_bytes = traffic.hbm_bytes(instruction)
-        memory_rate = rates.curve("memory").rate(working_sets.look_up(instruction.computation))
+        computation = instruction.computation
+        if computation not in working_sets:
+            working_sets[computation] = _measure_working_set(module, traffic, computation, peak_bytes)
+        memory_rate = rates.curve("memory").rate(working_sets[computation])
         seconds = _START + num_bytes / memory_rate
         product_flops = flops.look_up(instruction)
         if product_flops:
@@ -73,29 +77,23 @@ def cpu_time(module: Module, rates: DeviceRates, peak_bytes: int) -> CpuTime:
         elif instruction.opcode.startswith(("all-", "reduce-scatter", "collective-")):
             collective_bytes += runs * seconds
         else:
-            others += runs * max(seconds, _elementwise_seconds(module, rates, instruction))
+            # Arithmetic and transcendental functions overlap, too.
+            arithmetic = _operations(module, instruction, _ARITHMETIC)
+            transcendental = _operations(module, instruction, _TRANSCENDENTAL)
+            arithmetic_seconds = rates.curve("arithmetic").seconds(arithmetic)
+            transcendental_seconds = rates.curve("transcendental").seconds(transcendental)
+            others += runs * max(seconds, arithmetic_seconds, transcendental_seconds)
     return CpuTime(products, others, collective_bytes)
 
 
-class _WorkingSets:
-    """Working set of each computation: the bytes that its loop, or the whole program, uses repeatedly."""
-
-    def __init__(self, module: Module, traffic: Traffic, peak_bytes: int):
-        self._module = module
-        self._traffic = traffic
-        self._peak_bytes = peak_bytes
-        self._bytes_by_computation: dict[str, float] = {}
-
-    def look_up(self, computation: str) -> float:
-        """Return the working set, in bytes, of the instructions of a computation."""
-        if computation not in self._bytes_by_computation:
-            moved = 0
-            for instruction, runs in iter_executed(self._module, computation):
-                if is_work(instruction):
-                    moved += runs * self._traffic.hbm_bytes(instruction)
-            # Halve the traffic, because arrays are both written and read, at least once each.
-            self._bytes_by_computation[computation] = max(1.0, min(moved / 2, self._peak_bytes))
-        return self._bytes_by_computation[computation]
+def _measure_working_set(module: Module, traffic: Traffic, computation: str, peak_bytes: int) -> float:
+    """Return the bytes that a computation, which is a loop's body or the whole program, uses repeatedly."""
+    moved = 0
+    for instruction, runs in iter_executed(module, computation):
+        if is_work(instruction):
+            moved += runs * traffic.hbm_bytes(instruction)
+    # Halve the traffic, because arrays are both written and read, at least once each.
+    return max(1.0, min(moved / 2, peak_bytes))
 
 
 def _product_seconds(module: Module, rates: DeviceRates, instruction: Instruction, product_flops: int) -> float:
@@ -107,14 +105,6 @@ def _product_seconds(module: Module, rates: DeviceRates, instruction: Instructio
     if count == 1:
         return rates.curve("product f32").seconds(product_flops)
     return product_flops / rates.curve("batched product").rate(product_flops / count)
-
-
-def _elementwise_seconds(module: Module, rates: DeviceRates, instruction: Instruction) -> float:
-    """Return the longer of the times for arithmetic and for transcendental functions."""
-    arithmetic = _operations(module, instruction, _ARITHMETIC)
-    transcendental = _operations(module, instruction, _TRANSCENDENTAL)
-    arithmetic_seconds = rates.curve("arithmetic").seconds(arithmetic)
-    return max(arithmetic_seconds, rates.curve("transcendental").seconds(transcendental))
 
 
 def _operations(module: Module, instruction: Instruction, opcodes: set[str]) -> int:

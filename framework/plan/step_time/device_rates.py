@@ -1,14 +1,21 @@
-"""The rates that a device achieves by kind of work and by size: measured, or assumed from published figures."""
+"""The rates that a device achieves by kind of work and by size: measured, or assumed from published figures.
+
+Measured rates are stored under $XDG_CACHE_HOME, one file for each kind of device.
+"""
 
 from __future__ import annotations
 
 import bisect
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from plimsoll.framework.devices.accelerators import AcceleratorSpec
+from plimsoll.framework.plan.cache import rates_folder
 
 WorkKind = Literal[
     # Matrix products, by the FLOPs of one product.
@@ -137,3 +144,52 @@ def assume_cpu_rates(cores: int) -> DeviceRates:
         "transcendental": TimeCurve.from_rate(cores * _CORE_TRANSCENDENTAL, _CPU_START),
     }
     return DeviceRates("cpu", curves)
+
+
+def rates_path(device: str) -> Path:
+    """Return the file that stores the rates of a kind of device.
+
+    Args:
+        device: name of the kind of device, such as "h100".
+    """
+    return rates_folder() / f"{device}.json"
+
+
+def save_rates(rates: DeviceRates) -> Path:
+    """Write the rates of a device, and return the file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = rates_path(rates.device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Write to another file first, so that an interrupted write leaves no damaged rates.
+    temporary = path.with_suffix(".partial")
+    temporary.write_text(json.dumps(asdict(rates), indent=1) + "\n")
+    temporary.replace(path)
+    return path
+
+
+def load_measured_rates(device: str) -> DeviceRates | None:
+    """Load the measured rates of a device; None if it was never measured, or if the file is damaged."""
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        fields = json.loads(rates_path(device).read_text())
+        curves = {}
+        for kind, curve in fields.pop("curves").items():
+            points = tuple((float(amount), float(seconds)) for amount, seconds in curve["points"])
+            curves[kind] = TimeCurve(points)
+        return DeviceRates(curves=curves, **fields)
+    return None
+
+
+def load_rates(spec: AcceleratorSpec, cores: int) -> DeviceRates | None:
+    """Return the measured rates of a device, else assumed ones.
+
+    Args:
+        spec: the device.
+        cores: number of cores, for the assumed rates of a CPU.
+    """
+    measured = load_measured_rates(spec.name)
+    if measured is not None:
+        return measured
+    return assume_cpu_rates(cores) if spec.platform == "cpu" else assume_gpu_rates(spec)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from plimsoll.framework.devices.accelerators import AcceleratorSpec
 from plimsoll.framework.layers.base import batch_shards
 from plimsoll.framework.layout import GROUPS, StateLayout
 from plimsoll.framework.models.causal_lm import CausalLM
-from plimsoll.framework.plan.step_time.compiled_time import load_rates
-from plimsoll.framework.plan.step_time.device_rates import DeviceRates
+from plimsoll.framework.plan.jaxpr_analysis import LOCAL_ATTENTION, LOCAL_GROUPED_PRODUCT, inner_jaxprs
+from plimsoll.framework.plan.step_time.device_rates import load_rates
 from plimsoll.framework.plan.step_time.time_breakdown import StepTime
-from plimsoll.framework.plan.step_time.tpu_rates import PCIE_EFFICIENCY
-from plimsoll.framework.plan.step_time.traced_work import count_traced_work
+from plimsoll.framework.plan.step_time.tpu_operations import PCIE_EFFICIENCY
 from plimsoll.framework.program.batch_transform import ForwardCost
 from plimsoll.framework.program.experiment import Experiment
 
@@ -41,10 +40,19 @@ _HIDEABLE_BY_BACKWARD = 0.6
 # used one after the other, so the fraction exceeds 1.
 _EXPOSED_WITH_PREFETCH = 0.35
 _EXPOSED_IN_CHUNKS = 1.58
+# For these, the bytes that a device receives are the difference between the sizes of results and operands.
+_GATHERS = ("all_gather", "reduce_scatter", "psum_scatter")
+# For these, the bytes that a device receives are this factor times the operands, in a ring of many devices.
+_RECEIVED = {"psum": 2, "psum_invariant": 2, "all_to_all": 1, "ppermute": 1}
+_PRODUCTS = (
+    *("dot_general", "conv_general_dilated", "ragged_dot_general", "pallas_call"),
+    *(LOCAL_ATTENTION, LOCAL_GROUPED_PRODUCT),
+)
 _BASIS = "estimate: products at a fraction of the peak, bytes at published rates; compile for a more exact time"
 
 
-class StepWork(NamedTuple):
+@dataclass(frozen=True)
+class StepWork:
     """The work of one device in a step.
 
     Attributes:
@@ -96,26 +104,56 @@ def count_work(
         device_flops: FLOPs of a step on one device.
         offloaded_activations: bytes of one microbatch's offloaded activations, per device.
     """
+    memory = experiment.memory
+    traits = memory.traits
+    accumulate = experiment.learner.accumulate
     microbatch = count_traced_work(traced)
     parameter_bytes = layout.bytes_per_device("parameter")
-    received = experiment.learner.accumulate * microbatch.received_bytes
+    received = accumulate * microbatch.received_bytes
     received += _replica_bytes(layout, sizes)
     received += _tensor_parallel_bytes(experiment, sizes)
-    offloaded_bytes = layout.bytes_per_device(memory_kind="pinned_host")
     device_bytes = layout.bytes_per_device(memory_kind="device")
-    passes = _pass_bytes(experiment, layout, offloaded_activations)
+    offloaded = {group: layout.bytes_per_device(group, "pinned_host") for group in GROUPS}
+
+    # The update fetches offloaded state, and weights too unless it is part of the backward pass. It writes back no more
+    # than that, and both directions are used at the same time.
+    host_bytes = offloaded["optimizer"] + offloaded["ema"]
+    if not traits.updates_in_backward:
+        host_bytes += offloaded["parameter"]
+    hideable_share = _HIDEABLE_BY_BACKWARD if memory.prefetch == "layer" else 0.0
+    min_exposed_share = 0.0
+    if traits.is_many_programs:
+        hideable_share = 1.0
+    elif traits.updates_in_backward:
+        min_exposed_share = _EXPOSED_WITH_PREFETCH if memory.prefetch == "layer" else _EXPOSED_IN_CHUNKS
+
+    # Each microbatch fetches the weights for its forward and its backward pass. Activations go to the host and come
+    # back. Gradients go to the host and come back to be accumulated or for the update.
+    weights = 2 * (offloaded["parameter"] + offloaded["frozen"])
+    both_ways = offloaded_activations + offloaded["gradient"]
+    is_run_twice = experiment.learner.clip_mode == "two_pass" and traits.updates_in_backward
+    passes = accumulate * (2 if is_run_twice else 1)
+    pass_host_bytes = 0.0
+    exposed_host_bytes = 0.0
+    if traits.is_many_programs:
+        # Per-layer programs overlap these transfers with the next layer's products.
+        pass_host_bytes = float(passes * (weights + both_ways))
+    else:
+        # In the loops of a single program, the compiler moves them between layers without overlap: in a step of Llama 3
+        # 8B on 256 v5e, 6.6 s of 14.3 s are waits for activations.
+        exposed_host_bytes = float(passes * (weights + 2 * both_ways))
     return StepWork(
         flops=device_flops,
-        product_bytes=experiment.learner.accumulate * microbatch.product_bytes,
+        product_bytes=accumulate * microbatch.product_bytes,
         # The update reads and writes state and weights, and gradients, which have the size of the weights.
-        update_bytes=2.0 * (device_bytes + parameter_bytes + offloaded_bytes),
+        update_bytes=2.0 * (device_bytes + parameter_bytes + layout.bytes_per_device(memory_kind="pinned_host")),
         received_bytes=received if math.prod(sizes.values()) > 1 else 0,
-        host_bytes=_update_host_bytes(experiment, layout),
-        hideable_share=_get_hideable_share(experiment),
-        min_exposed_share=_get_min_exposed_share(experiment),
-        pass_host_bytes=passes.overlapped,
-        exposed_host_bytes=passes.waited,
-        exposed_received_bytes=experiment.learner.accumulate * _expert_bytes(layout, sizes),
+        host_bytes=float(host_bytes),
+        hideable_share=hideable_share,
+        min_exposed_share=min_exposed_share,
+        pass_host_bytes=pass_host_bytes,
+        exposed_host_bytes=exposed_host_bytes,
+        exposed_received_bytes=accumulate * _expert_bytes(layout, sizes),
     )
 
 
@@ -190,68 +228,6 @@ def _tensor_parallel_bytes(experiment: Experiment, sizes: dict[str, int]) -> int
     return round(2 * (shards - 1) / shards * sums * activation_bytes)
 
 
-def _update_host_bytes(experiment: Experiment, layout: StateLayout) -> float:
-    """Return the bytes fetched from the host for the update.
-
-    The update writes back no more than that, and both directions are used at the same time.
-    """
-    offloaded = {group: layout.bytes_per_device(group, "pinned_host") for group in GROUPS}
-    from_host = offloaded["optimizer"] + offloaded["ema"]
-    # The update fetches the weights again, unless it is part of the backward pass.
-    memory = experiment.memory
-    if not memory.traits.updates_in_backward:
-        from_host += offloaded["parameter"]
-    return float(from_host)
-
-
-class _PassBytes(NamedTuple):
-    """Bytes that move between device and host for the forward and backward passes of a step.
-
-    Attributes:
-        overlapped: bytes in each direction while matrix products run.
-        waited: bytes in both directions while nothing else runs.
-    """
-
-    overlapped: float
-    waited: float
-
-
-def _pass_bytes(experiment: Experiment, layout: StateLayout, offloaded_activations: int) -> _PassBytes:
-    """Return the bytes that the passes move for offloaded weights, gradients and activations.
-
-    Per-layer programs overlap these transfers with the next layer's products. In the loops of a single program, the
-    compiler moves them between layers without overlap: in a step of Llama 3 8B on 256 v5e, 6.6 s of 14.3 s are waits
-    for activations.
-    """
-    offloaded = {group: layout.bytes_per_device(group, "pinned_host") for group in GROUPS}
-    memory = experiment.memory
-    is_run_twice = experiment.learner.clip_mode == "two_pass" and memory.traits.updates_in_backward
-    times = experiment.learner.accumulate * (2 if is_run_twice else 1)
-    # Each microbatch fetches the weights for its forward and its backward pass. Activations go to the host and come
-    # back. Gradients go to the host and come back to be accumulated or for the update.
-    weights = 2 * (offloaded["parameter"] + offloaded["frozen"])
-    both_ways = offloaded_activations + offloaded["gradient"]
-    if memory.traits.is_many_programs:
-        return _PassBytes(float(times * (weights + both_ways)), 0.0)
-    return _PassBytes(0.0, float(times * (weights + 2 * both_ways)))
-
-
-def _get_hideable_share(experiment: Experiment) -> float:
-    """Return the fraction of the time of matrix products during which the update's bytes can move."""
-    memory = experiment.memory
-    if memory.traits.is_many_programs:
-        return 1.0
-    return _HIDEABLE_BY_BACKWARD if memory.prefetch == "layer" else 0.0
-
-
-def _get_min_exposed_share(experiment: Experiment) -> float:
-    """Return the fraction of the update's transfer time that stays exposed however long matrix products take."""
-    memory = experiment.memory
-    if memory.traits.is_many_programs or not memory.traits.updates_in_backward:
-        return 0.0
-    return _EXPOSED_WITH_PREFETCH if memory.prefetch == "layer" else _EXPOSED_IN_CHUNKS
-
-
 def estimate_time(work: StepWork, spec: AcceleratorSpec, num_devices: int, dtype: str) -> StepTime | None:
     """Return the analytical estimate of a step's time; None if the rates of the device are not known.
 
@@ -261,87 +237,98 @@ def estimate_time(work: StepWork, spec: AcceleratorSpec, num_devices: int, dtype
         num_devices: number of devices of the target.
         dtype: dtype of the operands of matrix products.
     """
+    moved_bytes = work.product_bytes + work.update_bytes
+    waited_bytes = 0.0
     if spec.platform == "tpu":
-        return _on_tpu(work, spec)
-    rates = load_rates(spec, os.cpu_count() or 1)
-    if rates is None:
-        return None
-    time = _by_rates(work, rates, dtype, spec.platform)
-    if spec.platform != "cpu":
-        return time
-    # The devices of a CPU share its cores.
-    return StepTime(
-        matrix_units=num_devices * time.matrix_units,
-        memory=num_devices * time.memory,
-        links=0.0,
-        host_link=0.0,
-        python=0.0,
-        basis=time.basis,
-    )
-
-
-def _on_tpu(work: StepWork, spec: AcceleratorSpec) -> StepTime | None:
-    if spec.peak_bf16_flops is None or spec.hbm_bytes_per_second is None:
-        return None
-    reached = _PRODUCT_EFFICIENCY.get(spec.name, _DEFAULT_PRODUCT_EFFICIENCY)
-    host_link = None if spec.pcie_bytes_per_second is None else PCIE_EFFICIENCY * spec.pcie_bytes_per_second
-    return _time(
-        work,
-        products=work.flops / (reached * spec.peak_bf16_flops),
-        memory=(work.product_bytes + work.update_bytes) / spec.hbm_bytes_per_second,
-        links=spec.ici_bytes_per_second,
-        host_link=host_link,
-        waits_for_links=True,
-    )
-
-
-def _by_rates(work: StepWork, rates: DeviceRates, dtype: str, platform: str) -> StepTime:
-    is_half = dtype in ("bfloat16", "float16") and platform == "gpu"
-    largest = 1e12
-    product_rate = rates.curve("product bf16" if is_half else "product f32").rate(largest)
-    memory_rate = rates.curve("memory").rate(largest)
-    return _time(
-        work,
-        products=work.flops / product_rate,
-        memory=(work.product_bytes + work.update_bytes) / memory_rate,
-        links=rates.links,
-        host_link=rates.host_link,
-    )
-
-
-def _time(
-    work: StepWork,
-    products: float,
-    memory: float,
-    links: float | None,
-    host_link: float | None,
-    waits_for_links: bool = False,
-) -> StepTime:
-    waited_bytes = work.exposed_received_bytes if waits_for_links else 0.0
+        if spec.peak_bf16_flops is None or spec.hbm_bytes_per_second is None:
+            return None
+        reached = _PRODUCT_EFFICIENCY.get(spec.name, _DEFAULT_PRODUCT_EFFICIENCY)
+        products = work.flops / (reached * spec.peak_bf16_flops)
+        memory = moved_bytes / spec.hbm_bytes_per_second
+        links = spec.ici_bytes_per_second
+        host_link = None if spec.pcie_bytes_per_second is None else PCIE_EFFICIENCY * spec.pcie_bytes_per_second
+        waited_bytes = work.exposed_received_bytes
+    else:
+        rates = load_rates(spec, os.cpu_count() or 1)
+        if rates is None:
+            return None
+        is_half = dtype in ("bfloat16", "float16") and spec.platform == "gpu"
+        largest = 1e12
+        products = work.flops / rates.curve("product bf16" if is_half else "product f32").rate(largest)
+        memory = moved_bytes / rates.curve("memory").rate(largest)
+        links = rates.links
+        host_link = rates.host_link
+    if spec.platform == "cpu":
+        # The devices of a CPU share its cores. Its links and its host are its own memory.
+        return StepTime(
+            matrix_units=num_devices * products,
+            memory=num_devices * memory,
+            links=0.0,
+            host_link=0.0,
+            python=0.0,
+            basis=_BASIS,
+        )
     link_seconds = max(0.0, work.received_bytes - waited_bytes) / links if links else 0.0
     waited_link_seconds = waited_bytes / (_SYNC_LINK_EFFICIENCY * links) if links else 0.0
-    host_seconds = work.host_bytes / host_link if host_link else 0.0
+
+    # Matrix products hide transfers of the passes, and what is left of them hides transfers of the update.
+    update_seconds = work.host_bytes / host_link if host_link else 0.0
     pass_seconds = work.pass_host_bytes / host_link if host_link else 0.0
     waited_seconds = work.exposed_host_bytes / host_link if host_link else 0.0
+    left_products = max(0.0, work.hideable_share * products - pass_seconds)
+    exposed_update = max(work.min_exposed_share * update_seconds, update_seconds - left_products)
+    exposed_passes = max(0.0, pass_seconds - products)
     return StepTime(
         matrix_units=products,
         memory=memory,
         links=waited_link_seconds + max(_EXPOSED_LINK_SHARE * link_seconds, link_seconds - products),
-        host_link=waited_seconds + _estimate_host_wait(work, host_seconds, pass_seconds, products),
+        host_link=waited_seconds + (exposed_passes + exposed_update),
         python=0.0,
         basis=_BASIS,
     )
 
 
-def _estimate_host_wait(work: StepWork, update: float, passes: float, products: float) -> float:
-    """Return the seconds that a step waits for the host link.
+@dataclass(frozen=True)
+class TracedWork:
+    """Bytes that a program moves on one device.
 
-    Args:
-        work: work of one device in the step.
-        update: seconds to move the update's bytes.
-        passes: seconds to move the bytes of the forward and backward passes.
-        products: seconds of matrix products, which can overlap with the transfers.
+    Attributes:
+        product_bytes: bytes of the operands and results of matrix products, attention and Pallas kernels. XLA fuses
+            most other work into the producers or consumers of these arrays.
+        received_bytes: bytes received from other devices.
     """
-    exposed_in_passes = max(0.0, passes - products)
-    left_products = max(0.0, work.hideable_share * products - passes)
-    return exposed_in_passes + max(work.min_exposed_share * update, update - left_products)
+
+    product_bytes: int = 0
+    received_bytes: int = 0
+
+
+def count_traced_work(jaxpr: ClosedJaxpr | Jaxpr) -> TracedWork:
+    """Return the work of a program on one device; loops count by trip count, and only the largest branch counts."""
+    program = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+    product_bytes = 0
+    received_bytes = 0
+    for equation in program.eqns:
+        name = equation.primitive.name
+        taken_bytes = sum(map(_num_bytes, equation.invars))
+        made_bytes = sum(map(_num_bytes, equation.outvars))
+        if name in _PRODUCTS:
+            product_bytes += taken_bytes + made_bytes
+        elif name in _GATHERS:
+            received_bytes += abs(made_bytes - taken_bytes)
+        elif name in _RECEIVED:
+            received_bytes += _RECEIVED[name] * taken_bytes
+        elif inner := list(map(count_traced_work, inner_jaxprs(equation.params))):
+            if name == "cond":
+                inner = [max(inner, key=lambda work: (work.product_bytes, work.received_bytes))]
+            runs = equation.params["length"] if name == "scan" else 1
+            product_bytes += runs * sum(work.product_bytes for work in inner)
+            received_bytes += runs * sum(work.received_bytes for work in inner)
+    return TracedWork(product_bytes, received_bytes)
+
+
+def _num_bytes(variable: Var | Literal) -> int:
+    aval = variable.aval
+    shape = getattr(aval, "shape", None)
+    if shape is None:
+        return 0
+    return math.prod(shape) * getattr(getattr(aval, "dtype", None), "itemsize", 4)

@@ -11,33 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from plimsoll.framework.plan.hlo import host_transfers
-from plimsoll.framework.plan.hlo.computations import Instruction
-from plimsoll.framework.plan.hlo.executed_instructions import longest_branch
-from plimsoll.framework.plan.hlo.host_transfers import DIRECTIONS, Direction
-from plimsoll.framework.plan.hlo.module import Module
+from plimsoll.framework.plan.hlo import transfers
+from plimsoll.framework.plan.hlo.module import Module, longest_branch
+from plimsoll.framework.plan.hlo.transfers import DIRECTIONS, Direction
 
 
-class InstructionCost(NamedTuple):
+@dataclass(frozen=True)
+class InstructionCost:
     """The cost of an instruction: seconds of the cores, and bytes received synchronously, while nothing else runs."""
 
     seconds: float
     received: float
 
 
-class _Work(NamedTuple):
-    """Operations that run one after the other."""
-
-    cost: InstructionCost
-
-
 Lane = Direction | Literal["from chips"]
 _LANES: tuple[Lane, ...] = (*DIRECTIONS, "from chips")
 
 
-class _Start(NamedTuple):
+@dataclass(frozen=True)
+class _Start:
     """The start of a transfer."""
 
     name: str
@@ -45,23 +39,26 @@ class _Start(NamedTuple):
     num_bytes: float
 
 
-class _Done(NamedTuple):
+@dataclass(frozen=True)
+class _Done:
     """A wait for the transfer that was started under this name."""
 
     name: str
 
 
-class _Loop(NamedTuple):
+@dataclass(frozen=True)
+class _Loop:
     """Events that repeat in each iteration of a loop."""
 
     iterations: int
     events: list[_Event]
 
 
-_Event = _Work | _Start | _Done | _Loop
+_Event = InstructionCost | _Start | _Done | _Loop
 
 
-class AsyncCollective(NamedTuple):
+@dataclass(frozen=True)
+class AsyncCollective:
     """An asynchronous collective: it may start before instruction `first` and has to be done after `last`."""
 
     first: str
@@ -153,56 +150,48 @@ class _Schedule:
         started: set[str] = set()
         for instruction in self._module.computations[computation]:
             yield from self._begins.get(instruction.name, ())
-            if transfer := host_transfers.find_transfer(self._module, instruction):
+            if transfer := transfers.find_transfer(self._module, instruction):
                 started.add(instruction.name)
                 yield _Start(instruction.name, transfer.direction, transfer.num_bytes)
                 if transfer.waits:
                     yield _Done(instruction.name)
-            elif host_transfers.find_transfer_start(instruction) in started:
-                yield _Done(host_transfers.find_transfer_start(instruction))
-            else:
-                yield from self._iter_instruction_events(instruction)
+            elif transfers.find_transfer_start(instruction) in started:
+                yield _Done(transfers.find_transfer_start(instruction))
+            elif instruction.opcode == "while":
+                iterations = self._module.trip_count(instruction)
+                body_events = self.events(instruction.get_called_computation("body"))
+                # Merge events, because a loop over many layers is simulated iteration by iteration.
+                yield _Loop(iterations, _merge_events(body_events))
+            elif instruction.opcode == "call":
+                yield from self.events(instruction.get_called_computation("to_apply"))
+            elif instruction.opcode == "conditional":
+                yield from self.events(longest_branch(self._module, instruction))
+            elif instruction.name in self._costs:
+                yield self._costs[instruction.name]
             yield from self._ends.get(instruction.name, ())
-
-    def _iter_instruction_events(self, instruction: Instruction) -> Iterator[_Event]:
-        if instruction.opcode == "while":
-            iterations = self._module.trip_count(instruction)
-            body_events = self.events(instruction.get_called_computation("body"))
-            # Merge events, because a loop over many layers is simulated iteration by iteration.
-            yield _Loop(iterations, _merge_events(body_events))
-        elif instruction.opcode == "call":
-            yield from self.events(instruction.get_called_computation("to_apply"))
-        elif instruction.opcode == "conditional":
-            yield from self.events(longest_branch(self._module, instruction))
-        elif instruction.name in self._costs:
-            yield _Work(self._costs[instruction.name])
 
 
 def _merge_events(events: Iterable[_Event]) -> list[_Event]:
     """Merge consecutive work into one event, including loops that contain only work."""
     merged: list[_Event] = []
     for event in events:
-        if isinstance(event, _Loop) and all(isinstance(inner, _Work) for inner in event.events):
-            event = _collapse_loop(event)
+        if isinstance(event, _Loop):
+            costs = [inner for inner in event.events if isinstance(inner, InstructionCost)]
+            if len(costs) == len(event.events):
+                event = InstructionCost(
+                    seconds=event.iterations * sum(cost.seconds for cost in costs),
+                    received=event.iterations * sum(cost.received for cost in costs),
+                )
         last = merged[-1] if merged else None
-        if isinstance(event, _Work) and isinstance(last, _Work):
-            seconds = last.cost.seconds + event.cost.seconds
-            received = last.cost.received + event.cost.received
-            merged[-1] = _Work(InstructionCost(seconds, received))
+        if isinstance(event, InstructionCost) and isinstance(last, InstructionCost):
+            merged[-1] = InstructionCost(last.seconds + event.seconds, last.received + event.received)
         else:
             merged.append(event)
     return merged
 
 
-def _collapse_loop(loop: _Loop) -> _Work:
-    """Return all iterations of a loop that contains only work, as one event."""
-    costs = [event.cost for event in loop.events if isinstance(event, _Work)]
-    seconds = loop.iterations * sum(cost.seconds for cost in costs)
-    received = loop.iterations * sum(cost.received for cost in costs)
-    return _Work(InstructionCost(seconds, received))
-
-
-class _InFlight(NamedTuple):
+@dataclass(frozen=True)
+class _InFlight:
     """A transfer in progress: its end time, and the seconds of work before its start."""
 
     start: _Start
@@ -223,8 +212,8 @@ class _Simulator:
 
     def run(self, events: list[_Event]) -> None:
         for event in events:
-            if isinstance(event, _Work):
-                self._work(event.cost)
+            if isinstance(event, InstructionCost):
+                self._work(event)
             elif isinstance(event, _Start):
                 self._start(event)
             elif isinstance(event, _Done):

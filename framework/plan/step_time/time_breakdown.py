@@ -1,10 +1,12 @@
-"""The estimated time of a step, in parts that add up."""
+"""The estimated time of a step and of its programs, in parts that add up."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+
+from plimsoll.framework.plan.hlo.module import Module
+from plimsoll.framework.plan.plan_report import TimeReport
 
 # User-facing names of what bounds a step. Everything that the cores do besides matrix products is named after its usual
 # bound, memory.
@@ -63,7 +65,7 @@ class StepTime:
             python=earlier.python + self.python,
         )
 
-    def report(self, *, tokens: int | None, model_flops: float | None, peak_flops: float | None) -> dict[str, Any]:
+    def report(self, *, tokens: int | None, model_flops: float | None, peak_flops: float | None) -> TimeReport:
         """Return the time entry of a plan's report.
 
         Args:
@@ -74,11 +76,38 @@ class StepTime:
         utilization = None
         if model_flops and peak_flops:
             utilization = model_flops / peak_flops / self.seconds
-        return {
-            "seconds": self.seconds,
-            "tokens_per_second": tokens / self.seconds if tokens else None,
-            "model_flops_utilization": utilization,
-            "bound_by": self.bound_by,
-            "parts": dict(self.parts),
-            "basis": self.basis,
-        }
+        return TimeReport(
+            seconds=self.seconds,
+            tokens_per_second=tokens / self.seconds if tokens else None,
+            model_flops_utilization=utilization,
+            bound_by=self.bound_by,
+            parts=dict(self.parts),
+            basis=self.basis,
+        )
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """A program of a step, which may have one or several, and the number of times it runs in the step."""
+
+    module: Module
+    runs: int
+
+
+@dataclass(frozen=True)
+class ProgramTime:
+    """Seconds of one run of a program on an accelerator.
+
+    Attributes:
+        products: seconds of matrix products and attention kernels.
+        others: seconds of everything else that the cores do.
+        links: seconds of collectives that compute does not hide.
+        host_waits: seconds of waiting for host transfers that the program itself does not hide.
+        host_seconds: seconds that the host link is busy in the busier direction, hidden or not.
+    """
+
+    products: float
+    others: float
+    links: float
+    host_waits: float
+    host_seconds: float

@@ -1,16 +1,18 @@
-"""Classifies the instructions of a TPU program by kind of work."""
+"""Classifies the instructions of a TPU program by kind of work, and counts the FLOPs of its attention kernels."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
+from dataclasses import dataclass
 from typing import Literal
 
-from plimsoll.framework.plan.hlo import collectives, host_transfers
+from plimsoll.framework.plan.hlo import transfers
+from plimsoll.framework.plan.hlo.arrays import arrays
 from plimsoll.framework.plan.hlo.computations import Instruction
 from plimsoll.framework.plan.hlo.flops import PRODUCTS, Flops
 from plimsoll.framework.plan.hlo.module import Module
-from plimsoll.framework.plan.step_time.attention_flops import is_attention
 
 WorkCategory = Literal[
     "matmul",
@@ -31,6 +33,8 @@ WorkCategory = Literal[
     "host transfer",
     "custom call",
 ]
+# Categories whose time is attributed to the matrix units.
+PRODUCT_CATEGORIES: tuple[WorkCategory, ...] = ("matmul", "collective matmul", "attention")
 # These categories are not work of the cores; their bytes are counted elsewhere.
 TRANSFERS: tuple[WorkCategory, ...] = ("collective", "async copy", "host transfer")
 # The compiler's estimate is far too high for these categories.
@@ -73,11 +77,11 @@ def categorize(module: Module, flops: Flops, instruction: Instruction) -> WorkCa
         instruction: the instruction to classify.
     """
     # Fusions may be host transfers too, so check this first.
-    if host_transfers.find_transfer(module, instruction):
+    if transfers.find_transfer(module, instruction):
         return "host transfer"
     if instruction.opcode == "fusion":
         return _categorize_fusion(module, flops, instruction)
-    if any(collectives.iter_collectives(module, instruction)):
+    if any(transfers.iter_collectives(module, instruction)):
         return "collective"
     if instruction.opcode in _STARTS:
         return "async copy"
@@ -100,7 +104,7 @@ def _categorize_fusion(module: Module, flops: Flops, fusion: Instruction) -> Wor
     is_step_of_collective = "async_collective" in fusion.name or "async_collective" in fusion.get_called_computation(
         "calls"
     )
-    if is_step_of_collective or any(collectives.iter_collectives(module, fusion)):
+    if is_step_of_collective or any(transfers.iter_collectives(module, fusion)):
         return "collective matmul" if multiplies else "collective"
     if multiplies:
         return "matmul"
@@ -121,3 +125,50 @@ def _opcodes(module: Module, fusion: Instruction) -> Counter[str]:
         else:
             opcodes[inner.opcode] += 1
     return opcodes
+
+
+_SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
+_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+_FLOATS = ("bf16", "f16", "f32", "f8e4m3fn", "f8e5m2")
+
+
+@dataclass(frozen=True)
+class AttentionWork:
+    """An attention kernel's work: FLOPs counted without masks, and the head size."""
+
+    flops: int
+    head_size: int
+
+
+def is_attention(kernel: Instruction) -> bool:
+    """Return whether a Pallas kernel is one of the known attention kernels."""
+    return bool(_SPLASH.search(kernel.name) or _SPLASH.search(kernel.op_name))
+
+
+def count_attention(module: Module, kernel: Instruction) -> AttentionWork:
+    """Return the work of one of JAX's splash kernels, for which the compiler has no cost model.
+
+    The forward kernel has 2 products (q k and p v), the gradient of the queries 3, and that of keys and values 4, or 5
+    if one kernel computes all three gradients. A product is B heads S T head_size multiply-adds.
+
+    Args:
+        module: the program.
+        kernel: an attention kernel in it, see `is_attention`.
+    """
+    match = _SPLASH.search(kernel.name) or _SPLASH.search(kernel.op_name)
+    assert match is not None
+    phase = match[1]
+    tensors = []
+    for operand in module.operands(kernel):
+        # Mask data are integers.
+        tensors += [array for array in arrays(operand.type) if array.dtype in _FLOATS and len(array.dims) >= 2]
+    # Both are [..., heads, S, head_size], or have the last two dimensions swapped.
+    queries, keys = tensors[:2]
+    head_size, length = sorted(keys.dims[-2:])
+    products = _PRODUCTS[phase]
+    if phase == "dkv":
+        # A third gradient of at least the keys' rank is that of the queries; running sums have a lower rank.
+        gradients = [array for array in arrays(kernel.type) if len(array.dims) >= len(keys.dims)]
+        if len(gradients) > 2:
+            products += 1
+    return AttentionWork(2 * products * math.prod(queries.dims) * length, head_size)

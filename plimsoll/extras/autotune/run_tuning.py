@@ -31,7 +31,7 @@ from plimsoll.extras.autotune.tuner import NoProgramError, Tuner, confirm_fastes
 from plimsoll.framework.config import Config
 from plimsoll.framework.devices.accelerators import get_machine_memory_bytes
 from plimsoll.framework.files.text_files import parse_json
-from plimsoll.framework.plan import device_budget, targets
+from plimsoll.framework.plan import memory_budget, targets
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.processes import distributed
 from plimsoll.framework.program.program import Program
@@ -208,7 +208,7 @@ class _TuningProcesses:
         mebibytes = 0
         try:
             program = Program(self._tuner.cost_model.experiment(settings), self._target.devices())
-            mebibytes = -(-device_budget.measure_need(program).peak >> 20)
+            mebibytes = -(-memory_budget.measure_need(program).peak >> 20)
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             problem = str(error)
         if not distributed.is_true_on_all(not problem):

@@ -32,7 +32,7 @@ from plimsoll.extras.autotune.settings import (
     sort_settings,
 )
 from plimsoll.framework.layers.remat import parse_policies
-from plimsoll.framework.plan.step_time.tpu_rates import PCIE_EFFICIENCY
+from plimsoll.framework.plan.step_time.tpu_operations import PCIE_EFFICIENCY
 from plimsoll.framework.schedules.traits import SCHEDULES
 from plimsoll.framework.terminal.tables import human_bytes
 

@@ -1,7 +1,7 @@
 """Achieved rates of a device, measured once by `plimsoll calibrate` and used to estimate step times.
 
-device_rates.py  rates by kind of work and by size, and assumed rates for devices that were never measured
-workloads.py     the workloads that are measured
-measure.py       the measurement
-rates_store.py   the file that stores the measured rates
+workloads.py  the workloads that are measured
+measure.py    the measurement
+
+The rates, and the file that stores them, are described by framework/plan/step_time/device_rates.py.
 """

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from plimsoll.extras.plan_page.colors import EMPTY, colors, ink
 from plimsoll.extras.plan_page.tables import breakable, verdict
-from plimsoll.framework.plan.report_tables import Report
+from plimsoll.framework.plan.plan_report import PlanReport
 from plimsoll.framework.terminal.tables import human_bytes
 
 
@@ -30,7 +30,7 @@ class _Bar(NamedTuple):
     limit: float | None
 
 
-def draw_device_bars(names: Sequence[str], plans: Sequence[Report]) -> str:
+def draw_device_bars(names: Sequence[str], plans: Sequence[PlanReport]) -> str:
     """Return a bar for each plan: the arrays that are alive on one device at its peak.
 
     Args:
@@ -40,18 +40,18 @@ def draw_device_bars(names: Sequence[str], plans: Sequence[Report]) -> str:
     return _draw_chart([_device_bar(name, plan) for name, plan in zip(names, plans, strict=True)])
 
 
-def draw_host_bars(names: Sequence[str], plans: Sequence[Report]) -> str:
+def draw_host_bars(names: Sequence[str], plans: Sequence[PlanReport]) -> str:
     """Return a bar for each plan: the host memory of one process; "" if no plan uses any.
 
     Args:
         names: names of the plans.
         plans: reports, one for each name.
     """
-    bars = [_host_bar(name, plan) for name, plan in zip(names, plans, strict=True) if plan["host_process_bytes"]]
+    bars = [_host_bar(name, plan) for name, plan in zip(names, plans, strict=True) if plan.host_process_bytes]
     return _draw_chart(bars) if bars else ""
 
 
-def draw_phase_bars(names: Sequence[str], plans: Sequence[Report]) -> str:
+def draw_phase_bars(names: Sequence[str], plans: Sequence[PlanReport]) -> str:
     """Return a bar for each phase, with a heading for each of several plans; "" if there are no phases.
 
     Args:
@@ -60,33 +60,33 @@ def draw_phase_bars(names: Sequence[str], plans: Sequence[Report]) -> str:
     """
     rows: list[_Bar | str] = []
     for name, plan in zip(names, plans, strict=True):
-        if len(plans) > 1 and plan["phases"]:
+        if len(plans) > 1 and plan.phases:
             rows.append(f"<h3>{escape(name)}</h3>")
-        for phase, sizes in plan["phases"].items():
-            size = sizes["device_peak_bytes"]
-            host_size = sizes["host_peak_bytes"]
+        for phase, sizes in plan.phases.items():
+            size = sizes.device_peak_bytes
+            host_size = sizes.host_peak_bytes
             figure = human_bytes(size)
             if host_size:
                 figure += f" <small>host {human_bytes(host_size)}</small>"
-            rows.append(_Bar(phase, figure, {"": size}, plan["device_limit_bytes"]))
+            rows.append(_Bar(phase, figure, {"": size}, plan.device_limit_bytes))
     return _draw_chart(rows, "thin") if rows else ""
 
 
-def _device_bar(name: str, plan: Report) -> _Bar:
-    need = plan["device_allocated_bytes"]
-    parts = plan["breakdown"] | {EMPTY: max(0, need - plan["device_peak_bytes"])}
-    about = "≈ " if plan["estimated"] else ""
+def _device_bar(name: str, plan: PlanReport) -> _Bar:
+    need = plan.device_allocated_bytes
+    parts = plan.breakdown | {EMPTY: max(0, need - plan.device_peak_bytes)}
+    about = "≈ " if plan.estimated else ""
     figure = f"<b>{about}{human_bytes(need)}</b> <small>{verdict(plan)}</small>"
-    return _Bar(name, figure, parts, plan["device_limit_bytes"])
+    return _Bar(name, figure, parts, plan.device_limit_bytes)
 
 
-def _host_bar(name: str, plan: Report) -> _Bar:
-    process_bytes = plan["host_process_bytes"]
+def _host_bar(name: str, plan: PlanReport) -> _Bar:
+    process_bytes = plan.host_process_bytes
     parts = {}
-    for group, size in plan["host_breakdown"].items():
+    for group, size in plan.host_breakdown.items():
         # The breakdown covers one device, but a process has several. Scale it to the process.
-        parts[group] = process_bytes * size / plan["host_peak_bytes"]
-    return _Bar(name, f"<b>{human_bytes(process_bytes)}</b>", parts, plan["host_limit_bytes"])
+        parts[group] = process_bytes * size / plan.host_peak_bytes
+    return _Bar(name, f"<b>{human_bytes(process_bytes)}</b>", parts, plan.host_limit_bytes)
 
 
 def _draw_chart(rows: Sequence[_Bar | str], kind: str = "") -> str:

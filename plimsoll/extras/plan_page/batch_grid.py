@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from plimsoll.framework.config import Config
 from plimsoll.framework.plan.build_report import estimate_report
-from plimsoll.framework.plan.report_tables import Report
+from plimsoll.framework.plan.plan_report import PlanReport
 from plimsoll.framework.plan.suggest import check_target
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.terminal.phases import SHORT, phase
@@ -32,16 +33,16 @@ class GridPoint(NamedTuple):
 
     batch: int
     sequence: int | None
-    report: Report
+    report: PlanReport
 
 
-def point_from_report(report: Report) -> GridPoint:
+def point_from_report(report: PlanReport) -> GridPoint:
     """Return the grid point that a report belongs to."""
-    in_effect = report["in_effect"]
+    in_effect = report.in_effect
     return GridPoint(in_effect[BATCH], in_effect.get(SEQUENCE), report)
 
 
-def plan_grid(config: Config, target: Target, report: Report, *, seconds: float = _SECONDS) -> list[GridPoint]:
+def plan_grid(config: Config, target: Target, report: PlanReport, *, seconds: float = _SECONDS) -> list[GridPoint]:
     """Return the requested point and points around it at powers of two that the config allows, within a time limit.
 
     Args:
@@ -66,7 +67,7 @@ def plan_grid(config: Config, target: Target, report: Report, *, seconds: float 
 class _Planner:
     """Plans grid points around the requested one."""
 
-    def __init__(self, config: Config, target: Target, report: Report):
+    def __init__(self, config: Config, target: Target, report: PlanReport):
         self._config = config
         self._target = target
         self._requested = point_from_report(report)
@@ -75,7 +76,7 @@ class _Planner:
         """Return batch sizes around the requested one; if that does not fit, continue downward until one does."""
         batch = self._requested.batch
         batches = self._around(BATCH, batch)
-        if self._requested.report["fits"]:
+        if self._requested.report.fits:
             return batches
         smallest = min(batches)
         while len(batches) < _MOST_HALVINGS and not self._fits(smallest):
@@ -126,25 +127,25 @@ class _Planner:
 
     def _fits(self, batch: int) -> bool:
         report = self._plan(batch, self._requested.sequence)
-        return report is not None and report["fits"]
+        return report is not None and report.fits
 
-    def _plan(self, batch: int, sequence: int | None) -> Report | None:
+    def _plan(self, batch: int, sequence: int | None) -> PlanReport | None:
         settings: dict[str, Any] = {BATCH: batch}
         if sequence is not None:
             settings[SEQUENCE] = sequence
         requested_report = self._requested.report
         try:
             report = estimate_report(
-                requested_report["config"],
+                requested_report.config,
                 self._apply(settings),
                 self._target,
-                requested_report["device_limit_bytes"],
+                requested_report.device_limit_bytes,
                 suggests=False,
             )
         except ValueError:
             # Batch size and length may each be possible and still be invalid together, such as too long for the mesh.
             return None
-        return report | {"target": requested_report["target"], "settings": requested_report["settings"]}
+        return replace(report, target=requested_report.target, settings=requested_report.settings)
 
     def _apply(self, settings: dict[str, Any]) -> Config:
         changed = self._config.copy()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from plimsoll.extras.plan_page.colors import EMPTY, colors, ink
 from plimsoll.extras.plan_page.tables import need_text, verdict_kind, verdict_text
-from plimsoll.framework.plan.report_tables import Report
+from plimsoll.framework.plan.plan_report import PlanReport
 from plimsoll.framework.terminal.tables import human_bytes
 
 # In units of the drawing, where y increases downward.
@@ -32,32 +32,32 @@ class Segment(NamedTuple):
     ink: str
 
 
-def list_segments(plans: Sequence[Report]) -> list[Segment]:
+def list_segments(plans: Sequence[PlanReport]) -> list[Segment]:
     """Return a segment for each group that any of the plans has, from the bottom of the chart to the top."""
     groups = dict.fromkeys(group for plan in plans for group, size in bytes_by_group(plan).items() if size > 0)
     ordered = [group for plan in plans for group in bytes_by_group(plan) if group in groups]
-    fills = colors(group for plan in plans for group in plan["breakdown"])
+    fills = colors(group for plan in plans for group in plan.breakdown)
     segments = []
     for index, group in enumerate(sorted(dict.fromkeys(ordered), key=lambda group: group == EMPTY)):
         segments.append(Segment(f"g{index}", group, group.replace("_", " "), fills[group], ink(fills[group])))
     return segments
 
 
-def bytes_by_group(plan: Report) -> Mapping[str, int]:
+def bytes_by_group(plan: PlanReport) -> Mapping[str, int]:
     """Return the bytes by group, including those that packing leaves empty."""
-    gaps = plan["device_allocated_bytes"] - plan["device_peak_bytes"]
-    return plan["breakdown"] | {EMPTY: max(0, gaps)}
+    gaps = plan.device_allocated_bytes - plan.device_peak_bytes
+    return plan.breakdown | {EMPTY: max(0, gaps)}
 
 
-def figures(plan: Report, segments: Sequence[Segment]) -> dict[str, str]:
+def figures(plan: PlanReport, segments: Sequence[Segment]) -> dict[str, str]:
     """Return the figures of the chart and of the table next to it, by key.
 
     Args:
         plan: report to draw.
         segments: segments of the chart, from the bottom to the top; some may be empty in this plan.
     """
-    need = plan["device_allocated_bytes"]
-    limit = plan["device_limit_bytes"]
+    need = plan.device_allocated_bytes
+    limit = plan.device_limit_bytes
     sizes = bytes_by_group(plan)
     scale = _scale(sum(max(0, size) for size in sizes.values()), limit)
     values: dict[str, str] = {}
@@ -68,7 +68,7 @@ def figures(plan: Report, segments: Sequence[Segment]) -> dict[str, str]:
         y -= height
         values |= _segment_figures(segment, size, y, height)
         # As in the tables, shares are relative to the peak, so that all groups but the packing gaps add up to 100%.
-        values[f"{segment.key}.share"] = f"{100 * size / max(plan['device_peak_bytes'], 1):.1f}%"
+        values[f"{segment.key}.share"] = f"{100 * size / max(plan.device_peak_bytes, 1):.1f}%"
     values |= _water_figures(y, limit, scale)
     values |= _scale_marks(scale)
     over = need - limit if limit and need > limit else 0
@@ -143,7 +143,7 @@ def tick_keys() -> list[str]:
     return [f"tick{index}" for index in range(_TICKS)]
 
 
-def _description(plan: Report, segments: Sequence[Segment]) -> str:
+def _description(plan: PlanReport, segments: Sequence[Segment]) -> str:
     sizes = bytes_by_group(plan)
     listed = [f"{segment.label} {human_bytes(sizes.get(segment.group, 0))}" for segment in segments]
     return f"From the bottom to the top: {', '.join(listed)}."

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterable
 
-from plimsoll.framework.plan.report_tables import BREAKDOWN_KEYS
+from plimsoll.framework.plan.plan_report import BREAKDOWN_KEYS
 
 # The palette of Okabe and Ito 2008 (jfly.uni-koeln.de/color), which people can tell apart with any kind of color
 # vision, and two grays.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from plimsoll.extras.plan_page.batch_grid import BATCH, SEQUENCE, GridPoint
 from plimsoll.extras.plan_page.data_binding import Figures, bind_element
-from plimsoll.framework.plan.report_tables import Report
+from plimsoll.framework.plan.plan_report import PlanReport
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class PlanCommand:
     train_flags: Sequence[str] = ()
 
 
-def get_overrides(report: Report) -> list[str]:
+def get_overrides(report: PlanReport) -> list[str]:
     """Return the overrides of a plan as `path=value`, without the lines about rules, which apply automatically."""
-    return [setting for setting in report["settings"] if not setting.startswith("rule ")]
+    return [setting for setting in report.settings if not setting.startswith("rule ")]
 
 
 def plan_command(asked: PlanCommand, settings: Sequence[str]) -> str:

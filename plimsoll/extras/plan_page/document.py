@@ -9,7 +9,7 @@ from plimsoll.extras.plan_page.batch_grid import GridPoint, point_from_report
 from plimsoll.extras.plan_page.commands import PlanCommand
 from plimsoll.extras.plan_page.data_binding import Figures, bind_element
 from plimsoll.framework.plan.memory_levers import Lever, levers
-from plimsoll.framework.plan.report_tables import Report
+from plimsoll.framework.plan.plan_report import PlanReport
 
 _FOLDER = Path(__file__).parent
 _CSS = (_FOLDER / "page.css").read_text("utf-8")
@@ -24,7 +24,7 @@ _MOST_CHARTS = 12
 
 
 def page(
-    plans: Sequence[Report],
+    plans: Sequence[PlanReport],
     *,
     points: Sequence[GridPoint] = (),
     asked: PlanCommand | None = None,
@@ -62,7 +62,7 @@ def page(
     return f"{head}<body><main>{chart.DEFINITIONS}{header}{body}</main>{script}</body></html>\n"
 
 
-def _make_shared_sections(plans: Sequence[Report], planned: "_PageContent") -> list[tuple[str, str]]:
+def _make_shared_sections(plans: Sequence[PlanReport], planned: "_PageContent") -> list[tuple[str, str]]:
     names = tables.name_plans(plans)
     sections = []
     if len(plans) > 1:
@@ -76,7 +76,7 @@ def _make_shared_sections(plans: Sequence[Report], planned: "_PageContent") -> l
     return sections
 
 
-def _figures(names: Sequence[str], plans: Sequence[Report], planned: "_PageContent") -> str:
+def _figures(names: Sequence[str], plans: Sequence[PlanReport], planned: "_PageContent") -> str:
     """Return all tables of a single plan, or a comparison of several plans with the tables of each folded in."""
     if len(plans) == 1:
         return tables.render_tables(plans[0], is_drawn=True)
@@ -96,7 +96,7 @@ def _section(heading: str, content: str) -> str:
 class _PageContent:
     """The plans of a page, with the figures that its script may change."""
 
-    def __init__(self, plans: Sequence[Report], points: Sequence[GridPoint], asked: PlanCommand | None):
+    def __init__(self, plans: Sequence[PlanReport], points: Sequence[GridPoint], asked: PlanCommand | None):
         self._plans = plans
         self._first = plans[0]
         self._asked = asked
@@ -116,7 +116,7 @@ class _PageContent:
     def verdict(self) -> str:
         """Return the verdict on a single plan, or the number of plans that fit."""
         if len(self._plans) > 1:
-            fitting = sum(plan["fits"] for plan in self._plans)
+            fitting = sum(plan.fits for plan in self._plans)
             kind = "good" if fitting else "bad"
             return f"<p class='verdict {kind}'>{fitting} of {len(self._plans)} fit</p>"
         return self._format_verdict()
@@ -150,9 +150,9 @@ class _PageContent:
             boxes = commands.render_command(self._shown, "command.train", "train")
         return boxes + commands.render_command(self._shown, "command.plan", "plan again")
 
-    def command_for(self, plan: Report) -> str:
+    def command_for(self, plan: PlanReport) -> str:
         """Return the command that trains one of several plans."""
-        if self._asked is None or "subject" in plan:
+        if self._asked is None or plan.subject:
             return ""
         command = commands.train_command(self._asked, commands.get_overrides(plan))
         return commands.render_command({"train": command}, "train", "train") if command else ""
@@ -161,7 +161,7 @@ class _PageContent:
         """Return the section on the step time; "" if no report estimates it."""
         if not self._parts or (len(self._plans) > 1 and not self._points):
             return ""
-        content = step_time.render_section(self._shown, self._parts, self._first.get("item", "item"))
+        content = step_time.render_section(self._shown, self._parts, self._first.item)
         return bind_element("div", self._shown, {"class": "time.class"}, content=content)
 
     def script(self) -> str:
@@ -205,7 +205,7 @@ class _PageContent:
         asked = self._points[[other[:2] for other in self._points].index(point_from_report(self._first)[:2])]
         figures = chart_figures.figures(point.report, self._segments) | step_time.figures(point.report, self._parts)
         figures["basis"] = slider.describe_basis(point, asked)
-        settings = self._first["settings"]
+        settings = self._first.settings
         is_asked = point[:2] == asked[:2]
         figures["settings"] = " ".join(settings if is_asked else commands.settings_at(point, settings))
         if self._asked is None:

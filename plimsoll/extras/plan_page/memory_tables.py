@@ -1,6 +1,6 @@
 """Memory tables of a plan: its groups with the settings that change them, its largest buffers, and fitting settings."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 
 from plimsoll.extras.plan_page.chart_figures import Segment, bytes_by_group
@@ -8,7 +8,8 @@ from plimsoll.extras.plan_page.colors import COLORS
 from plimsoll.extras.plan_page.data_binding import Figures, bind_element
 from plimsoll.extras.plan_page.tables import breakable
 from plimsoll.framework.plan.memory_levers import Lever
-from plimsoll.framework.plan.report_tables import Report, needs_text
+from plimsoll.framework.plan.plan_report import LargestBuffer, PlanReport
+from plimsoll.framework.plan.report_tables import needs_text
 from plimsoll.framework.terminal.tables import human_bytes
 
 _MOST_GROUPS = 20
@@ -17,7 +18,7 @@ _MOST_BUFFERS = 12
 _MOST_CUT = 160
 
 
-def render_groups(figures: Figures, plan: Report, segments: Sequence[Segment], levers: Sequence[Lever]) -> str:
+def render_groups(figures: Figures, plan: PlanReport, segments: Sequence[Segment], levers: Sequence[Lever]) -> str:
     """Return the table of the groups, from the top of the chart to the bottom.
 
     Args:
@@ -52,22 +53,22 @@ def _group_row(figures: Figures, segment: Segment) -> str:
     return f"<tr>{name}{size}{share}<td><svg class=mini>{bar}</svg>"
 
 
-def _select_largest(plan: Report, segments: Sequence[Segment]) -> list[Segment]:
+def _select_largest(plan: PlanReport, segments: Sequence[Segment]) -> list[Segment]:
     """Return the segments to list. A user's function may have hundreds of arguments, each of them its own group."""
     sizes = bytes_by_group(plan)
     by_size = sorted(segments, key=lambda segment: sizes.get(segment.group, 0), reverse=True)
     return [segment for segment in segments if segment in by_size[:_MOST_GROUPS]]
 
 
-def render_suggestions(plan: Report) -> str:
+def render_suggestions(plan: PlanReport) -> str:
     """Return the list of settings that would fit, if the plan does not; "" if there are none."""
     items = ""
-    for suggestion in plan["suggestions"]:
-        items += f"<li><code>{breakable(suggestion['setting'])}</code> <small>{escape(needs_text(suggestion))}</small>"
+    for suggestion in plan.suggestions:
+        items += f"<li><code>{breakable(suggestion.setting)}</code> <small>{escape(needs_text(suggestion))}</small>"
     return f"<h3>settings that would fit</h3><ul>{items}</ul>" if items else ""
 
 
-def render_buffers(plan: Report, segments: Sequence[Segment]) -> str:
+def render_buffers(plan: PlanReport, segments: Sequence[Segment]) -> str:
     """Return the table of the largest buffers, each with a bar relative to the peak; "" if none are known.
 
     Args:
@@ -75,25 +76,25 @@ def render_buffers(plan: Report, segments: Sequence[Segment]) -> str:
         segments: segments of the chart, whose colors the bars use.
     """
     color_by_group = COLORS | {segment.group: segment.color for segment in segments}
-    peak = max(plan["device_peak_bytes"], 1)
+    peak = max(plan.device_peak_bytes, 1)
     rows = ""
-    for buffer in plan["largest"][:_MOST_BUFFERS]:
-        rows += _buffer_row(buffer, color_by_group.get(buffer["group"], COLORS[""]), buffer["bytes"] / peak)
+    for buffer in plan.largest[:_MOST_BUFFERS]:
+        rows += _buffer_row(buffer, color_by_group.get(buffer.group, COLORS[""]), buffer.bytes / peak)
     if not rows:
         return ""
     return f'<h3>largest buffers</h3><div class="scroll"><table class="buffers">{rows}</table></div>'
 
 
-def _buffer_row(buffer: Mapping, color: str, share: float) -> str:
-    repeats = f" x {buffer['count']}" if buffer["count"] > 1 else ""
+def _buffer_row(buffer: LargestBuffer, color: str, share: float) -> str:
+    repeats = f" x {buffer.count}" if buffer.count > 1 else ""
     bar = f'<svg class="mini"><rect width="{min(1, share):.2%}" height="100%" fill="{color}"/></svg>'
     # Names are paths without spaces, so let lines break at the slashes.
-    name = escape(_truncate(buffer["name"])).replace("/", "/<wbr>")
-    shape = escape(_truncate(buffer["shape"]) + repeats)
-    return f"<tr><td>{name}<td class=shape>{shape}<td class=number>{human_bytes(buffer['bytes'])}<td>{bar}"
+    name = escape(_truncate(buffer.name)).replace("/", "/<wbr>")
+    shape = escape(_truncate(buffer.shape) + repeats)
+    return f"<tr><td>{name}<td class=shape>{shape}<td class=number>{human_bytes(buffer.bytes)}<td>{bar}"
 
 
-def _render_levers(plan: Report, segment: Segment, levers: Sequence[Lever]) -> str:
+def _render_levers(plan: PlanReport, segment: Segment, levers: Sequence[Lever]) -> str:
     """Return the settings that change a group, and by how much, if that was estimated."""
     texts = []
     for lever in [lever for lever in levers if lever.group == segment.group][:_MOST_LEVERS]:
@@ -104,12 +105,13 @@ def _render_levers(plan: Report, segment: Segment, levers: Sequence[Lever]) -> s
     return "".join(texts)
 
 
-def _format_change(plan: Report, lever: Lever) -> str:
+def _format_change(plan: PlanReport, lever: Lever) -> str:
     """Return the effect of a lever on its group and on the peak. Both figures are analytical estimates."""
-    present = plan["estimate"]
-    group_bytes = present["breakdown"][lever.group]
+    present = plan.estimate
+    assert present is not None
+    group_bytes = present.breakdown[lever.group]
     change = f"{human_bytes(group_bytes)} → {human_bytes(lever.group_bytes)}"
-    difference = (lever.peak_bytes or 0) - present["device_peak_bytes"]
+    difference = (lever.peak_bytes or 0) - present.device_peak_bytes
     direction = "less" if difference < 0 else "more"
     return f"{change}; peak {human_bytes(abs(difference))} {direction}"
 

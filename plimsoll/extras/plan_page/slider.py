@@ -44,7 +44,7 @@ def render_controls(points: Sequence[GridPoint]) -> str:
     for name, choices in values.items():
         if len(choices) > 1:
             sliders += _render_slider(name, len(choices))
-    compiled = sum(not point.report["estimated"] for point in points)
+    compiled = sum(not point.report.estimated for point in points)
     estimated = len(points) - compiled
     counts = []
     if compiled:
@@ -70,11 +70,11 @@ def describe_basis(point: GridPoint, asked: GridPoint) -> str:
     description = f"Batch {point.batch:,}"
     if point.sequence is not None:
         description += f", sequence {point.sequence:,}"
-    if not point.report["estimated"]:
+    if not point.report.estimated:
         return f"{description}: compiled by the target's own compiler."
-    error = asked.report.get("estimate", {}).get("error")
+    error = asked.report.estimate and asked.report.estimate.error
     accuracy = ""
-    if not asked.report["estimated"] and error is not None:
+    if not asked.report.estimated and error is not None:
         direction = "high" if error > 0 else "low"
         accuracy = f" At the compiled point, the estimate is {abs(error):.1%} too {direction}."
     return f"{description}: analytical estimate, not compiled.{accuracy}"

@@ -1,45 +1,44 @@
 """The step time section, for reports with an estimate: a bar of its parts, the throughput, and the basis."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
-from typing import Any
 
 from plimsoll.extras.plan_page.colors import FILLS, ink
 from plimsoll.extras.plan_page.data_binding import Figures, bind_element
-from plimsoll.framework.plan.report_tables import Report
+from plimsoll.framework.plan.plan_report import PlanReport, TimeReport
 from plimsoll.framework.terminal.tables import human_count, human_duration
 
 # Smallest part that has room for its name, as a fraction of the bar's width.
 _LEAST_LABELLED = 0.14
-_NO_TIME = {"seconds": 0.0, "parts": {}, "tokens_per_second": 0.0, "model_flops_utilization": None, "bound_by": ""}
+_NO_TIME = TimeReport(0.0, 0.0, None, bound_by="", parts={}, basis="")
 
 
-def part_names(plans: Sequence[Report]) -> list[str]:
+def part_names(plans: Sequence[PlanReport]) -> list[str]:
     """Return the parts of a step that take time in any of the plans, in order."""
-    times = [plan.get("time") or _NO_TIME for plan in plans]
-    return list(dict.fromkeys(part for time in times for part, seconds in time["parts"].items() if seconds > 0))
+    times = [plan.time or _NO_TIME for plan in plans]
+    return list(dict.fromkeys(part for time in times for part, seconds in time.parts.items() if seconds > 0))
 
 
-def figures(plan: Report, parts: Sequence[str]) -> dict[str, str]:
+def figures(plan: PlanReport, parts: Sequence[str]) -> dict[str, str]:
     """Return the figures of the step time. Without an estimate, they are placeholders and hide the section.
 
     Args:
         plan: report of one point.
         parts: parts of a step, in the order of the bar.
     """
-    time: Mapping[str, Any] = plan.get("time") or _NO_TIME
-    whole = max(time["seconds"], 1e-12)
+    time = plan.time or _NO_TIME
+    whole = max(time.seconds, 1e-12)
     values = {
-        "time.class": "" if plan.get("time") else "no-time",
-        "time.seconds": human_duration(time["seconds"]),
-        "time.rate": human_count(time["tokens_per_second"]),
-        "time.mfu": _percentage(time["model_flops_utilization"]),
-        "time.bound_by": time["bound_by"],
-        "time.basis": time.get("basis", ""),
+        "time.class": "" if plan.time else "no-time",
+        "time.seconds": human_duration(time.seconds),
+        "time.rate": human_count(time.tokens_per_second),
+        "time.mfu": _percentage(time.model_flops_utilization),
+        "time.bound_by": time.bound_by,
+        "time.basis": time.basis,
     }
     start = 0.0
     for index, part in enumerate(parts):
-        seconds = time["parts"].get(part, 0.0)
+        seconds = time.parts.get(part, 0.0)
         key = f"t{index}"
         values[f"{key}.x"] = f"{100 * start / whole:.3f}%"
         values[f"{key}.width"] = f"{100 * seconds / whole:.3f}%"

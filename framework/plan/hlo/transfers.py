@@ -1,4 +1,4 @@
-"""Finds a program's collectives and the bytes that a chip receives from other chips.
+"""Finds the transfers of a program: collectives between chips, and copies between device and host memory.
 
 A collective has one of three modes:
   sync: nothing else runs until it is done.
@@ -6,6 +6,8 @@ A collective has one of three modes:
     chain of fusions runs its steps next to matrix products (the TPU compiler's "async collective fusion"; all fusions
     of a chain name the same channel, so a channel counts once).
   fused: one fusion first reduces and then scatters ("all-reduce-scatter"), and nothing else runs meanwhile.
+
+Only TPU programs name memory spaces; in other programs this module finds no transfers to or from the host.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from plimsoll.framework.plan.hlo.arrays import arrays
+from plimsoll.framework.plan.hlo.arrays import HOST, StoredArray, arrays, bytes_in, parse_stored_arrays
 from plimsoll.framework.plan.hlo.computations import Instruction
-from plimsoll.framework.plan.hlo.executed_instructions import iter_executed
-from plimsoll.framework.plan.hlo.module import Module
+from plimsoll.framework.plan.hlo.module import Module, iter_executed
 
 KINDS = (
     "all-gather",
@@ -34,9 +36,17 @@ _REDUCE_SCATTER_FUSION = "all-reduce-scatter"
 _MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
 _IOTA_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
 _LISTED_GROUPS = re.compile(r"replica_groups=\{\{([\d,]+)\}")
+Direction = Literal["to host", "from host"]
+DIRECTIONS: tuple[Direction, ...] = ("to host", "from host")
+_UPDATES = ("dynamic-update-slice-start", "dynamic-update-slice")
+_ASYNC_STARTS = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start", "async-start")
+_SYNCHRONOUS = ("copy", "slice", "dynamic-slice", "dynamic-update-slice", "fusion")
+# Smaller results, such as indices, do not count as transfers.
+_LEAST_BYTES = 64
 
 
-class Collective(NamedTuple):
+@dataclass(frozen=True)
+class Collective:
     """One collective of the program.
 
     Attributes:
@@ -97,43 +107,35 @@ def collectives(module: Module) -> list[Collective]:
         for operand in waited_for:
             if operand in identity_by_start:
                 identity = identity_by_start[operand]
-                by_identity[identity] = by_identity[identity]._replace(last=instruction)
+                by_identity[identity] = replace(by_identity[identity], last=instruction)
         for inner in iter_collectives(module, instruction):
-            channel = _number(inner, r"channel_id=(\d+)")
-            chain = _number(inner, r'chain_id="(\d+)"')
+            channel = re.search(r"channel_id=(\d+)", inner.attributes)
+            chain = re.search(r'chain_id="(\d+)"', inner.attributes)
             # The steps of a chain have different names but the same channel.
             name = inner.name if inner is instruction else ""
-            identity = (instruction.computation, channel, chain, name)
+            identity = (instruction.computation, channel[1] if channel else "", chain[1] if chain else "", name)
             earlier = by_identity.get(identity)
             if earlier is None:
                 by_identity[identity] = _collective(module, inner, instruction, runs)
                 identity_by_start[instruction.name] = identity
             elif earlier.scheduled is not instruction:
                 # This is a later step of a chain.
-                by_identity[identity] = earlier._replace(last=instruction)
+                by_identity[identity] = replace(earlier, last=instruction)
             elif earlier.instruction is inner:
                 # The computation is called from several places.
-                by_identity[identity] = earlier._replace(runs=earlier.runs + runs)
+                by_identity[identity] = replace(earlier, runs=earlier.runs + runs)
     return list(by_identity.values())
 
 
-def _number(instruction: Instruction, pattern: str) -> str:
-    match = re.search(pattern, instruction.attributes)
-    return match[1] if match else ""
-
-
-def _mode(instruction: Instruction) -> CollectiveMode:
-    """Return the mode of a collective, given the scheduled instruction that is or contains it."""
-    if collective_kind(instruction):
-        return "async" if instruction.opcode.endswith("-start") else "sync"
-    is_fused = instruction.opcode == "fusion" and _REDUCE_SCATTER_FUSION in instruction.get_called_computation("calls")
-    return "fused" if is_fused else "async"
-
-
 def _collective(module: Module, instruction: Instruction, scheduled: Instruction, runs: int) -> Collective:
+    """Describe a collective, given the scheduled instruction that is or contains it."""
     kind = collective_kind(instruction)
-    mode = _mode(scheduled)
     received = _count_received(module, instruction)
+    mode: CollectiveMode = "async"
+    if collective_kind(scheduled) and not scheduled.opcode.endswith("-start"):
+        mode = "sync"
+    elif scheduled.opcode == "fusion" and _REDUCE_SCATTER_FUSION in scheduled.get_called_computation("calls"):
+        mode = "fused"
     if mode == "fused" and kind == "all-reduce":
         # Of the all-reduce, only the scatter half arrives: this chip receives only its own part of the result.
         kind = "reduce-scatter"
@@ -171,3 +173,61 @@ def group_size(instruction: Instruction) -> int:
     if match := _LISTED_GROUPS.search(instruction.attributes):
         return len(match[1].split(","))
     return 1
+
+
+# --- between device and host memory ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HostTransfer:
+    """Bytes, including tile padding, that an instruction moves; `waits` if nothing else runs until it is done."""
+
+    direction: Direction
+    num_bytes: int
+    waits: bool
+
+
+def find_transfer(module: Module, instruction: Instruction) -> HostTransfer | None:
+    """Return the transfer to or from host memory that an instruction is or starts; None if it moves nothing.
+
+    Args:
+        module: the program.
+        instruction: any of its instructions.
+    """
+    if instruction.opcode not in _ASYNC_STARTS + _SYNCHRONOUS:
+        return None
+    waits = instruction.opcode in _SYNCHRONOUS
+    operands = module.operands(instruction)
+    reads_host = any(bytes_in(operand.type, HOST) for operand in operands)
+    if not reads_host and not bytes_in(instruction.type, HOST):
+        return None
+    if instruction.opcode in _UPDATES and len(operands) > 1:
+        # Only the update moves, not the array that is updated.
+        into_host = bool(bytes_in(operands[0].type, HOST))
+        update = _largest(operands[1])
+        from_host = update.space == HOST
+        if into_host == from_host:
+            return None
+        return HostTransfer("to host" if into_host else "from host", update.padded_bytes, waits)
+    results = [result for result in parse_stored_arrays(instruction.type) if result.padded_bytes > _LEAST_BYTES]
+    if not operands or not results:
+        return None
+    source = _largest(operands[0])
+    # A start instruction also returns its operands, before or after the destination.
+    is_from_host = source.space == HOST
+    destinations = [result for result in results if (result.space == HOST) != is_from_host]
+    if not destinations:
+        return None
+    # A slice is smaller than its source, and smaller than an array that it is written into.
+    moved_bytes = min(array.padded_bytes for array in (*destinations, source))
+    return HostTransfer("from host" if is_from_host else "to host", moved_bytes, waits)
+
+
+def find_transfer_start(instruction: Instruction) -> str:
+    """Return the name of the instruction that started the transfer that this one waits for; "" if there is none."""
+    is_done = instruction.opcode.endswith("-done") and instruction.operands
+    return instruction.operands[0] if is_done else ""
+
+
+def _largest(instruction: Instruction) -> StoredArray:
+    return max(parse_stored_arrays(instruction.type), key=lambda array: array.padded_bytes)

@@ -1,23 +1,76 @@
-"""Checks that the compiled step fits the devices before `plimsoll train` allocates any array."""
+"""Checks that a run fits: its offloaded arrays in host memory, and its compiled step on the devices."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import os
+from dataclasses import dataclass
 
 import jax
 
 from plimsoll.framework.config import Config
+from plimsoll.framework.devices.accelerators import GIB, HOST_LIMIT, get_machine_memory_bytes
 from plimsoll.framework.layers.base import batch_specs
+from plimsoll.framework.layout import GROUPS
 from plimsoll.framework.metrics.memory import MemoryInUse
 from plimsoll.framework.plan.compilation import parse_refusal
 from plimsoll.framework.plan.report_tables import needs_text
-from plimsoll.framework.plan.suggest import suggestions
+from plimsoll.framework.plan.suggest import estimate_for_target, suggestions
 from plimsoll.framework.plan.targets import Target, resolve
 from plimsoll.framework.program.program import Program
+from plimsoll.framework.terminal.exit_codes import DoesNotFitError
 from plimsoll.framework.terminal.tables import human_bytes
 
 
-class MemoryNeed(NamedTuple):
+def check_host(program: Program, platform: str | None = None) -> None:
+    """Check that the offloaded arrays fit in host memory, before anything is compiled.
+
+    Args:
+        program: the program, resolved for its devices.
+        platform: platform to check for; None means the platform of the mesh.
+
+    Raises:
+        DoesNotFitError: this process's devices need more host memory than the machine has. Other processes on the
+            machine are not counted.
+        ValueError: they need more host memory than XLA may pin (GPU).
+    """
+    platform = platform or program.mesh.devices.flat[0].platform
+    # On CPU, host memory is device memory, which `explain_refusal` checks.
+    if platform == "cpu":
+        return
+    memory = program.experiment.memory
+    layout = program.layout
+    offloaded_bytes = {group: layout.bytes_per_device(group, "pinned_host") for group in GROUPS}
+    if memory.activations.uses_host or "offload" in memory.remat:
+        # Activations are not part of the layout.
+        estimate = estimate_for_target(program.experiment, resolve("local"))
+        offloaded_bytes["activations"] = estimate.host_breakdown["activations"]
+    batch_transform = program.experiment.batch_transform
+    if batch_transform is not None:
+        offloaded_bytes["batch transform"] = batch_transform.host_bytes(program)
+    count = len(program.mesh.local_devices)
+    need = count * sum(offloaded_bytes.values())
+    machine = get_machine_memory_bytes()
+    # On GPU, XLA pins at most 64 GiB unless the environment variable raises the limit.
+    pinned = int(os.environ.get(HOST_LIMIT, 64)) * GIB if platform == "gpu" else machine
+    error: type[ValueError] = ValueError
+    if need > machine:
+        error = DoesNotFitError
+        why = (
+            f"this machine has {human_bytes(machine)}; increase mesh.fsdp, set learner.moment_dtype=bfloat16, or "
+            "offload fewer layers (memory.FIELD=pinned_host:8) or none (memory.FIELD=device)"
+        )
+    elif need > pinned:
+        why = (
+            f"{HOST_LIMIT}={pinned // GIB} lets XLA pin {human_bytes(pinned)}; set it to {-(-need // GIB)} or unset it"
+        )
+    else:
+        return
+    parts = ", ".join(f"{name} {human_bytes(count * size)}" for name, size in offloaded_bytes.items() if size)
+    raise error(f"config.memory offloads {human_bytes(need)} to host memory ({parts}), but {why}")
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
     """Bytes of device memory, per device, that a step needs at its peak and between steps.
 
     Attributes:
@@ -42,21 +95,17 @@ def measure_need(program: Program) -> MemoryNeed:
     delivered = batch_specs(program.experiment.data.arrays())
     batch = sum(spec.num_bytes for spec in delivered.values()) // program.mesh.size
     try:
-        peak = max(program.backend.peak_bytes(), _batch_transform_peak(program))
+        peak = program.backend.peak_bytes()
+        batch_transform = program.experiment.batch_transform
+        if batch_transform is not None:
+            # An auxiliary model completes the batch before the step.
+            trackers = batch_transform.dry_run(program, program.backend.compile_here)
+            peak = max([peak, *(tracker.peak for tracker in trackers.values())])
     except jax.errors.JaxRuntimeError as error:
         peak, message = parse_refusal(error)
     groups = {group: layout.bytes_per_device(group, "device") for group in ("parameter", "frozen", "optimizer", "ema")}
     groups["activations and temporaries"] = max(0, peak - state - batch)
     return MemoryNeed(peak, state + batch, groups, message)
-
-
-def _batch_transform_peak(program: Program) -> int:
-    """Return the peak bytes per device while the batch transform completes a batch; 0 if there is none."""
-    batch_transform = program.experiment.batch_transform
-    if batch_transform is None:
-        return 0
-    trackers = batch_transform.dry_run(program, program.backend.compile_here)
-    return max((tracker.peak for tracker in trackers.values()), default=0)
 
 
 def explain_refusal(
@@ -83,7 +132,7 @@ def explain_refusal(
     lines.append(f"largest groups: {', '.join(parts)}")
     fitting = suggestions(config, target, limit or 0, found.peak)
     for suggestion in fitting:
-        lines.append(f"would fit: {suggestion['setting']} ({needs_text(suggestion)})")
+        lines.append(f"would fit: {suggestion.setting} ({needs_text(suggestion)})")
     if not fitting:
         lines.append("no setting of remat, accumulation, offloading and sharding fits: use more devices")
     # If the compiler refused the program, --force has nothing to run.

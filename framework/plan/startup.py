@@ -1,6 +1,6 @@
-"""Dry run of a run's start on absent devices: everything before the first array, for all processes.
+"""The start of a run: the table that it shows, and its dry run on absent devices.
 
-Used by `plimsoll train --dry_run --target=...`.
+The dry run does everything before the first array, for all processes; `plimsoll train --dry_run --target=...` uses it.
 """
 
 from __future__ import annotations
@@ -8,19 +8,90 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from plimsoll.framework.config import Config
+from plimsoll.framework.data.batches import Pipeline
+from plimsoll.framework.devices.accelerators import accelerator_name, spec_for
+from plimsoll.framework.devices.mesh import island, mesh_text
 from plimsoll.framework.layers.base import BATCH_AXES
-from plimsoll.framework.plan import device_budget
-from plimsoll.framework.plan.start_table import build_start_table
+from plimsoll.framework.layout import GROUPS, MemoryKind
+from plimsoll.framework.learner.rules import DEFAULT
+from plimsoll.framework.plan import memory_budget
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.program import Program
-from plimsoll.framework.terminal.tables import TableSection, human_bytes, render
+from plimsoll.framework.program.run_length import rate_course
+from plimsoll.framework.terminal.tables import TableSection, human_bytes, render, start_table
+
+
+def build_start_table(name: str, program: Program, without_data: str = "", starts_at: str = "") -> list[TableSection]:
+    """Return the table that is shown at a run's start.
+
+    It lists parameters by group, bytes per device by group and memory kind, mesh, items per step, FLOPs per item,
+    length of the run, learning rates, and data.
+
+    Args:
+        name: name of the config.
+        program: the experiment's program on the devices.
+        without_data: reason why there is no data; "" if the pipeline was set up.
+        starts_at: first step of the run and the source of its weights; "" leaves the row out.
+    """
+    layout = program.layout
+    experiment = program.experiment
+    devices = list(program.mesh.devices.flat)
+    mesh_shape = dict(program.mesh.shape)
+    num_slices = len(set(map(island, devices)))
+    parameters = []
+    for group in ("parameter", "frozen"):
+        if layout.size(group):
+            num_bytes = sum(leaf.spec.num_bytes for leaf in layout if leaf.group == group)
+            parameters.append((group, layout.size(group), num_bytes))
+    kinds: list[MemoryKind] = sorted({leaf.spec.memory_kind for leaf in layout})
+    device_bytes = {}
+    for group in GROUPS:
+        for kind in kinds:
+            size = layout.bytes_per_device(group, kind)
+            if size:
+                device_bytes[group, kind] = size
+    data: Pipeline = experiment.data
+    return start_table(
+        config=name,
+        accelerator=accelerator_name(devices),
+        mesh=mesh_text(mesh_shape, experiment.mesh.split(mesh_shape, num_slices), devices[0].platform),
+        parameters=parameters,
+        device_bytes=device_bytes,
+        tokens_per_step=data.global_batch_size * data.seq_len,
+        flops_per_token=experiment.model.flops_per_token(data.seq_len),
+        device_limit_bytes=spec_for(devices).limit_bytes,
+        data={"not checked": without_data} if without_data else {row.name: str(row) for row in data.source_report()},
+        item=data.item,
+        versions={name: version(name) for name in ("jax", "jaxlib", "optax", "orbax-checkpoint", "grain")},
+        course=_describe_run_length(program, starts_at, has_data=not without_data),
+    )
+
+
+def _describe_run_length(program: Program, starts_at: str, *, has_data: bool) -> dict[str, str]:
+    """Return the rows about a run's length, learning rates and first step."""
+    experiment = program.experiment
+    steps = experiment.trainer.known_steps
+    rows = {}
+    # The length is unknown if it is given in epochs and the data is not on this machine.
+    if steps is not None:
+        epochs = ""
+        if has_data:
+            epochs = f" ({experiment.data.count_epochs(steps):.3g} epochs)"
+        rows["steps"] = f"{steps:,}{epochs}"
+        for label, rate in experiment.learner.learning_rates.items():
+            row = "learning rate" if label == DEFAULT else f"learning rate ({label})"
+            rows[row] = rate_course(rate, steps)
+    if starts_at:
+        rows["starts at"] = starts_at
+    return rows
 
 
 def dry_run(name: str, config: Config, experiment: Experiment, target: Target, folder: Path, limit: int | None) -> bool:
@@ -53,11 +124,11 @@ def dry_run(name: str, config: Config, experiment: Experiment, target: Target, f
         missing = f"not on this machine: {error}"
     print(render([*build_start_table(name, program, missing), process_table(program)]), flush=True)
     start = time.perf_counter()
-    need = device_budget.measure_need(program)
+    need = memory_budget.measure_need(program)
     seconds = time.perf_counter() - start
     if limit is None:
         limit = target.limit_bytes
-    refusal = device_budget.explain_refusal(config, program, need, limit, target)
+    refusal = memory_budget.explain_refusal(config, program, need, limit, target)
     peak = f"its peak is {human_bytes(need.peak)} of {human_bytes(limit)} per device"
     summary = f"dry run: the step compiles for {target.name} in {seconds:.0f} s, and {peak}. Nothing was trained."
     for note in target.compiler_notes:
