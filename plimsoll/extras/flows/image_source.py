@@ -243,13 +243,9 @@ class ImagePipeline(Pipeline):
                 raise ValueError(f"{_label(name)}: expected an ImageSource, given {kind}")
         # Pixels have values 0 to levels - 1.
         self.levels = self.sources["train"].levels
+        self.validation_names = list(self.sources)[1:]
         # Images uint8 [N,H,W,C] by source, read by `setup`.
         self.images: dict[str, np.ndarray] = {}
-
-    @property
-    def validation_names(self) -> list[str]:
-        """The validation sets, in config order."""
-        return list(self.sources)[1:]
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
