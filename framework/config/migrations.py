@@ -29,6 +29,8 @@ RENAMED_VALUES = {
     },
 }
 
+_warn_once = functools.cache(logging.getLogger(__name__).warning)
+
 
 def find_current_field(target: Target, name: str) -> str:
     """Returns the current name of a field that a user has typed; a name that was never renamed stays as it is."""
@@ -76,8 +78,3 @@ def migrate_fields(name: str, fields: Mapping[str, object]) -> Mapping[str, obje
 def _component_name(target: Target) -> str:
     """Returns the name of a component of Plimsoll; "" for any other class, which may have the same name."""
     return target.__name__ if is_ours(target) and is_component(target) else ""
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logging.getLogger(__name__).warning(message)
