@@ -6,9 +6,9 @@ These functions are meant to be jitted. `framework.program.backend` jits them in
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,8 @@ Paths = tuple[str, ...]
 InitFunction = Callable[..., GroupedArrays]
 
 
-class InitPart(NamedTuple):
+@dataclass(frozen=True)
+class InitPart:
     """Parameters that are initialized together.
 
     Attributes:
@@ -115,7 +116,10 @@ class StateInitializer:
         Parameters in `given_paths` are zeros.
         """
         specs = {}
-        for path, spec in flatten(_uncast(self._model.parameter_specs())).items():
+        for path, spec in flatten(self._model.parameter_specs()).items():
+            # At least float32, so that a master copy holds the exact initial values before they are cast.
+            if not spec.quantized:
+                spec = replace(spec, dtype=jnp.promote_types(spec.dtype, "float32"))
             if path in given_paths:
                 spec = replace(spec, initializer=jax.nn.initializers.zeros)
             specs[path] = spec
@@ -164,14 +168,3 @@ def check_calibration_dtypes(model: Chain) -> None:
             raise ValueError(
                 f"{path} is {spec.dtype}; parameters calibrated on the first batch must be float32 (model.param_dtype)"
             )
-
-
-def _uncast(specs: Nested) -> Nested:
-    """Widen dtypes to at least float32, so that a master copy holds the exact initial values before they are cast."""
-
-    def uncast(spec: Any) -> Any:
-        if spec.quantized:
-            return spec
-        return replace(spec, dtype=jnp.promote_types(spec.dtype, "float32"))
-
-    return jax.tree.map(uncast, specs)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +92,7 @@ class PerLayerStep(StepBackend):
         flat["counter"]["rng"] = run_words
         return self.initializer.to_state_tree(flat)
 
-    def _init_params(self, given_paths: Collection[str], words: Any, number: Any) -> GroupedArrays:
+    def _init_params(self, given_paths: Collection[str], words: jax.Array, number: jax.Array) -> GroupedArrays:
         """Initialize everything derived from parameters, {group: {path: array}}.
 
         Args:
@@ -104,12 +103,13 @@ class PerLayerStep(StepBackend):
         make = self.initializer.make_init_function(given_paths)
         specs = {name: flatten(tree) for name, tree in self.layout.specs.items()}
         flat: GroupedArrays = {name: {} for name in specs}
-        for paths, num_layers in self.initializer.parts():
-            stacked = num_layers is not None
+        for part in self.initializer.parts():
+            paths = part.paths
+            stacked = part.num_layers is not None
             layer = jnp.int32(0) if stacked else None
             key = jax.random.key(0)
             abstract = jax.eval_shape(lambda k, i, p=paths: make(k, p, i), key, layer)
-            for index in range(num_layers or 1):
+            for index in range(part.num_layers or 1):
                 layer_index = index if stacked else None
                 storage_specs = {}
                 for name, values in abstract.items():
@@ -193,7 +193,7 @@ class PerLayerStep(StepBackend):
 
     # --- information about the programs -------------------------------------------------------------------------------
 
-    def executables(self) -> list[Any]:
+    def executables(self) -> list[jax.stages.Compiled]:
         """See `StepBackend`."""
         return [call.run for call in self.step_memory.calls]
 
@@ -218,7 +218,7 @@ class PerLayerStep(StepBackend):
 
 def _init_layer(
     make: InitFunction, paths: Paths, storage_specs: Nested, stacked: bool, words: jax.Array, number: jax.Array
-) -> Any:
+) -> tuple[GroupedArrays, jax.Array]:
     """Return (values of one layer in their memory, index of the next layer)."""
     key = jax.random.wrap_key_data(words)
     values = make(key, paths, number if stacked else None)

@@ -99,7 +99,7 @@ def test_frozen_base_costs_only_its_storage_bytes(remat):
         if base == "trained":
             built.model.lora = None
         program = small.program(built)
-        stats = program.compiled_step.memory_analysis()
+        stats = program.jit_step.compiled_step.memory_analysis()
         assert stats.alias_size_in_bytes == program.layout.bytes_per_device()
         needs[base] = stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
     matrices = 8 * 4 * 64 * (2 * 64 + 2 * 32 + 3 * 128)  # bytes of the stack's matrices: eight layers, float32

@@ -172,7 +172,7 @@ def test_arithmetic_on_a_host_leaf_does_not_compile_without_fetch(offloaded_prog
         jax.jit(lambda tree: double(tree)).lower(abstract)  # a new function, because jit caches the trace of the first
     again = large("pinned_host")
     with pytest.raises((TypeError, ValueError), match="memory"):
-        again.step_jit.lower(again.layout.abstract(), again.layout.abstract(again.batch_specs))
+        again.jit_step.step_jit.lower(again.layout.abstract(), again.layout.abstract(again.batch_specs))
 
 
 def test_fetch_and_store_move_only_offloaded_leaves(table):

@@ -302,7 +302,7 @@ def test_no_step_asks_for_a_sum_in_bfloat16(family, memory):
     config = small.experiment(
         family(param_dtype="bfloat16", compute_dtype="bfloat16"), documents=True, memory=memory, clip=None
     )
-    step = small.program(config).traced_step.jaxpr.jaxpr
+    step = small.program(config).jit_step.traced_step.jaxpr.jaxpr
     asked = [eqn for eqn in equations(step) if any(name in eqn.primitive.name for name in SUMS)]
     assert asked
     narrow = [eqn for eqn in asked if any(x.aval.dtype == jnp.bfloat16 for x in eqn.outvars)]

@@ -203,7 +203,7 @@ def test_buffers_thread_through_microbatches(program, three_steps):
 
 
 def test_every_state_byte_is_updated_in_place(program):
-    aliased = program.compiled_step.memory_analysis().alias_size_in_bytes
+    aliased = program.jit_step.compiled_step.memory_analysis().alias_size_in_bytes
     assert aliased == program.layout.bytes_per_device()
     assert program.layout.bytes_per_device("frozen") > 0
 
@@ -211,7 +211,7 @@ def test_every_state_byte_is_updated_in_place(program):
 @pytest.mark.pairs
 def test_every_byte_is_updated_in_place_on_a_mesh():
     program = small.program(eventful(accumulate=2, mesh={"data": 2, "fsdp": 2, "model": 2}, dropout=0.1))
-    assert program.compiled_step.memory_analysis().alias_size_in_bytes == program.layout.bytes_per_device()
+    assert program.jit_step.compiled_step.memory_analysis().alias_size_in_bytes == program.layout.bytes_per_device()
 
 
 def test_old_state_is_deleted_after_a_step(program, three_steps):
@@ -228,8 +228,8 @@ def test_no_tracer_leaks(unroll):
     config.memory.remat = "dots"
     program = small.program(config)
     with jax.checking_leaks():
-        program.step_jit.trace(program.layout.abstract(), program.layout.abstract(program.batch_specs))
-        program.evaluate_jit.trace(
+        program.jit_step.step_jit.trace(program.layout.abstract(), program.layout.abstract(program.batch_specs))
+        program.jit_step.evaluation_jit("parameter").trace(
             *(program.layout.abstract()[group] for group in ("parameter", "frozen", "buffer")), batch(program)
         )
 
@@ -242,7 +242,7 @@ def test_evaluation_sums_over_microbatches():
     expected, found = (p.evaluate(state, p.put(batch)) for p in (whole, parts))
     assert float(found["tokens"]) == float(expected["tokens"])
     np.testing.assert_allclose(float(found["nll"]), float(expected["nll"]), rtol=1e-6)
-    jaxpr = str(parts.evaluate_jit.trace(*_evaluation_arguments(parts)).jaxpr)
+    jaxpr = str(parts.jit_step.evaluation_jit("parameter").trace(*_evaluation_arguments(parts)).jaxpr)
     assert "[2,16,32]" in jaxpr  # two sequences at a time
     assert "[8,16,32]" not in jaxpr
 

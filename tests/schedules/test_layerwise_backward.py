@@ -27,7 +27,7 @@ def experiment(memory: dict[str, str], layers: int = 8, **learner: Any) -> Confi
 
 def temporary_bytes(config: Config) -> int:
     """Return the bytes that the compiled step holds in addition to its arguments."""
-    stats = small.program(config).compiled_step.memory_analysis()
+    stats = small.program(config).jit_step.compiled_step.memory_analysis()
     return stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
 
 
@@ -76,7 +76,7 @@ def test_unsupported_settings_are_refused_by_name():
         ({"accumulate": 2}, r"accumulate = 2 with memory\.update = in_backward"),
     ):
         with pytest.raises(ValueError, match=words):
-            small.program(experiment(IN_BACKWARD, **fields)).step_jit  # noqa: B018
+            small.program(experiment(IN_BACKWARD, **fields)).jit_step.step_jit  # noqa: B018
     with pytest.raises(ValueError, match=r"gradients = pinned_host needs memory\.update = streamed"):
         experiment({"gradients": "pinned_host"}).instantiate()
     with pytest.raises(ValueError, match=r"expected over 1 for clip_mode norm_growth"):

@@ -44,7 +44,7 @@ def weights(case: ExactnessCase, rounding: str) -> tuple[dict[str, np.ndarray], 
         program.backend.jit = partial(jax.jit, compiler_options=options)
         program.compile()
     else:
-        program.backend.compiled_step = program.traced_step.lower().compile(options)
+        program.backend.compiled_step = program.jit_step.traced_step.lower().compile(options)
     state: Any = program.init()
     first = float32_weights(program, state)
     for step in range(STEPS):

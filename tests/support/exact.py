@@ -400,13 +400,13 @@ def check_leaks(case: ExactnessCase) -> None:
             program.compile()
         return
     # A schedule's trial traces run here, before checking_leaks turns off caching.
-    _ = program.step_jit
+    _ = program.jit_step.step_jit
     with jax.checking_leaks():
-        _ = program.traced_step
+        _ = program.jit_step.traced_step
 
 
 def _compile(program: Program, case: ExactnessCase) -> None:
-    traced = program.traced_step
+    traced = program.jit_step.traced_step
     # Only these cases have no other arrays in host memory.
     if PLACEMENTS[case.placement] in [(), ("activations",)] and case.memory != "hosted_gradients":
         assert ("<host>[" in str(traced.jaxpr)) == ("boundaries" in case.placement or case.remat == "offload")
