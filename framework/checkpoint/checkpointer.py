@@ -38,7 +38,6 @@ from plimsoll.framework.checkpoint.state_leaves import (
     build_manifest,
     find_narrow_averages,
     select_groups,
-    select_records,
     to_groups,
     widen_average,
     without_frozen,
@@ -124,17 +123,12 @@ class Checkpointer:
         # the training loop must not wait for.
         self._known: set[int] | None = None
         if not read_only:
-            self._prepare_directory()
-
-    def _prepare_directory(self) -> None:
-        """Create the directory, and remove leftovers of killed saves from it."""
-        if not self._in_store:
-            durable.make_folder(self.directory)
-        # The processes share the directory, so only one of them cleans up.
-        if not distributed.is_primary():
-            return
-        for message in files.remove_leftovers(self.directory):
-            logging.warning("checkpoints: %s", message)
+            if not self._in_store:
+                durable.make_folder(self.directory)
+            # The processes share the directory, so only one of them cleans up.
+            if distributed.is_primary():
+                for message in files.remove_leftovers(self.directory):
+                    logging.warning("checkpoints: %s", message)
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
@@ -370,7 +364,8 @@ class Checkpointer:
         abstract = to_groups(abstract)
         if groups is not None:
             abstract = select_groups(abstract, groups)
-            stored = select_records(stored, groups)
+            # The group is the first part of a leaf's path.
+            stored = {name: record for name, record in stored.items() if name.partition("/")[0] in groups}
         frozen: dict[str, Nested] = {}
         if manifest.frozen is not None and (groups is None or "frozen" in groups):
             frozen_abstract = abstract.get("frozen", {})

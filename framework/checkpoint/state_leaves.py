@@ -34,16 +34,6 @@ def select_groups(abstract: Nested, groups: Collection[str]) -> Nested:
     return {name: group for name, group in abstract.items() if name in groups}
 
 
-def select_records(stored: dict[str, files.LeafRecord], groups: Collection[str]) -> dict[str, files.LeafRecord]:
-    """Select the manifest records of the leaves in some groups. The group is the first part of a leaf's path."""
-    selected: dict[str, files.LeafRecord] = {}
-    for name, record in stored.items():
-        group, _, _ = name.partition("/")
-        if group in groups:
-            selected[name] = record
-    return selected
-
-
 def array_leaves(state: PyTree) -> dict[str, jax.Array]:
     """Return the leaves of a state by path. Raises TypeError if one of them is not a jax.Array."""
     leaves = flatten(state)

@@ -132,18 +132,18 @@ class StepBackend(ABC):
 
     # --- programs that a thread compiles ------------------------------------------------------------------------------
 
-    @abstractmethod
-    def begin_init(self) -> None:
+    # By default nothing is compiled ahead.
+
+    def begin_init(self) -> None:  # noqa: B027
         """Start compiling the initialization in a thread, if it is one program."""
 
-    @abstractmethod
-    def begin_evaluation(self) -> None:
+    def begin_evaluation(self) -> None:  # noqa: B027
         """Start compiling the evaluation of the weights and of their averages in a thread, if each is one program."""
 
     @property
-    @abstractmethod
     def evaluation_was_requested(self) -> bool:
         """True once compilation of the evaluation was started in a thread."""
+        return False
 
     # --- the step and evaluation --------------------------------------------------------------------------------------
 

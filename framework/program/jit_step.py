@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,8 +19,7 @@ from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.program.backend import StepBackend
 from plimsoll.framework.program.compile_thread import INIT, CompileThread, get_evaluation_name
 from plimsoll.framework.program.experiment import Experiment
-from plimsoll.framework.program.initializer import GroupedArrays
-from plimsoll.framework.program.placed_values import PlacedValues
+from plimsoll.framework.program.initializer import GroupedArrays, PlacedValues
 from plimsoll.framework.program.rows import Batch, BatchRows
 from plimsoll.framework.schedules import after_backward, in_backward, streamed
 from plimsoll.framework.schedules.layer_ranges import split_stacks
@@ -84,12 +83,17 @@ class JitStep(StepBackend):
 
     # --- the state at step 0 ------------------------------------------------------------------------------------------
 
-    def init_function(self, seed: int, given_paths: Collection[str] = ()) -> Callable[[], TrainState]:
-        """Return the function that initializes the state, directly into the layout when jitted with its shardings.
+    def init_jit(self, seed: int | None = None, given_paths: Collection[str] = ()) -> jax.stages.Wrapped:
+        """Return the jitted function that initializes the state, directly into the layout.
 
         A stack is initialized layer by layer, and offloaded leaves move to host memory immediately, so nothing is
-        held twice. Parameters in `given_paths` are zeros: the caller overwrites them.
+        held twice.
+
+        Args:
+            seed: seed of the initialization; the config's by default.
+            given_paths: paths of parameters to fill with zeros, because the caller overwrites them.
         """
+        seed = self.experiment.trainer.seed if seed is None else seed
         initializer = self.initializer
         placing = PlacedValues(initializer.make_init_function(given_paths), self.layout, self.parts)
 
@@ -113,12 +117,7 @@ class JitStep(StepBackend):
             flat["counter"]["rng"] = jax.random.key_data(run_key)
             return initializer.to_state_tree(flat)
 
-        return init
-
-    def init_jit(self, seed: int | None = None, given_paths: Collection[str] = ()) -> jax.stages.Wrapped:
-        """Jit `init_function` with the layout's shardings. The seed defaults to the config's."""
-        seed = self.experiment.trainer.seed if seed is None else seed
-        return self.jit(self.init_function(seed, given_paths), out_shardings=self.layout.shardings())
+        return self.jit(init, out_shardings=self.layout.shardings())
 
     def init(self, seed: int | None, given_paths: Collection[str]) -> TrainState:
         """See `StepBackend`."""

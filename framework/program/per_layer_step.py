@@ -147,19 +147,6 @@ class PerLayerStep(StepBackend):
         """Return the new values as arrays with a layer axis of length 1."""
         return jax.tree.map(lambda x: x[None], new)
 
-    # --- programs that a thread compiles ------------------------------------------------------------------------------
-
-    def begin_init(self) -> None:
-        """Do nothing: the programs are small, and a dry run compiles them."""
-
-    def begin_evaluation(self) -> None:
-        """Do nothing, as for the initialization."""
-
-    @property
-    def evaluation_was_requested(self) -> bool:
-        """See `StepBackend`."""
-        return False
-
     # --- the step and evaluation --------------------------------------------------------------------------------------
 
     @cached_property
@@ -223,10 +210,9 @@ def _init_layer(
     key = jax.random.wrap_key_data(words)
     values = make(key, paths, number if stacked else None)
 
-    def place(spec: TensorSpec, x: jax.Array) -> jax.Array:
-        return store_leaf(spec, x.reshape(spec.shape))
-
     placed_values = {}
     for name, specs in storage_specs.items():
-        placed_values[name] = {path: place(spec, values[name][path]) for path, spec in specs.items()}
+        placed_values[name] = {
+            path: store_leaf(spec, values[name][path].reshape(spec.shape)) for path, spec in specs.items()
+        }
     return placed_values, number + 1
