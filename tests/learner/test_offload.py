@@ -105,7 +105,7 @@ def test_the_layout_moves_what_the_wrapper_tags(update: str, tmp_path: Path) -> 
     after, metrics = ours.step(restored, ours.put(bad))
     ours.layout.check(after)
     assert float(metrics["skipped"]) == 1.0
-    small.assert_same_bits(after["optimizer"], state["optimizer"])
+    small.assert_same_bits(after["optimizer"], state.optimizer)
 
 
 @pytest.mark.pairs

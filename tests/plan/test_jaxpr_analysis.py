@@ -179,7 +179,7 @@ def gradients_jaxpr(program):
     parts = program.experiment
 
     def gradients(state, batch):
-        ctx = training_context(batch, state["counter"], parts.model, program.layout, parts.memory.remat)
+        ctx = training_context(batch, state.counter, parts.model, program.layout, parts.memory.remat)
         return accumulate_gradients(parts.model, parts.learner, state, ctx)[1]
 
     return jax.make_jaxpr(gradients)(program.layout.abstract(), program.layout.abstract(program.batch_specs))

@@ -88,10 +88,10 @@ def test_nonfinite_gradient_skips_its_layer_and_all_later_ones():
     program = small.program(experiment(IN_BACKWARD))
     state = program.init()
     # Layer 3 has huge activations but zero output: the loss is finite, the squares of its gradients are not.
-    weight = state["parameter"]["stack"]["block0"]["mlp"]["down"]["weight"]
-    state["parameter"]["stack"]["block0"]["mlp"]["down"]["weight"] = weight.at[3].set(0.0)
-    up = state["parameter"]["stack"]["block0"]["mlp"]["up"]["weight"]
-    state["parameter"]["stack"]["block0"]["mlp"]["up"]["weight"] = up.at[3].set(1e30)
+    weight = state.parameter["stack"]["block0"]["mlp"]["down"]["weight"]
+    state.parameter["stack"]["block0"]["mlp"]["down"]["weight"] = weight.at[3].set(0.0)
+    up = state.parameter["stack"]["block0"]["mlp"]["up"]["weight"]
+    state.parameter["stack"]["block0"]["mlp"]["up"]["weight"] = up.at[3].set(1e30)
     before = small.arrays(state)
     after, metrics = program.step(state, program.put(small.host_batch(program)))
     after = small.arrays(after)

@@ -56,7 +56,7 @@ def weights(case: ExactnessCase, rounding: str) -> tuple[dict[str, np.ndarray], 
 
 def float32_weights(program: Program, state: Any) -> dict[str, np.ndarray]:
     """Return numpy copies of the parameters in float32."""
-    return {p: np.asarray(x, np.float32) for p, x in flatten(state["parameter"]).items()}
+    return {p: np.asarray(x, np.float32) for p, x in flatten(state.parameter).items()}
 
 
 @pytest.mark.once("stochastic-streamed-state-eight")
