@@ -379,7 +379,12 @@ class Checkpointer:
         stored_specs = target_specs | narrow_specs
         self._refuse_mismatch(step, stored, stored_specs)
         with phase(f"reading {what or f'the checkpoint of step {step}'}", patience=SHORT):
-            arrays = self._read_arrays(step, manifest, stored_specs)
+            path = files.step_directory(self.directory, step)
+            # The manifest, not the location, determines the reader: a checkpoint may be copied from a store to a disk.
+            if manifest.arrays == files.STATE:
+                arrays = storage.read(path, stored_specs)
+            else:
+                arrays = object_store.read(path / manifest.arrays, stored_specs)
             self._refuse_corrupt(step, stored, arrays, frozen)
         for name in narrow_specs:
             arrays[name] = widen_average(arrays[name], target_specs[name])
@@ -396,13 +401,6 @@ class Checkpointer:
 
     def _frozen_reader(self) -> Checkpointer:
         return Checkpointer(directory=self.directory / files.FROZEN, read_only=True)
-
-    def _read_arrays(self, step: int, manifest: files.Manifest, stored_specs: AbstractArrays) -> dict[str, jax.Array]:
-        path = files.step_directory(self.directory, step)
-        # The manifest, not the location, determines the reader: a checkpoint may be copied from a store to a disk.
-        if manifest.arrays == files.STATE:
-            return storage.read(path, stored_specs)
-        return object_store.read(path / manifest.arrays, stored_specs)
 
     def _refuse_corrupt(
         self, step: int, stored: dict[str, files.LeafRecord], arrays: dict[str, jax.Array], frozen: dict[str, Nested]

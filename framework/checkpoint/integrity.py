@@ -58,22 +58,18 @@ def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
         is_number = x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.number)
         if not is_number:
             raise TypeError(f"{name}: expected numbers or booleans, got {x.dtype}; store jax.random.key_data of a key")
-        devices = frozenset(x.sharding.device_set)
-        groups.setdefault((devices, _explicit_mesh(x)), {})[name] = x
+        sharding = x.sharding
+        # A program accepts arrays of only one mesh with explicit axes.
+        explicit_mesh = None
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            is_explicit = AxisType.Explicit in sharding.mesh.axis_types
+            explicit_mesh = sharding.mesh if is_explicit else None
+        groups.setdefault((frozenset(sharding.device_set), explicit_mesh), {})[name] = x
     lanes_by_name: dict[str, list[int]] = {}
     for group in groups.values():
         sums = np.asarray(executables.call(_program, *arguments(group)))
         lanes_by_name |= zip(group, sums.tolist(), strict=True)
     return {name: "{:08x}{:08x}".format(*lanes_by_name[name]) for name in arrays}
-
-
-def _explicit_mesh(x: jax.Array) -> Mesh | None:
-    """Return the mesh if it has explicit axes, else None: a program accepts arrays of only one such mesh."""
-    sharding = x.sharding
-    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
-        return None
-    is_explicit = AxisType.Explicit in sharding.mesh.axis_types
-    return sharding.mesh if is_explicit else None
 
 
 def arguments(arrays: Mapping[str, ArrayOrSpec]) -> tuple[list[ArrayOrSpec], tuple[int, ...], NamedSharding | None]:

@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -33,6 +33,9 @@ from plimsoll.framework.checkpoint.directory import (
 )
 from plimsoll.framework.checkpoint.storage import AbstractArrays, copy_to_numpy, empty, read_bytes
 from plimsoll.framework.processes import distributed
+
+if TYPE_CHECKING:
+    import tensorstore as ts
 
 # Maximum size of an object; larger arrays are split into several.
 _CHUNK_BYTES = 64 << 20
@@ -166,7 +169,7 @@ def read(path: Path, specs: AbstractArrays) -> dict[str, jax.Array]:
     limit_bytes = read_bytes(max(sizes.values(), default=0))
     arrays: dict[str, jax.Array] = {}
     # Reads in progress, by array and then by index, in the order they were started.
-    started: dict[str, dict[str, Any]] = {}
+    started: dict[str, dict[str, ts.Future]] = {}
     waiting = [name for name, x in specs.items() if x.size]
     name = ""
     try:
@@ -206,7 +209,7 @@ def _copy_shards(x: jax.Array) -> list[tuple[Index, np.ndarray]]:
     return [(shard.index, copy_to_numpy(shard.data)) for shard in shards]
 
 
-def _start(path: Path, x: jax.ShapeDtypeStruct) -> dict[str, Any]:
+def _start(path: Path, x: jax.ShapeDtypeStruct) -> dict[str, ts.Future]:
     """Start reading this process's part of an array; returns the futures by index.
 
     Raises:
@@ -222,7 +225,7 @@ def _start(path: Path, x: jax.ShapeDtypeStruct) -> dict[str, Any]:
     return {key: store[index].read() for key, index in indices.items()}
 
 
-def _open(path: Path, x: jax.ShapeDtypeStruct, create: bool | None = None) -> Any:
+def _open(path: Path, x: jax.ShapeDtypeStruct, create: bool | None = None) -> ts.Future[ts.TensorStore]:
     """Open the array at `path` and return a future of it.
 
     Args:

@@ -5,7 +5,7 @@ The training loop, custom loops and memory planning all use this object.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -243,6 +243,31 @@ class Program:
                 "memory.update = layer_programs runs a step as many programs; only a step that is one program has this"
             )
         return self.backend
+
+
+def inference_program(
+    experiment: Experiment, *, host_weights: bool, is_mesh_requested: bool, log: Callable[[str], None]
+) -> Program:
+    """Build the experiment's inference program on all devices. If the run's mesh does not fit, fsdp = -1 replaces it.
+
+    Args:
+        experiment: experiment with the model.
+        host_weights: whether to offload the matrices of the stack to host memory.
+        is_mesh_requested: whether the user requested this mesh explicitly, so that no other mesh may replace it.
+        log: function that prints a message about a replaced mesh.
+
+    Raises:
+        ValueError: the model does not fit the mesh, or a requested mesh does not fit the devices.
+    """
+    mesh = experiment.mesh
+    try:
+        mesh.build(jax.devices())
+    except ValueError as error:
+        if is_mesh_requested:
+            raise
+        log(f"{error}; using mesh.fsdp = {jax.device_count()}")
+        mesh = MeshShape(fsdp=-1)
+    return Program(experiment, mesh=mesh, training=False, offload_stack=host_weights)
 
 
 def offload_stages(specs: TrainState, stages: set[str]) -> TrainState:
