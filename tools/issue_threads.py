@@ -53,7 +53,7 @@ def compile_step(config: Config, target: Any) -> tuple[Program, CompiledProgram]
     """Return an experiment's program on the target's first device, and its compiled step."""
     program = Program(config.instantiate(), target.devices()[:1])
     offloaded = program.layout.bytes_per_device(memory_kind="pinned_host")
-    return program, compile_for(program.traced_step.lower(), target.platform, HostBytes.in_place(offloaded))
+    return program, compile_for(program.jit_step.traced_step.lower(), target.platform, HostBytes.in_place(offloaded))
 
 
 def host_batch(program: Program) -> Any:
@@ -79,7 +79,7 @@ def keras_core_888(target: Any) -> None:
     live = lambda: sum(live_array_bytes().values())  # noqa: E731
     model = llama_model(layers=8, heads=4, dim=256, hidden=688, vocab_size=512)
     program, step = compile_step(experiment(model, memory={"remat": "full"}, optimizer=ADAMW), target)
-    init = compile_for(program.init_jit().lower(), target.platform)
+    init = compile_for(program.jit_step.init_jit().lower(), target.platform)
     state = program.init()
     rows = [("initialization, compiled peak", init.peak), ("live arrays after initialization", live())]
     rows.append(("step, compiled: arguments + outputs - donated", step.argument + step.output - step.alias))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from plimsoll.framework.layout import Group, StateLayout
@@ -48,7 +49,8 @@ def estimate_sampling(run: Experiment, mesh: Any, *, answer_tokens: int) -> Forw
     """
     passes = estimate_forward(run, run, mesh, offloaded=False)
     parts = run.learner.accumulate
-    return passes._replace(
+    return replace(
+        passes,
         # Offloaded weights are copied in for each token, but in host memory they are part of the run's own state.
         offloaded_bytes=0,
         read_bytes=passes.read_bytes // parts * answer_tokens,

@@ -11,6 +11,7 @@ device memory; none of the kinds here does:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -179,7 +180,7 @@ class Reference(BatchTransform):
         kind = self.choice.kind
         if kind == "adapter_off":
             # The weights are the run's own, whose memory the plan counts already.
-            return estimate_forward(experiment, experiment, mesh, offloaded=False)._replace(offloaded_bytes=0)
+            return replace(estimate_forward(experiment, experiment, mesh, offloaded=False), offloaded_bytes=0)
         if kind == "offloaded":
             other = auxiliary_experiment(experiment, self.pretrained)
             return estimate_forward(experiment, other, mesh, offloaded=True)

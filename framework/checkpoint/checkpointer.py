@@ -17,6 +17,7 @@ import shutil
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,11 +33,11 @@ from plimsoll.framework.checkpoint.directory import (
 )
 from plimsoll.framework.checkpoint.integrity import checksums
 from plimsoll.framework.checkpoint.state_leaves import (
+    AbstractArrays,
     array_leaves,
     build_manifest,
     find_narrow_averages,
     select_groups,
-    select_records,
     to_groups,
     widen_average,
     without_frozen,
@@ -44,7 +45,7 @@ from plimsoll.framework.checkpoint.state_leaves import (
 from plimsoll.framework.config import PositiveInt
 from plimsoll.framework.files import durable
 from plimsoll.framework.files.remote import is_url
-from plimsoll.framework.layout import PyTree, TrainState, flatten
+from plimsoll.framework.layout import Nested, PyTree, TrainState, flatten
 from plimsoll.framework.processes import distributed
 from plimsoll.framework.terminal.phases import SHORT, phase
 
@@ -122,17 +123,12 @@ class Checkpointer:
         # the training loop must not wait for.
         self._known: set[int] | None = None
         if not read_only:
-            self._prepare_directory()
-
-    def _prepare_directory(self) -> None:
-        """Create the directory, and remove leftovers of killed saves from it."""
-        if not self._in_store:
-            durable.make_folder(self.directory)
-        # The processes share the directory, so only one of them cleans up.
-        if not distributed.is_primary():
-            return
-        for message in files.remove_leftovers(self.directory):
-            logging.warning("checkpoints: %s", message)
+            if not self._in_store:
+                durable.make_folder(self.directory)
+            # The processes share the directory, so only one of them cleans up.
+            if distributed.is_primary():
+                for message in files.remove_leftovers(self.directory):
+                    logging.warning("checkpoints: %s", message)
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
@@ -171,7 +167,7 @@ class Checkpointer:
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, state: PyTree, extra: dict[str, Any]) -> bool:
+    def save(self, step: int, state: PyTree, extra: dict[str, object]) -> bool:
         """Save a checkpoint in the background; returns once the arrays may be donated or overwritten.
 
         The group "frozen" never changes, so only the first save writes it, and waits for it; later saves refer to it.
@@ -207,13 +203,13 @@ class Checkpointer:
                 self._frozen = self._save_frozen(frozen_arrays)
         leaves = array_leaves(state)
         # The round trip raises for values that are not JSON, before anything is written for this step.
-        extra = json.loads(json.dumps(extra, allow_nan=False))
+        stored_extra = json.loads(json.dumps(extra, allow_nan=False))
         # Buckets have no size limit, so only disks are checked for free space.
         if not self._in_store:
             num_bytes = sum(leaf.nbytes for leaf in leaves.values())
             self._check_space(step, num_bytes)
         frozen_number = self._frozen if frozen_arrays else None
-        manifest = build_manifest(step, leaves, extra, frozen_number)
+        manifest = build_manifest(step, leaves, stored_extra, frozen_number)
         path = files.step_directory(self.directory, step)
         try:
             finish_write = self._begin_write(path, leaves, manifest)
@@ -223,7 +219,7 @@ class Checkpointer:
         self._thread.start()
         return True
 
-    def _save_frozen(self, frozen_arrays: Any) -> int:
+    def _save_frozen(self, frozen_arrays: Nested) -> int:
         """Write the frozen arrays, wait until they are committed, and return their number."""
         with Checkpointer(directory=self.directory / files.FROZEN, keep=_KEEP_ALL) as frozen_checkpointer:
             # Use a number above all existing ones: older checkpoints refer to those, so they must never be replaced.
@@ -233,7 +229,7 @@ class Checkpointer:
             frozen_checkpointer.save(number, frozen_arrays, {})
         return number
 
-    def _begin_write(self, path: Any, leaves: dict[str, jax.Array], manifest: files.Manifest) -> Callable[[], None]:
+    def _begin_write(self, path: Path, leaves: dict[str, jax.Array], manifest: files.Manifest) -> Callable[[], None]:
         """Move an existing checkpoint of the step aside and start the write; returns a function that waits for it."""
         if self._in_store:
             return object_store.write(path, leaves, manifest, self._before_commit)
@@ -302,7 +298,7 @@ class Checkpointer:
 
     def _handle_failed_save(self, step: int, error: BaseException) -> CheckpointSaveError:
         """Create the error for a failed save, remove its leftovers, and restore the checkpoint it was to replace."""
-        remaining_steps: Any = "unknown"
+        remaining_steps: list[int] | str = "unknown"
         # The save may have failed because the store is unreachable.
         ignored_errors = contextlib.suppress(Exception) if self._in_store else contextlib.nullcontext()
         with ignored_errors:
@@ -368,8 +364,9 @@ class Checkpointer:
         abstract = to_groups(abstract)
         if groups is not None:
             abstract = select_groups(abstract, groups)
-            stored = select_records(stored, groups)
-        frozen: dict[str, Any] = {}
+            # The group is the first part of a leaf's path.
+            stored = {name: record for name, record in stored.items() if name.partition("/")[0] in groups}
+        frozen: dict[str, Nested] = {}
         if manifest.frozen is not None and (groups is None or "frozen" in groups):
             frozen_abstract = abstract.get("frozen", {})
             # All checkpoints of a run share the frozen arrays, which have their own numbers, independent of the steps.
@@ -382,7 +379,12 @@ class Checkpointer:
         stored_specs = target_specs | narrow_specs
         self._refuse_mismatch(step, stored, stored_specs)
         with phase(f"reading {what or f'the checkpoint of step {step}'}", patience=SHORT):
-            arrays = self._read_arrays(step, manifest, stored_specs)
+            path = files.step_directory(self.directory, step)
+            # The manifest, not the location, determines the reader: a checkpoint may be copied from a store to a disk.
+            if manifest.arrays == files.STATE:
+                arrays = storage.read(path, stored_specs)
+            else:
+                arrays = object_store.read(path / manifest.arrays, stored_specs)
             self._refuse_corrupt(step, stored, arrays, frozen)
         for name in narrow_specs:
             arrays[name] = widen_average(arrays[name], target_specs[name])
@@ -400,15 +402,8 @@ class Checkpointer:
     def _frozen_reader(self) -> Checkpointer:
         return Checkpointer(directory=self.directory / files.FROZEN, read_only=True)
 
-    def _read_arrays(self, step: int, manifest: files.Manifest, stored_specs: dict[str, Any]) -> dict[str, jax.Array]:
-        path = files.step_directory(self.directory, step)
-        # The manifest, not the location, determines the reader: a checkpoint may be copied from a store to a disk.
-        if manifest.arrays == files.STATE:
-            return storage.read(path, stored_specs)
-        return object_store.read(path / manifest.arrays, stored_specs)
-
     def _refuse_corrupt(
-        self, step: int, stored: dict[str, files.LeafRecord], arrays: dict[str, jax.Array], frozen: dict[str, Any]
+        self, step: int, stored: dict[str, files.LeafRecord], arrays: dict[str, jax.Array], frozen: dict[str, Nested]
     ) -> None:
         """Raise CheckpointCorruptError and free all arrays if the checksum of an array does not match."""
         sums = checksums(arrays)
@@ -442,7 +437,7 @@ class Checkpointer:
         self._refuse_mismatch(step, manifest.leaves, target_specs | narrow_specs)
         return manifest
 
-    def _refuse_mismatch(self, step: int, stored: dict[str, files.LeafRecord], stored_specs: dict[str, Any]) -> None:
+    def _refuse_mismatch(self, step: int, stored: dict[str, files.LeafRecord], stored_specs: AbstractArrays) -> None:
         """Raise CheckpointMismatchError if names, shapes or dtypes differ; orbax would silently cast dtypes."""
         records: dict[str, files.LeafRecord] = {}
         for name, x in stored_specs.items():

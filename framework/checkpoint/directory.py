@@ -25,11 +25,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from plimsoll.framework.files.remote import connect, is_url
 from plimsoll.framework.files.text_files import parse_json
 from plimsoll.framework.terminal.tables import TableSection, render
+
+if TYPE_CHECKING:
+    from etils import epath
 
 FORMAT = 1
 MANIFEST = "manifest"
@@ -111,7 +114,7 @@ class Manifest:
     frozen: int | None = None
     arrays: str = STATE
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the manifest as stored JSON. `digest` covers all other entries, so a changed byte is detected."""
         body = {"format": FORMAT, **asdict(self)}
         return {**body, "digest": _digest(body)}
@@ -151,7 +154,7 @@ class Manifest:
         return cls(**body)
 
 
-def _digest(body: dict[str, Any]) -> str:
+def _digest(body: Mapping[str, object]) -> str:
     # Sort the keys, because the digest must not depend on the order in which they were read.
     text = json.dumps(body, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -208,7 +211,7 @@ def mismatch_table(stored: Mapping[str, LeafRecord], expected: Mapping[str, Leaf
 # --- the directory ---------------------------------------------------------------------------------------------------
 
 
-def folder(path: str | os.PathLike[str]) -> Any:
+def folder(path: str | os.PathLike[str]) -> Path:
     """Return the absolute Path of a local folder, or the etils equivalent of a Path for a URL.
 
     Raises:
@@ -222,7 +225,7 @@ def folder(path: str | os.PathLike[str]) -> Any:
     if not url.startswith(("gs://", "s3://")):
         raise ValueError(f"checkpoints: expected a local folder, gs://BUCKET/... or s3://BUCKET/..., got {str(path)!r}")
     connect(url)
-    return epath.Path(path)
+    return cast(Path, epath.Path(path))
 
 
 def step_directory(root: Path, step: int) -> Path:
@@ -297,7 +300,7 @@ def remove_leftovers(root: Path) -> list[str]:
     if is_url(root):
         entries = root.iterdir() if root.exists() else ()
         for entry in entries:
-            messages += _remove_objects(entry)
+            messages += _remove_objects(cast("epath.Path", entry))
         return messages
     for name in sorted(os.listdir(root)):
         path = root / name
@@ -329,7 +332,7 @@ def _has_lost_content(path: Path) -> bool:
     return any((path / name).is_file() and not (path / name).stat().st_size for name in _ORBAX_FILES)
 
 
-def _remove_objects(path: Any) -> list[str]:
+def _remove_objects(path: epath.Path) -> list[str]:
     """Remove a step's array folders in an object store that no manifest refers to; returns a message for each."""
     if not _STEP.fullmatch(path.name) or not path.is_dir():
         return []
@@ -339,7 +342,7 @@ def _remove_objects(path: Any) -> list[str]:
     # The names are enough to detect the usual case, without a request for the manifest.
     if not array_folders or (is_committed and len(array_folders) == 1):
         return []
-    committed_folder = Manifest.read(path).arrays if is_committed else None
+    committed_folder = Manifest.read(cast(Path, path)).arrays if is_committed else None
     stale_folders = [name for name in array_folders if name != committed_folder]
     for name in stale_folders:
         (path / name).rmtree()
@@ -348,11 +351,11 @@ def _remove_objects(path: Any) -> list[str]:
 
 def delete_step(root: Path, step: int) -> None:
     """Delete a checkpoint; if killed halfway, the remaining files do not look like a checkpoint."""
-    path: Any = step_directory(root, step)
+    path = step_directory(root, step)
     if is_url(root):
         # The manifest is the commit, so delete it first.
         (path / MANIFEST / MANIFEST_FILE).unlink()
-        path.rmtree()
+        cast("epath.Path", path).rmtree()
         return
     doomed = path.rename(root / f"{step:08d}.deleting")
     shutil.rmtree(doomed)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +36,10 @@ _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 _WORD = 1 << 32
 _Lanes = tuple[jax.Array, jax.Array]
+# The low or high 32 bits of the linear indices of elements, uint32.
+IndexWord = jax.Array | np.uint32
+# An array, or its shape, dtype and sharding.
+ArrayOrSpec = jax.Array | jax.ShapeDtypeStruct
 
 
 def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
@@ -50,13 +53,18 @@ def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
     """
     # A program runs on one set of devices, but a tree may contain leaves that were never put on the mesh, for example
     # a counter.
-    groups: dict[tuple[frozenset[Any], Mesh | None], dict[str, jax.Array]] = {}
+    groups: dict[tuple[frozenset[object], Mesh | None], dict[str, jax.Array]] = {}
     for name, x in arrays.items():
         is_number = x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.number)
         if not is_number:
             raise TypeError(f"{name}: expected numbers or booleans, got {x.dtype}; store jax.random.key_data of a key")
-        devices = frozenset(x.sharding.device_set)
-        groups.setdefault((devices, _explicit_mesh(x)), {})[name] = x
+        sharding = x.sharding
+        # A program accepts arrays of only one mesh with explicit axes.
+        explicit_mesh = None
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            is_explicit = AxisType.Explicit in sharding.mesh.axis_types
+            explicit_mesh = sharding.mesh if is_explicit else None
+        groups.setdefault((frozenset(sharding.device_set), explicit_mesh), {})[name] = x
     lanes_by_name: dict[str, list[int]] = {}
     for group in groups.values():
         sums = np.asarray(executables.call(_program, *arguments(group)))
@@ -64,16 +72,7 @@ def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
     return {name: "{:08x}{:08x}".format(*lanes_by_name[name]) for name in arrays}
 
 
-def _explicit_mesh(x: jax.Array) -> Mesh | None:
-    """Return the mesh if it has explicit axes, else None: a program accepts arrays of only one such mesh."""
-    sharding = x.sharding
-    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
-        return None
-    is_explicit = AxisType.Explicit in sharding.mesh.axis_types
-    return sharding.mesh if is_explicit else None
-
-
-def arguments(arrays: Mapping[str, Any]) -> tuple[list[Any], tuple[int, ...], NamedSharding | None]:
+def arguments(arrays: Mapping[str, ArrayOrSpec]) -> tuple[list[ArrayOrSpec], tuple[int, ...], NamedSharding | None]:
     """Return the arguments of `_program` for arrays or ShapeDtypeStructs with shardings; all must share devices."""
     leaves = list(arrays.values())
     out = None
@@ -98,7 +97,7 @@ def _program(leaves: list[jax.Array], counts: tuple[int, ...], out: NamedShardin
     return sums if out is None else lax.with_sharding_constraint(sums, out)
 
 
-def count_chunks(x: Any) -> int:
+def count_chunks(x: ArrayOrSpec) -> int:
     """Return the number of chunks along axis 0 for copying an offloaded leaf to the device; 0 for a device leaf.
 
     A leaf that is sharded along axis 0 is not split, because slicing that axis would gather it.
@@ -145,7 +144,7 @@ def leaf_sum(x: jax.Array, pieces: int) -> _Lanes:
 
 # Jitted separately, so that leaves of the same shape are traced and lowered only once.
 @functools.partial(jax.jit, static_argnums=3)
-def _sum(x: jax.Array, low: Any, high: Any, long: bool) -> _Lanes:
+def _sum(x: jax.Array, low: IndexWord, high: IndexWord, long: bool) -> _Lanes:
     """Compute both lanes of an array whose first element has the 64-bit index (high, low) in its leaf.
 
     Args:
@@ -173,15 +172,14 @@ def _sum(x: jax.Array, low: Any, high: Any, long: bool) -> _Lanes:
     zeros = (np.uint32(0), np.uint32(0))
     axes = tuple(range(x.ndim))
     # One variadic reduction of both lanes instead of two sums; see the module docstring.
-    total: Any = None
-    for k, word in enumerate(_words(x)):
-        lanes = _mix(word, low, high, k)
-        word_sum = lax.reduce(lanes, zeros, _add, axes)
-        total = word_sum if total is None else _add(total, word_sum)
+    first_word, *other_words = _words(x)
+    total = lax.reduce(_mix(first_word, low, high, 0), zeros, _add, axes)
+    for k, word in enumerate(other_words, 1):
+        total = _add(total, lax.reduce(_mix(word, low, high, k), zeros, _add, axes))
     return total
 
 
-def _add(p: Any, q: Any) -> _Lanes:
+def _add(p: _Lanes, q: _Lanes) -> _Lanes:
     return p[0] + q[0], p[1] + q[1]
 
 
@@ -226,7 +224,7 @@ def _multiply(i: jax.Array, factor: int) -> _Lanes:
     return low_product, high_product
 
 
-def _mix(word: jax.Array, low: Any, high: Any, k: int) -> _Lanes:
+def _mix(word: jax.Array, low: IndexWord, high: IndexWord, k: int) -> _Lanes:
     """Apply two bijections to `word`, selected by its index and by k, its position in the element."""
     # The products with odd constants spread neighboring indices over all bits.
     xor_key = low * np.uint32(0x9E3779B1) ^ high * np.uint32(0x85EBCA77)

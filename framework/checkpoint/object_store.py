@@ -17,7 +17,8 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -30,19 +31,30 @@ from plimsoll.framework.checkpoint.directory import (
     Manifest,
     summarize_error,
 )
-from plimsoll.framework.checkpoint.storage import copy_to_numpy, empty, read_bytes
+from plimsoll.framework.checkpoint.storage import AbstractArrays, copy_to_numpy, empty, read_bytes
 from plimsoll.framework.processes import distributed
+
+if TYPE_CHECKING:
+    import tensorstore as ts
 
 # Maximum size of an object; larger arrays are split into several.
 _CHUNK_BYTES = 64 << 20
+# A part of an array: a slice for each dimension.
+Index = tuple[slice, ...]
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 
 
-class _HostLeaf(NamedTuple):
-    """The part of one array that this process writes: its spec, and (index, data in host memory) of each shard."""
+@dataclass(frozen=True)
+class _HostLeaf:
+    """The part of one array that this process writes.
+
+    Attributes:
+        spec: spec of the whole array.
+        shards: (index, data in host memory) of each shard.
+    """
 
     spec: jax.ShapeDtypeStruct
-    shards: list[tuple[Any, np.ndarray]]
+    shards: list[tuple[Index, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -59,7 +71,7 @@ class _Upload:
         count: number of processes.
     """
 
-    path: Any
+    path: Path
     folder: str
     leaves: Mapping[str, _HostLeaf]
     manifest: Manifest
@@ -83,11 +95,11 @@ class _Upload:
 
     def _write_arrays(self) -> None:
         # Open all arrays before waiting for the first one, and likewise start all writes: each takes a network request.
-        stores: dict[str, Any] = {}
+        stores = {}
         for name, leaf in self.leaves.items():
             array_path = self.path / self.folder / name
             stores[name] = _open(array_path, leaf.spec, create=self.process == 0)
-        writes: list[Any] = []
+        writes = []
         for name, leaf in self.leaves.items():
             for index, data in leaf.shards:
                 store = stores[name].result()
@@ -110,13 +122,13 @@ class _Upload:
         text = json.dumps(manifest.to_json())
         (self.path / MANIFEST / MANIFEST_FILE).write_bytes(text.encode())
 
-    def _note(self, process: int) -> Any:
+    def _note(self, process: int) -> Path:
         """Return the path of the empty object with which a process signals that its part is written."""
         return self.path / self.folder / f"written.{process}"
 
 
 def write(
-    path: Any, arrays: Mapping[str, jax.Array], manifest: Manifest, before_commit: Callable[[], None]
+    path: Path, arrays: Mapping[str, jax.Array], manifest: Manifest, before_commit: Callable[[], None]
 ) -> Callable[[], None]:
     """Copy the arrays to host memory; they may be donated when this returns. Collective.
 
@@ -143,7 +155,7 @@ def write(
     return upload.finish
 
 
-def read(path: Any, specs: Mapping[str, Any]) -> dict[str, jax.Array]:
+def read(path: Path, specs: AbstractArrays) -> dict[str, jax.Array]:
     """Read the arrays in the folder `path`, each into the sharding and memory kind of its spec in `specs`.
 
     This does not validate the data: a missing chunk reads as zeros, so the caller must verify the checksums.
@@ -157,7 +169,7 @@ def read(path: Any, specs: Mapping[str, Any]) -> dict[str, jax.Array]:
     limit_bytes = read_bytes(max(sizes.values(), default=0))
     arrays: dict[str, jax.Array] = {}
     # Reads in progress, by array and then by index, in the order they were started.
-    started: dict[str, dict[str, Any]] = {}
+    started: dict[str, dict[str, ts.Future]] = {}
     waiting = [name for name, x in specs.items() if x.size]
     name = ""
     try:
@@ -187,7 +199,7 @@ def read(path: Any, specs: Mapping[str, Any]) -> dict[str, jax.Array]:
     return {name: arrays[name] for name in specs}
 
 
-def _copy_shards(x: jax.Array) -> list[tuple[Any, np.ndarray]]:
+def _copy_shards(x: jax.Array) -> list[tuple[Index, np.ndarray]]:
     """Return this process's shards of an array as (index, host data); each shard comes from only one process."""
     shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
     device = next(iter(x.sharding.device_set))
@@ -197,7 +209,7 @@ def _copy_shards(x: jax.Array) -> list[tuple[Any, np.ndarray]]:
     return [(shard.index, copy_to_numpy(shard.data)) for shard in shards]
 
 
-def _start(path: Any, x: Any) -> dict[str, Any]:
+def _start(path: Path, x: jax.ShapeDtypeStruct) -> dict[str, ts.Future]:
     """Start reading this process's part of an array; returns the futures by index.
 
     Raises:
@@ -213,18 +225,18 @@ def _start(path: Any, x: Any) -> dict[str, Any]:
     return {key: store[index].read() for key, index in indices.items()}
 
 
-def _open(path: Any, x: Any, create: bool | None = None) -> Any:
+def _open(path: Path, x: jax.ShapeDtypeStruct, create: bool | None = None) -> ts.Future[ts.TensorStore]:
     """Open the array at `path` and return a future of it.
 
     Args:
         path: path of the array.
-        x: array or spec with the shape, dtype and sharding.
+        x: shape, dtype and sharding.
         create: None to read. To write, True in the process that creates the array, False in the others, which use the
             known metadata without a request.
     """
     import tensorstore as ts
 
-    spec: dict[str, Any] = {"driver": "zarr3", "kvstore": _kvstore(str(path))}
+    spec: dict[str, object] = {"driver": "zarr3", "kvstore": _kvstore(str(path))}
     if create is not None:
         shard_shape = x.sharding.shard_shape(x.shape)
         chunk_shape = _chunk(shard_shape, x.dtype)
@@ -237,7 +249,7 @@ def _open(path: Any, x: Any, create: bool | None = None) -> Any:
     return ts.open(ts.Spec(spec), open=True, create=bool(create), assume_metadata=create is False)
 
 
-def _chunk(shape: tuple[int, ...], dtype: Any) -> list[int]:
+def _chunk(shape: tuple[int, ...], dtype: np.dtype) -> list[int]:
     """Return the chunk shape: a shard is split into equal chunks of at most _CHUNK_BYTES, along leading axes first."""
     chunk = list(shape)
     for axis, size in enumerate(shape):
@@ -250,7 +262,7 @@ def _chunk(shape: tuple[int, ...], dtype: Any) -> list[int]:
     return chunk
 
 
-def _kvstore(url: str) -> dict[str, Any]:
+def _kvstore(url: str) -> dict[str, str]:
     """Return the tensorstore kvstore spec of a folder. For S3, endpoints other than Amazon's must be set explicitly."""
     scheme, _, location = url.partition("://")
     if not location:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from plimsoll.framework.checkpoint.integrity import count_chunks, leaf_sum
 from plimsoll.framework.devices import executables
-from plimsoll.framework.layout import flatten
+from plimsoll.framework.layout import PyTree, flatten
 
+Device = TypeVar("Device")
 # Maximum number of leaves to name in an error.
 _MAX_LEAVES = 5
 
@@ -28,7 +30,7 @@ class ReplicaMismatchError(RuntimeError):
     """Copies of the same state differ."""
 
 
-def check(state: Any, step: int) -> None:
+def check(state: PyTree, step: int) -> None:
     """Compare all copies of the same shard. Collective; waits for the state.
 
     Runs one program without temporaries of the size of a leaf. Does nothing if nothing is replicated.
@@ -54,10 +56,10 @@ def check(state: Any, step: int) -> None:
     problems: list[str] = []
     for index, (name, x) in enumerate(leaves.items()):
         for copies in _copies(x):
-            sum_by_device: dict[Any, tuple[Any, ...]] = {}
+            sum_by_device = {}
             for device in copies:
                 lanes = sums[devices.index(device), index]
-                sum_by_device[device] = tuple(lanes)
+                sum_by_device[device] = tuple(lanes.tolist())
             odd_devices = _minority(sum_by_device)
             if odd_devices:
                 names = ", ".join(f"process {device.process_index} (device {device.id})" for device in odd_devices)
@@ -70,7 +72,7 @@ def check(state: Any, step: int) -> None:
         raise ReplicaMismatchError(f"replicas disagree after step {step}: {text}")
 
 
-def _minority(sum_by_device: dict[Any, tuple[Any, ...]]) -> list[Any]:
+def _minority(sum_by_device: Mapping[Device, tuple[int, ...]]) -> list[Device]:
     """Return the devices whose sum differs from the most common one; all devices if all sums differ."""
     ranking = Counter(sum_by_device.values()).most_common()
     if len(ranking) == 1:
@@ -84,7 +86,7 @@ def _minority(sum_by_device: dict[Any, tuple[Any, ...]]) -> list[Any]:
 
 def _copies(x: jax.Array) -> list[list[Any]]:
     """Group the devices that hold the same part of an array; only groups of several devices."""
-    holders: dict[Any, list[Any]] = defaultdict(list)
+    holders = defaultdict[tuple[object, ...], list[Any]](list)
     index_by_device = x.sharding.devices_indices_map(x.shape)
     for device, index in index_by_device.items():
         # Slices are not hashable before Python 3.12.
@@ -95,7 +97,7 @@ def _copies(x: jax.Array) -> list[list[Any]]:
 
 # Cached, so that the check at each save reuses the compiled program of the first one.
 @functools.cache
-def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...], counts: tuple[int, ...]) -> Any:
+def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...], counts: tuple[int, ...]) -> jax.stages.Wrapped:
     """Return the jitted function for the sums of all shards: uint32[D, N, 2], replicated, D in mesh order."""
 
     def sums(shards: tuple[jax.Array, ...]) -> jax.Array:

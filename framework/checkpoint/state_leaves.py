@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from plimsoll.framework.checkpoint import directory as files
 from plimsoll.framework.checkpoint.integrity import checksums
-from plimsoll.framework.layout import PyTree, TrainState, flatten
+from plimsoll.framework.checkpoint.storage import AbstractArrays
+from plimsoll.framework.layout import Nested, PyTree, TrainState, flatten
 
 
 def to_groups(state: PyTree) -> PyTree:
@@ -20,12 +21,12 @@ def to_groups(state: PyTree) -> PyTree:
     return dict(state.items()) if isinstance(state, TrainState) else state
 
 
-def without_frozen(groups: dict[str, Any]) -> dict[str, Any]:
+def without_frozen(groups: Nested) -> Nested:
     """Return all groups except "frozen", which a checkpoint stores only once for all steps."""
     return {name: group for name, group in groups.items() if name != "frozen"}
 
 
-def select_groups(abstract: dict[str, Any], groups: Collection[str]) -> dict[str, Any]:
+def select_groups(abstract: Nested, groups: Collection[str]) -> Nested:
     """Select groups, in the order of `abstract`. Raises ValueError if a group does not exist."""
     missing_groups = set(groups) - set(abstract)
     if missing_groups:
@@ -33,17 +34,7 @@ def select_groups(abstract: dict[str, Any], groups: Collection[str]) -> dict[str
     return {name: group for name, group in abstract.items() if name in groups}
 
 
-def select_records(stored: dict[str, files.LeafRecord], groups: Collection[str]) -> dict[str, files.LeafRecord]:
-    """Select the manifest records of the leaves in some groups. The group is the first part of a leaf's path."""
-    selected: dict[str, files.LeafRecord] = {}
-    for name, record in stored.items():
-        group, _, _ = name.partition("/")
-        if group in groups:
-            selected[name] = record
-    return selected
-
-
-def array_leaves(state: Any) -> dict[str, jax.Array]:
+def array_leaves(state: PyTree) -> dict[str, jax.Array]:
     """Return the leaves of a state by path. Raises TypeError if one of them is not a jax.Array."""
     leaves = flatten(state)
     assert len(leaves) == len(jax.tree.leaves(state)), "two leaves of the state have the same path"
@@ -70,14 +61,18 @@ def build_manifest(
     for name, x in leaves.items():
         records[name] = files.LeafRecord(x.shape, str(x.dtype), sums[name])
     packages = ("jax", "plimsoll-train", "orbax-checkpoint")
-    versions = {package: _version(package) for package in packages}
+    versions: dict[str, str] = {}
+    for package in packages:
+        # Not importlib.metadata.version, which raises an error for a checkout that was never installed.
+        installed = next(iter(importlib.metadata.distributions(name=package)), None)
+        versions[package] = "not installed as a package" if installed is None else installed.version
     return files.Manifest(
         step=step, leaves=records, extra=extra, versions=versions, saved_at=saved_at, frozen=frozen_number
     )
 
 
 def find_narrow_averages(
-    target_specs: Mapping[str, Any], stored: Mapping[str, files.LeafRecord]
+    target_specs: AbstractArrays, stored: Mapping[str, files.LeafRecord]
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the stored specs, by name, of moving averages that were saved in bfloat16 and are needed in float32.
 
@@ -92,16 +87,9 @@ def find_narrow_averages(
     return narrow_specs
 
 
-def widen_average(x: jax.Array, spec: Any) -> jax.Array:
+def widen_average(x: jax.Array, spec: jax.ShapeDtypeStruct) -> jax.Array:
     """Cast an array to the dtype of `spec` and move it to the sharding of `spec`."""
     # Cast in device memory, because arithmetic on host memory does not compile.
     device_sharding = spec.sharding.with_memory_kind("device")
     on_device = jax.device_put(x, device_sharding)
     return jax.device_put(on_device.astype(spec.dtype), spec.sharding)
-
-
-def _version(package: str) -> str:
-    # Not importlib.metadata.version, which raises an error for a checkout that was never installed.
-    installed = importlib.metadata.distributions(name=package)
-    first = next(iter(installed), None)
-    return "not installed as a package" if first is None else first.version

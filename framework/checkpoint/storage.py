@@ -21,6 +21,9 @@ import numpy as np
 
 from plimsoll.framework.checkpoint.directory import MANIFEST, STATE, CheckpointCorruptError, summarize_error
 
+# The shape, dtype and sharding of each array, by path in the state.
+AbstractArrays = Mapping[str, jax.ShapeDtypeStruct]
+
 # Maximum size of a stored chunk of an array, so that reading a small shard does not require reading the whole leaf.
 _CHUNK_BYTES = 64 << 20
 # Limit on the bytes read at a time, unless a leaf is larger than half of this.
@@ -33,7 +36,7 @@ _MAX_FAILED = 5
 _MAX_LOST = 20
 
 
-def write(path: Path, arrays: Mapping[str, jax.Array], manifest: dict[str, Any]) -> Callable[[], None]:
+def write(path: Path, arrays: Mapping[str, jax.Array], manifest: dict[str, object]) -> Callable[[], None]:
     """Start to write a checkpoint to `path`, atomically; the arrays may be donated when this returns. Collective.
 
     Returns:
@@ -42,15 +45,13 @@ def write(path: Path, arrays: Mapping[str, jax.Array], manifest: dict[str, Any])
     from orbax.checkpoint import v1 as ocp
 
     # Orbax refuses arrays without elements.
-    stored: dict[str, Any] = {name: x for name, x in arrays.items() if x.size}
+    stored: dict[str, jax.Array | np.ndarray] = {name: x for name, x in arrays.items() if x.size}
     context = _context()
-    device_sets = [x.sharding.device_set for x in stored.values()]
-    devices = set[Any]().union(*device_sets)
-    if all(device.platform == "cpu" for device in devices):
+    if all(device.platform == "cpu" for x in arrays.values() if x.size for device in x.sharding.device_set):
         # On CPU, orbax would create views of the arrays' own memory, and such arrays are not donated: the next step
         # would silently allocate a second state. So pass copies to orbax. With several processes, it makes them itself.
         if jax.process_count() == 1:
-            stored = {name: copy_to_numpy(x) for name, x in stored.items()}
+            stored = {name: copy_to_numpy(x) for name, x in arrays.items() if x.size}
         context.array.saving.enable_pinned_host_transfer = True
     checkpointables = {STATE: stored, MANIFEST: manifest}
     with context:
@@ -68,7 +69,7 @@ def copy_to_numpy(x: jax.Array) -> np.ndarray:
     return np.array(copy, copy=True)
 
 
-def read(path: Path, specs: Mapping[str, Any]) -> dict[str, jax.Array]:
+def read(path: Path, specs: AbstractArrays) -> dict[str, jax.Array]:
     """Read the arrays at `path`, each into the sharding and memory kind of its spec in `specs`. Collective.
 
     This does not validate the data, so the caller must verify the checksums.
@@ -78,10 +79,10 @@ def read(path: Path, specs: Mapping[str, Any]) -> dict[str, jax.Array]:
             determined.
     """
     problem = None
-    arrays = {}
+    loaded = {}
     with _silence_orbax() as drain:
         try:
-            arrays = _load(path, specs)
+            loaded = _load(path, specs)
         except (jax.errors.JaxRuntimeError, MemoryError):
             # Not the checkpoint's fault, for example out of memory.
             raise
@@ -90,9 +91,10 @@ def read(path: Path, specs: Mapping[str, Any]) -> dict[str, jax.Array]:
         if problem is not None:
             # After the end of `except`, which releases the traceback and the coroutines that it references.
             drain()
+    arrays = {name: x for name, x in loaded.items() if isinstance(x, jax.Array)}
     if problem is None:
         # A changed byte in orbax's own index may hide a leaf; orbax then returns the spec.
-        lost_names = [name for name in specs if not isinstance(arrays[name], jax.Array)]
+        lost_names = [name for name in specs if name not in arrays]
         if lost_names:
             problem = f"not in orbax's index: {', '.join(lost_names[:_MAX_LOST])}"
     if problem is not None:
@@ -112,7 +114,7 @@ def _silence_orbax() -> Iterator[Callable[[], None]]:
     logger_was_disabled = logger.disabled
     original_hook = sys.unraisablehook
 
-    def unraisable(info: Any) -> None:
+    def unraisable(info: sys.UnraisableHookArgs) -> None:
         is_noise = _is_read(info.object) or "Event loop is closed" in str(info.exc_value)
         if not is_noise:
             original_hook(info)
@@ -148,11 +150,14 @@ def _drain() -> None:
         time.sleep(_DRAIN_INTERVAL_SECONDS)
 
 
-def _load(path: Path, specs: Mapping[str, Any]) -> dict[str, Any]:
-    """Load arrays with orbax, concurrently, with a limit on the bytes in host memory."""
+def _load(path: Path, specs: AbstractArrays) -> dict[str, object]:
+    """Load arrays with orbax, concurrently, with a limit on the bytes in host memory.
+
+    A leaf that is not in orbax's index is None, or its spec.
+    """
     from orbax.checkpoint import v1 as ocp
 
-    loaded: dict[str, Any] = {}
+    loaded: dict[str, object] = {}
     stored_specs = {name: x for name, x in specs.items() if x.size}
     if stored_specs:
         largest_bytes = max(x.size * x.dtype.itemsize for x in stored_specs.values())
@@ -161,13 +166,13 @@ def _load(path: Path, specs: Mapping[str, Any]) -> dict[str, Any]:
         with context:
             checkpointables = ocp.load_checkpointables(str(path), {STATE: stored_specs})
             loaded = checkpointables[STATE]
-    arrays: dict[str, Any] = {}
+    arrays: dict[str, object] = {}
     for name, x in specs.items():
         arrays[name] = loaded.get(name) if x.size else empty(x)
     return arrays
 
 
-def empty(x: Any) -> jax.Array:
+def empty(x: jax.ShapeDtypeStruct) -> jax.Array:
     """Create an array without elements; such arrays are not stored."""
     shard_shape = x.sharding.shard_shape(x.shape)
     shard = np.zeros(shard_shape, x.dtype)
@@ -183,7 +188,7 @@ def read_bytes(largest: int) -> int:
     return max(_READ_BYTES, 2 * largest)
 
 
-def _describe_unreadable(path: Path, specs: Mapping[str, Any]) -> str:
+def _describe_unreadable(path: Path, specs: AbstractArrays) -> str:
     """Describe the arrays that cannot be read, trying each separately; "" if all can, or with several processes."""
     # Several processes might disagree about which read fails, and then wait for one another.
     if jax.process_count() > 1:

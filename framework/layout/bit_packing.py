@@ -7,7 +7,7 @@ Words have the same tiles everywhere.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +18,21 @@ _WORD_BITS = 32
 TILE_ROWS = 8
 
 
-class _Groups(NamedTuple):
+@dataclass(frozen=True)
+class _Groups:
     """The mapping from rows of codes to rows of words.
 
     There are `count` groups. In each, `tile_rows` rows of words hold `codes * tile_rows` rows of codes.
+
+    Attributes:
+        count: number of groups.
+        tile_rows: rows of words per group.
+        codes: codes per word.
     """
 
     count: int
     tile_rows: int
-    codes: int  # codes per word
+    codes: int
 
 
 def compute_packed_shape(shape: tuple[int, ...], bits: int = 8, tile_rows: int | None = None) -> tuple[int, ...]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import numpy as np
 
-from plimsoll.framework.layout.specs import ParameterSpec
 from plimsoll.framework.layout.trees import Nested, path_name
 
 
@@ -22,14 +19,14 @@ def initialize(specs: Nested, key: jax.Array, layer: jax.Array | None = None) ->
         layer: initialize only this layer of stacked parameters, without the leading axis; None initializes all
             layers.
     """
-
-    def draw(keypath: tuple[Any, ...], spec: ParameterSpec) -> jax.Array:
+    leaves, structure = jax.tree_util.tree_flatten_with_path(specs)
+    arrays = []
+    for keypath, spec in leaves:
         # Codes and scales of a quantized weight share a key, so that all come from one draw.
         key_path = keypath[:-1] if spec.quantized else keypath
         parameter_key = fold_in_name(key, path_name(key_path))
-        return spec.draw(parameter_key, layer)
-
-    return jax.tree_util.tree_map_with_path(draw, specs)
+        arrays.append(spec.draw(parameter_key, layer))
+    return jax.tree.unflatten(structure, arrays)
 
 
 def name_hash(name: str) -> int:

@@ -10,12 +10,15 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from plimsoll.framework.layout.trees import flatten, path_name
+from plimsoll.framework.layout.trees import PyTree, flatten
 
 MemoryKind = Literal["device", "pinned_host"]
-MeshAxes = tuple[str | tuple[str, ...] | None, ...]
-Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+# The mesh axis or axes over which a dimension is sharded; None if it is replicated.
+MeshAxis = str | tuple[str, ...] | None
+MeshAxes = tuple[MeshAxis, ...]  # one for each dimension
+Initializer = Callable[[jax.Array, tuple[int, ...], np.dtype], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ class OptStateSpec(TensorSpec):
         assert is_shared_integer or not self.counts_updates, f"no number of updates: {self}"
 
 
-def copy_partition(specs: Any, *, pattern: str, memory_kind: MemoryKind) -> Any:
+def copy_partition(specs: PyTree, *, pattern: str, memory_kind: MemoryKind) -> PyTree:
     """Set the memory kind of every spec whose path matches `pattern` (a regex, `re.search`).
 
     Works on trees of ParameterSpec, OptStateSpec or TensorSpec, and can be applied again with another pattern.
@@ -151,21 +154,19 @@ def copy_partition(specs: Any, *, pattern: str, memory_kind: MemoryKind) -> Any:
     Raises:
         ValueError: the pattern matches no path.
     """
-    paths = list(flatten(specs))
+    spec_by_path = flatten(specs)
+    paths = list(spec_by_path)
     # A pattern that matches nothing is a typo, which would otherwise only show as running out of memory.
     if not any(re.search(pattern, path) for path in paths):
         problem = f"matches none of {len(paths)} paths, such as {paths[:3]}"
         raise ValueError(f"copy_partition: pattern {pattern!r} {problem}")
-
-    def tag(keypath: tuple[Any, ...], spec: TensorSpec) -> TensorSpec:
-        if re.search(pattern, path_name(keypath)):
-            return replace(spec, memory_kind=memory_kind)
-        return spec
-
-    return jax.tree_util.tree_map_with_path(tag, specs)
+    tagged = []
+    for path, spec in spec_by_path.items():
+        tagged.append(replace(spec, memory_kind=memory_kind) if re.search(pattern, path) else spec)
+    return jax.tree.unflatten(jax.tree.structure(specs), tagged)
 
 
-def move_to_host(specs: Any, memory_kind: MemoryKind, *, stacked: bool = False, min_bytes: int = 1 << 20) -> Any:
+def move_to_host(specs: PyTree, memory_kind: MemoryKind, *, stacked: bool = False, min_bytes: int = 1 << 20) -> PyTree:
     """Set the memory kind of all specs of a tree, except those of vectors, scalars and small leaves.
 
     These stay on the device: they cost next to nothing there, and TPU cannot slice packed one-dimensional host

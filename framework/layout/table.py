@@ -11,15 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from plimsoll.framework.layout.specs import MemoryKind, OptStateSpec, ParameterSpec, TensorSpec
+from plimsoll.framework.layout.specs import MemoryKind, MeshAxis, OptStateSpec, ParameterSpec, TensorSpec
 from plimsoll.framework.layout.train_state import GROUPS, Group, TrainState
 from plimsoll.framework.layout.transfers import fetch_leaf, store_leaf
-from plimsoll.framework.layout.trees import flatten
+from plimsoll.framework.layout.trees import Nested, PyTree, flatten
 
 
 @dataclass(frozen=True)
@@ -55,11 +54,13 @@ class StateLayout:
         self.specs: TrainState = jax.tree.map(self._fit_spec, specs)
         # Parameters come first, so that an error about a dimension that is not divisible names the parameter, not one
         # of its moments.
-        spec_by_path = flatten(self.specs)
-        paths = sorted(spec_by_path, key=lambda path: GROUPS.index(_group(path)))
-        self.leaves = [self._leaf(path, spec_by_path[path]) for path in paths]
+        self.leaves = [
+            self._leaf(f"{group}/{path}", group, spec)
+            for group in GROUPS
+            for path, spec in flatten(self.specs[group]).items()
+        ]
 
-    def _num_shards(self, axes: Any) -> int:
+    def _num_shards(self, axes: MeshAxis) -> int:
         """Return the number of shards of a dimension with these mesh axes; 1 if replicated."""
         return math.prod(self.mesh.shape[name] for name in _axis_names(axes))
 
@@ -76,7 +77,7 @@ class StateLayout:
             fitting_axes.append(axes if divides else None)
         return replace(spec, mesh_axes=tuple(fitting_axes))
 
-    def _leaf(self, path: str, spec: TensorSpec) -> StateLeaf:
+    def _leaf(self, path: str, group: Group, spec: TensorSpec) -> StateLeaf:
         # Only parameters declare what their axes are.
         roles = spec.roles if isinstance(spec, ParameterSpec) else ("axis",) * len(spec.shape)
         indivisible = spec.indivisible if isinstance(spec, ParameterSpec) else (1,) * len(spec.shape)
@@ -93,7 +94,7 @@ class StateLayout:
                 )
             shard_shape.append(dim // num_shards)
         shard_bytes = math.prod(shard_shape) * spec.dtype.itemsize
-        return StateLeaf(path, _group(path), spec, shard_bytes)
+        return StateLeaf(path, group, spec, shard_bytes)
 
     def __iter__(self) -> Iterator[StateLeaf]:
         return iter(self.leaves)
@@ -108,24 +109,22 @@ class StateLayout:
         partition = PartitionSpec(*spec.mesh_axes)
         return NamedSharding(self.mesh, partition, memory_kind=spec.memory_kind)
 
-    def shardings(self, specs: Any = None) -> Any:
+    def shardings(self, specs: PyTree = None) -> PyTree:
         """Return the tree of shardings, for jit's in_shardings and out_shardings."""
         specs = self.specs if specs is None else specs
         return jax.tree.map(self.sharding, specs)
 
-    def abstract(self, specs: Any = None) -> Any:
+    def abstract(self, specs: PyTree = None) -> PyTree:
         """Return the tree of ShapeDtypeStructs with shardings.
 
         Ahead-of-time compilation and restoring take it instead of arrays.
         """
-
-        def abstract_array(spec: TensorSpec) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=self.sharding(spec))
-
         specs = self.specs if specs is None else specs
-        return jax.tree.map(abstract_array, specs)
+        return jax.tree.map(
+            lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=self.sharding(spec)), specs
+        )
 
-    def fetch(self, group: Group, tree: Any) -> Any:
+    def fetch(self, group: Group, tree: Nested) -> Nested:
         """Inside jit: move a group's offloaded leaves to the device, and leave the others unchanged.
 
         The move must be explicit, because arithmetic on a host array does not compile (mixed memory spaces). The
@@ -134,7 +133,7 @@ class StateLayout:
         """
         return jax.tree.map(fetch_leaf, self.specs[group], tree)
 
-    def store(self, group: Group, tree: Any) -> Any:
+    def store(self, group: Group, tree: Nested) -> Nested:
         """Inside jit: move results to the memory that the layout gives them; the inverse of `fetch`."""
         return jax.tree.map(store_leaf, self.specs[group], tree)
 
@@ -152,20 +151,16 @@ class StateLayout:
             differing_paths = sorted(spec_by_path.keys() ^ array_by_path.keys())
             raise ValueError(f"state and layout differ in leaves: {differing_paths[:8]}")
         for path, spec in spec_by_path.items():
-            self._check_leaf(path, spec, array_by_path[path])
-
-    def _check_leaf(self, path: str, spec: TensorSpec, array: jax.Array) -> None:
-        layout_sharding = self.sharding(spec)
-        if array.shape != spec.shape or array.dtype != spec.dtype:
-            layout_type = f"{spec.dtype}{spec.shape}"
-            raise ValueError(f"{path} is {array.dtype}{array.shape}; the layout says {layout_type}")
-        sharding = array.sharding
-        if sharding.memory_kind != spec.memory_kind:
-            actual_kind = sharding.memory_kind
-            raise ValueError(f"{path} is in {actual_kind}; the layout says {spec.memory_kind}")
-        # Not equality: many PartitionSpecs describe the same sharding, because axes of size 1 make no difference.
-        if not sharding.is_equivalent_to(layout_sharding, array.ndim):
-            raise ValueError(f"{path} is sharded {sharding}; the layout says {layout_sharding}")
+            array = array_by_path[path]
+            sharding = array.sharding
+            layout_sharding = self.sharding(spec)
+            if array.shape != spec.shape or array.dtype != spec.dtype:
+                raise ValueError(f"{path} is {array.dtype}{array.shape}; the layout says {spec.dtype}{spec.shape}")
+            if sharding.memory_kind != spec.memory_kind:
+                raise ValueError(f"{path} is in {sharding.memory_kind}; the layout says {spec.memory_kind}")
+            # Not equality: many PartitionSpecs describe the same sharding, because axes of size 1 make no difference.
+            if not sharding.is_equivalent_to(layout_sharding, array.ndim):
+                raise ValueError(f"{path} is sharded {sharding}; the layout says {layout_sharding}")
 
     def bytes_per_device(self, group: Group | None = None, memory_kind: MemoryKind | None = None) -> int:
         """Return the bytes per device of a group and memory kind; None means all of them.
@@ -183,13 +178,9 @@ class StateLayout:
         return sum(leaf.spec.size for leaf in self.leaves if leaf.group == group)
 
 
-def _axis_names(axes: Any) -> tuple[str, ...]:
+def _axis_names(axes: MeshAxis) -> tuple[str, ...]:
     """Return the mesh axes of one dimension: a spec may name none, one or several."""
     return (axes,) if isinstance(axes, str) else axes or ()
-
-
-def _group(path: str) -> Any:
-    return path.split("/", 1)[0]
 
 
 def nearest_divisors(number: int, wish: int) -> list[int]:

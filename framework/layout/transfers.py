@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 
 from plimsoll.framework.layout.specs import TensorSpec
-from plimsoll.framework.layout.trees import path_name
+from plimsoll.framework.layout.trees import PyTree, path_name
 
 
 def fetch_leaf(spec: TensorSpec, x: jax.Array) -> jax.Array:
@@ -18,18 +18,14 @@ def fetch_leaf(spec: TensorSpec, x: jax.Array) -> jax.Array:
     return jax.device_put(x, jax.memory.Space.Device)
 
 
-def fetch_tree(specs: dict[str, Any], tree: Any) -> Any:
+def fetch_tree(specs: Mapping[str, TensorSpec], tree: PyTree) -> PyTree:
     """Inside jit: apply `fetch_leaf` to nested dicts, or to a part of them.
 
     Args:
-        specs: {path: TensorSpec, or another object with a memory_kind}.
+        specs: {path: TensorSpec}.
         tree: arrays, at paths that are in `specs`.
     """
-
-    def fetch(keypath: tuple[Any, ...], x: jax.Array) -> jax.Array:
-        return fetch_leaf(specs[path_name(keypath)], x)
-
-    return jax.tree_util.tree_map_with_path(fetch, tree)
+    return jax.tree_util.tree_map_with_path(lambda keypath, x: fetch_leaf(specs[path_name(keypath)], x), tree)
 
 
 def store_leaf(spec: TensorSpec, x: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ PyTree: TypeAlias = Any
 Nested: TypeAlias = dict[str, PyTree]
 
 
-def key_name(key: Any) -> str:
+def key_name(key: object) -> str:
     """Return the name of one pytree key: dict key, index, or attribute.
 
     Raises:
@@ -26,18 +26,18 @@ def key_name(key: Any) -> str:
     raise TypeError(f"unknown pytree key {key!r}")
 
 
-def path_name(keypath: tuple[Any, ...]) -> str:
+def path_name(keypath: tuple[object, ...]) -> str:
     """Return a leaf's stable name: its pytree keys joined by "/"."""
     return "/".join(key_name(key) for key in keypath)
 
 
-def flatten(tree: Any) -> dict[str, Any]:
+def flatten(tree: PyTree) -> dict[str, PyTree]:
     """Flatten any pytree to {path: leaf}, in the tree's own order."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {path_name(keypath): leaf for keypath, leaf in leaves}
 
 
-def unflatten(flat: dict[str, Any]) -> Nested:
+def unflatten(flat: dict[str, PyTree]) -> Nested:
     """Convert {path: leaf} to nested dicts."""
     tree: Nested = {}
     for path, leaf in flat.items():
@@ -49,7 +49,7 @@ def unflatten(flat: dict[str, Any]) -> Nested:
     return tree
 
 
-def merge(left: Any, right: Any) -> Any:
+def merge(left: PyTree, right: PyTree) -> PyTree:
     """Merge two trees of dicts (and lists) with disjoint leaves, such as trainable and frozen parameters.
 
     Raises:
@@ -64,21 +64,13 @@ def merge(left: Any, right: Any) -> Any:
     raise AssertionError("merge: a leaf is in both trees")
 
 
-def floats(tree: Any) -> Any:
+def floats(tree: PyTree) -> PyTree:
     """Replace leaves that have no gradient with None: integers, booleans, keys, and their cotangents."""
-
     # The cotangent of an integer has the dtype float0, which `issubdtype` does not count as a float.
-    def float_or_none(x: Any) -> Any:
-        return x if jnp.issubdtype(x.dtype, jnp.inexact) else None
-
-    return jax.tree.map(float_or_none, tree)
+    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, tree)
 
 
-def fill_none(part: Any, tree: Any) -> Any:
+def fill_none(part: PyTree, tree: PyTree) -> PyTree:
     """Fill in the leaves that are None in `part` from `tree`; the inverse of `floats`."""
-
-    def choose(new: Any, old: Any) -> Any:
-        return old if new is None else new
-
     # None counts as a leaf, so that both trees have the same structure.
-    return jax.tree.map(choose, part, tree, is_leaf=lambda x: x is None)
+    return jax.tree.map(lambda new, old: old if new is None else new, part, tree, is_leaf=lambda x: x is None)

@@ -83,11 +83,11 @@ class StepBackend(ABC):
         """The platform of the mesh's devices: tpu, gpu or cpu."""
         return self.mesh.devices.flat[0].platform
 
-    def compile_here(self, lowered: Any, offloaded: executables.HostBytes) -> LayerProgram:
+    def compile_here(self, lowered: jax.stages.Lowered, offloaded: executables.HostBytes) -> LayerProgram:
         """Compile a lowered program for the mesh; return it with the peak memory of one device in bytes.
 
         Args:
-            lowered: the jax.stages.Lowered of the program.
+            lowered: the program.
             offloaded: bytes of its arguments and results in host memory.
         """
         run = executables.compile_or_load(lowered, self.compiler_options)
@@ -132,18 +132,18 @@ class StepBackend(ABC):
 
     # --- programs that a thread compiles ------------------------------------------------------------------------------
 
-    @abstractmethod
-    def begin_init(self) -> None:
+    # By default nothing is compiled ahead.
+
+    def begin_init(self) -> None:  # noqa: B027
         """Start compiling the initialization in a thread, if it is one program."""
 
-    @abstractmethod
-    def begin_evaluation(self) -> None:
+    def begin_evaluation(self) -> None:  # noqa: B027
         """Start compiling the evaluation of the weights and of their averages in a thread, if each is one program."""
 
     @property
-    @abstractmethod
     def evaluation_was_requested(self) -> bool:
         """True once compilation of the evaluation was started in a thread."""
+        return False
 
     # --- the step and evaluation --------------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class StepBackend(ABC):
     # --- information about the programs -------------------------------------------------------------------------------
 
     @abstractmethod
-    def executables(self) -> list[Any]:
+    def executables(self) -> list[jax.stages.Compiled]:
         """Return the compiled programs of a step on this mesh, in call order."""
 
     @abstractmethod
@@ -229,7 +229,7 @@ class StepBackend(ABC):
         joined_state = self.parts.join_stacks(model_state, self.checkpoint_layout)
         # Free the split stacks and the optimizer state before the whole stacks are put on the devices, which may not
         # have room for both. Leaves outside of stacks are the same arrays in the joined state, so they stay.
-        leaving: list[Any] = [state.optimizer]
+        leaving = [state.optimizer]
         for _, tree in model_state.items():
             leaving += [part.select(tree) for part in self.parts.parts if part.stage in tree]
         for leaf in jax.tree.leaves(leaving):
@@ -238,7 +238,7 @@ class StepBackend(ABC):
         return jax.device_put(joined_state, self.checkpoint_layout.shardings(specs))
 
     @functools.cached_property
-    def gradient_jit(self) -> Any:
+    def gradient_jit(self) -> jax.stages.Wrapped:
         """The jitted function that creates the buffers of gradients, which checkpoints do not hold, as zeros."""
         specs = self.layout.specs.gradient
         zeros = lambda: jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)  # noqa: E731

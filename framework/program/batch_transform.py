@@ -9,8 +9,10 @@ arrays are part of the batch like any others.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+
+from jax.sharding import AbstractMesh, Mesh
 
 from plimsoll.framework.data.batches import Shapes
 from plimsoll.framework.layout import TrainState
@@ -20,7 +22,8 @@ from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTrack
 Log = Callable[[str], None]
 
 
-class ForwardCost(NamedTuple):
+@dataclass(frozen=True)
+class ForwardCost:
     """The cost of the forward passes that complete a training batch, as an analytical plan counts it.
 
     Attributes:
@@ -52,7 +55,7 @@ class BatchTransform:
     Those modules import this one, so their types are not named here. Subclasses name them.
     """
 
-    def join(self, experiment: Any) -> None:
+    def join(self, experiment: object) -> None:
         """Receive the experiment that this transform belongs to, as soon as its other parts are built."""
 
     def arrays(self, delivered: Shapes, *, evaluation: bool = False) -> Shapes:
@@ -64,10 +67,10 @@ class BatchTransform:
         """
         raise NotImplementedError
 
-    def check(self, experiment: Any) -> None:
+    def check(self, experiment: object) -> None:
         """Raise ValueError if the transform does not fit model, data or memory. Reads nothing."""
 
-    def check_files(self, program: Any, workdir: Path, *, is_new_run: bool) -> None:
+    def check_files(self, program: object, workdir: Path, *, is_new_run: bool) -> None:
         """Check the files that the transform needs, once the data is set up and before anything is compiled.
 
         Loads no weights. Every process calls this.
@@ -79,7 +82,7 @@ class BatchTransform:
             FileNotFoundError, ValueError: files are missing, or belong to another model or other data.
         """
 
-    def open(self, program: Any, workdir: Path, *, is_new_run: bool, log: Log) -> None:
+    def open(self, program: object, workdir: Path, *, is_new_run: bool, log: Log) -> None:
         """Prepare the transform.
 
         Called once the data is set up and before the program's state exists, so the devices are empty. Every process
@@ -95,11 +98,11 @@ class BatchTransform:
             FileNotFoundError, ValueError: a required file is missing or belongs to another model.
         """
 
-    def is_open(self, program: Any) -> bool:
+    def is_open(self, program: object) -> bool:
         """Return whether `complete_batch` can be called: `open` was called with this program, or is not needed."""
         return True
 
-    def complete_batch(self, program: Any, state: TrainState, batch: Batch, *, group: str = "parameter") -> Batch:
+    def complete_batch(self, program: object, state: TrainState, batch: Batch, *, group: str = "parameter") -> Batch:
         """Return the batch with all arrays of `arrays`.
 
         Args:
@@ -110,11 +113,11 @@ class BatchTransform:
         """
         raise NotImplementedError
 
-    def host_bytes(self, program: Any) -> int:
+    def host_bytes(self, program: object) -> int:
         """Return the bytes of one device's host memory that the transform occupies between steps."""
         return 0
 
-    def passes(self, experiment: Any, mesh: Any) -> ForwardCost:
+    def passes(self, experiment: object, mesh: Mesh | AbstractMesh) -> ForwardCost:
         """Estimate analytically what `complete_batch` runs for a training step. Opens and traces nothing.
 
         Args:
@@ -123,7 +126,7 @@ class BatchTransform:
         """
         return ForwardCost()
 
-    def dry_run(self, program: Any, compile: Compile) -> dict[str, MemoryTracker]:
+    def dry_run(self, program: object, compile: Compile) -> dict[str, MemoryTracker]:
         """Compile the programs of `complete_batch`, also for an absent machine. Opens nothing.
 
         Args:

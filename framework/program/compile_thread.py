@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+
+import jax
 
 from plimsoll.framework.terminal.phases import SHORT, phase
 
@@ -21,9 +22,9 @@ class CompileThread:
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
-        self._programs: dict[Hashable, Future[Any]] = {}
+        self._programs: dict[Hashable, Future[jax.stages.Compiled]] = {}
 
-    def begin(self, name: Hashable, compile_program: Callable[[], Any]) -> None:
+    def begin(self, name: Hashable, compile_program: Callable[[], jax.stages.Compiled]) -> None:
         """Call `compile_program()` in the thread. A name that was requested before is not compiled again."""
         if name in self._programs:
             return
@@ -32,7 +33,7 @@ class CompileThread:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="compile-ahead")
         self._programs[name] = self._thread.submit(compile_program)
 
-    def program(self, name: Hashable) -> Any:
+    def program(self, name: Hashable) -> jax.stages.Compiled | None:
         """Return the program once it is compiled; None if it was not requested.
 
         Raises the exception of its compilation.
@@ -41,7 +42,8 @@ class CompileThread:
         if future is None:
             return None
         if not future.done():
-            with phase(f"compiling {_describe(name)}", patience=SHORT):
+            what = f"the {name}" if isinstance(name, str) else "the evaluation"
+            with phase(f"compiling {what}", patience=SHORT):
                 wait([future])
         return future.result()
 
@@ -64,8 +66,3 @@ class CompileThread:
 def get_evaluation_name(group: str) -> Hashable:
     """Return the name of the program that evaluates a group of the state: "parameter" or "ema"."""
     return ("evaluation", group)
-
-
-def _describe(name: Hashable) -> str:
-    """Return a program's name as shown to the user."""
-    return f"the {name}" if isinstance(name, str) else "the evaluation"

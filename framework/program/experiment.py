@@ -5,7 +5,6 @@ Building an experiment touches no device and no file, so a bad config fails befo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from jax.sharding import AbstractMesh, Mesh
@@ -154,18 +153,17 @@ class Experiment:
             return
         missing = [name for name in objective.arrays if name not in self.batch_arrays()]
         if missing:
+            # The framework has no source for an array of a user's objective.
+            hints = [hint for name, hint in _ARRAY_SOURCES.items() if name in missing]
+            if "reference" in missing and getattr(self.batch_transform, "kind", None) == "none":
+                hint = "batch_transform.kind = none adds no reference, auto does"
+                hints[hints.index(_ARRAY_SOURCES["reference"])] = hint
+            sources = f": {', '.join(hints)}" if hints else ""
             raise ValueError(
                 f"model.head.objective is {type(objective).__name__}, which reads {', '.join(missing)} of a batch; "
                 f"data is a {type(self.data).__name__}, which provides {', '.join(self.batch_arrays())}; "
-                f"expected other data, or a batch transform that adds them{self._describe_sources(missing)}"
+                f"expected other data, or a batch transform that adds them{sources}"
             )
-
-    def _describe_sources(self, missing: Sequence[str]) -> str:
-        """Name the sources of missing batch arrays; "" if the framework has none for them."""
-        hints = [hint for name, hint in _ARRAY_SOURCES.items() if name in missing]
-        if "reference" in missing and getattr(self.batch_transform, "kind", None) == "none":
-            hints[hints.index(_ARRAY_SOURCES["reference"])] = "batch_transform.kind = none adds no reference, auto does"
-        return f": {', '.join(hints)}" if hints else ""
 
     def batch_arrays(self, *, evaluation: bool = False) -> Shapes:
         """Return the arrays of a global batch as the step, or an evaluation, sees it: {name: (shape, dtype)}."""
@@ -229,14 +227,25 @@ class Experiment:
         """Return the specs of the training state, in checkpoint form."""
         learner = self.learner
         offloaded_stages = self._find_offloaded_stages("optimizer_state")
+        # Gradients are part of the state only in host memory. On the device they exist only within a step.
+        offloaded_gradients = self._find_offloaded_stages("gradients")
+        gradients = learner.gradient_specs(offloaded_gradients)
+        # step and skipped are counts; grad_norm is that of the last update; rng is the run's key data (threefry: two
+        # words).
+        counters = {
+            "step": TensorSpec((), "int32"),
+            "skipped": TensorSpec((), "int32"),
+            "grad_norm": TensorSpec((), "float32"),
+            "rng": TensorSpec((2,), "uint32"),
+        }
         return TrainState(
-            gradient=self._get_offloaded_gradient_specs(),
+            gradient={stage: tree for stage, tree in gradients.items() if stage in offloaded_gradients},
             parameter=self._place_weights(learner.specs),
             frozen=self._place_weights(learner.frozen_specs),
             buffer=self.model.buffer_specs(),
             optimizer=learner.optimizer_specs(offloaded_stages),
             ema=learner.ema_specs(offloaded_stages),
-            counter=_counter_specs() | learner.counter_specs(),
+            counter=counters | learner.counter_specs(),
         )
 
     def _find_offloaded_stages(self, field: str) -> set[str]:
@@ -251,15 +260,6 @@ class Experiment:
             stages |= {*self.model.stages, "shared", ALL_STAGES}
         return stages
 
-    def _get_offloaded_gradient_specs(self) -> Nested:
-        """Return the specs of the offloaded gradients by stage.
-
-        Gradients are part of the state only in host memory. On the device they exist only within a step.
-        """
-        offloaded = self._find_offloaded_stages("gradients")
-        specs = self.learner.gradient_specs(offloaded)
-        return {stage: tree for stage, tree in specs.items() if stage in offloaded}
-
     def _place_weights(self, weights: Nested) -> Nested:
         """Tag the specs of large weights with the memory that `memory.parameters` assigns them."""
         offloaded = self._find_offloaded_stages("parameters")
@@ -271,7 +271,7 @@ class Experiment:
         return placed_specs
 
 
-def _build_section(name: str, config: Config | Part, kind: type[Part], **late: Any) -> Part:
+def _build_section(name: str, config: Config | Part, kind: type[Part], **late: object) -> Part:
     """Build a section of the experiment from its config.
 
     Args:
@@ -295,17 +295,3 @@ def _build_section(name: str, config: Config | Part, kind: type[Part], **late: A
         actual = f"that of {target.__name__}, which returns a {type(part).__name__}"
         raise ConfigError(f"expected a config of {kind.__name__}, given {actual}", path=name)
     return part
-
-
-def _counter_specs() -> Nested:
-    """Return the specs of the counters.
-
-    step and skipped are counts; grad_norm is that of the last update; rng is the run's key data (threefry: two
-    words).
-    """
-    return {
-        "step": TensorSpec((), "int32"),
-        "skipped": TensorSpec((), "int32"),
-        "grad_norm": TensorSpec((), "float32"),
-        "rng": TensorSpec((2,), "uint32"),
-    }

@@ -6,9 +6,9 @@ These functions are meant to be jitted. `framework.program.backend` jits them in
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
-from functools import cached_property
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from plimsoll.framework.layout import (
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.update_types import unflatten_like
 from plimsoll.framework.models.chain import Chain
+from plimsoll.framework.schedules.stack_parts import StackParts
 from plimsoll.framework.schedules.step import training_context
 
 Arrays = dict[str, jax.Array]  # by the path of a parameter
@@ -36,7 +37,8 @@ Paths = tuple[str, ...]
 InitFunction = Callable[..., GroupedArrays]
 
 
-class InitPart(NamedTuple):
+@dataclass(frozen=True)
+class InitPart:
     """Parameters that are initialized together.
 
     Attributes:
@@ -115,7 +117,10 @@ class StateInitializer:
         Parameters in `given_paths` are zeros.
         """
         specs = {}
-        for path, spec in flatten(_uncast(self._model.parameter_specs())).items():
+        for path, spec in flatten(self._model.parameter_specs()).items():
+            # At least float32, so that a master copy holds the exact initial values before they are cast.
+            if not spec.quantized:
+                spec = replace(spec, dtype=jnp.promote_types(spec.dtype, "float32"))
             if path in given_paths:
                 spec = replace(spec, initializer=jax.nn.initializers.zeros)
             specs[path] = spec
@@ -157,6 +162,68 @@ class StateInitializer:
         return calibrate
 
 
+class PlacedValues:
+    """Builds parts of the initial state, inside jit.
+
+    Args:
+        make: function that initializes some parameters; see `StateInitializer.make_init_function`.
+        layout: layout of the running state.
+        parts: split of the stacks in the running state.
+    """
+
+    def __init__(self, make: InitFunction, layout: StateLayout, parts: StackParts):
+        self._make = make
+        self._parts = parts
+        self._specs: dict[str, dict[str, TensorSpec]] = {name: flatten(tree) for name, tree in layout.specs.items()}
+
+    def split_layers(self, path: str, num_layers: int | None) -> Iterator[range | None]:
+        """Yield the runs of layers that each leaf of the state holds.
+
+        Args:
+            path: path of a parameter.
+            num_layers: number of layers in its stack; None for a parameter that is initialized as a whole.
+        """
+        stack_parts = self._parts.list_parts(path.split("/", 1)[0])
+        if num_layers is None:
+            yield None
+        elif not stack_parts:
+            yield range(num_layers)
+        else:
+            for part in stack_parts:
+                yield range(part.first, part.first + part.count)
+
+    def values(self, key: jax.Array, paths: Paths, layers: range | None) -> GroupedArrays:
+        """Return the state's arrays for some parameters, {group: {path in the state: array}}.
+
+        Args:
+            key: key of the initialization.
+            paths: paths of the parameters.
+            layers: a run of layers; None for parameters that are initialized as a whole.
+        """
+        if layers is None:
+            return self._store(self._make(key, paths, None))
+        make_layer = partial(self._layer_values, key, paths, layers.start)
+        return jax.lax.map(make_layer, jnp.arange(layers.start, layers.stop))
+
+    def _layer_values(self, key: jax.Array, paths: Paths, first: int, layer: jax.Array) -> GroupedArrays:
+        """Return the values of one layer, by the paths of the part that starts at layer `first`."""
+        values_by_group = {}
+        for group, values in self._make(key, paths, layer).items():
+            values_by_group[group] = {self._parts.place(path, first)[0]: x for path, x in values.items()}
+        return self._store(values_by_group)
+
+    def _store(self, values_by_group: GroupedArrays) -> GroupedArrays:
+        """Move the values to their memory.
+
+        Drops gradients that the state does not hold because they stay on the device.
+        """
+        stored_values: GroupedArrays = {}
+        for group, values in values_by_group.items():
+            specs = self._specs[group]
+            stored_values[group] = {path: store_leaf(specs[path], x) for path, x in values.items() if path in specs}
+        return stored_values
+
+
 def check_calibration_dtypes(model: Chain) -> None:
     """Raise ValueError if a model that is calibrated on its first batch has a parameter narrower than 32 bits."""
     for path, spec in flatten(model.parameter_specs()).items():
@@ -164,14 +231,3 @@ def check_calibration_dtypes(model: Chain) -> None:
             raise ValueError(
                 f"{path} is {spec.dtype}; parameters calibrated on the first batch must be float32 (model.param_dtype)"
             )
-
-
-def _uncast(specs: Nested) -> Nested:
-    """Widen dtypes to at least float32, so that a master copy holds the exact initial values before they are cast."""
-
-    def uncast(spec: Any) -> Any:
-        if spec.quantized:
-            return spec
-        return replace(spec, dtype=jnp.promote_types(spec.dtype, "float32"))
-
-    return jax.tree.map(uncast, specs)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +12,15 @@ from jax.extend.core import ClosedJaxpr
 
 from plimsoll.framework.devices.executables import HostBytes, compile_or_load, peak_bytes
 from plimsoll.framework.layers.remat import check_platform
-from plimsoll.framework.layout import GROUPS, Nested, TrainState, flatten, merge
+from plimsoll.framework.layout import GROUPS, Nested, StateLayout, TrainState, flatten, merge
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.update_types import write_layer
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.program.backend import StepBackend
-from plimsoll.framework.program.compile_thread import INIT, get_evaluation_name
+from plimsoll.framework.program.compile_thread import INIT, CompileThread, get_evaluation_name
 from plimsoll.framework.program.experiment import Experiment
-from plimsoll.framework.program.initializer import GroupedArrays
-from plimsoll.framework.program.placed_values import PlacedValues
-from plimsoll.framework.program.rows import Batch
+from plimsoll.framework.program.initializer import GroupedArrays, PlacedValues
+from plimsoll.framework.program.rows import Batch, BatchRows
 from plimsoll.framework.schedules import after_backward, in_backward, streamed
 from plimsoll.framework.schedules.layer_ranges import split_stacks
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker
@@ -38,7 +37,8 @@ STEP_BUILDERS = {
 }
 
 
-class RunningModel(NamedTuple):
+@dataclass(frozen=True)
+class RunningModel:
     """The model and learner that the programs of a run use."""
 
     model: Chain
@@ -46,7 +46,23 @@ class RunningModel(NamedTuple):
 
 
 class JitStep(StepBackend):
-    """Compiles one program each for initialization, for the step, and for the evaluation of a batch."""
+    """Compiles one program each for initialization, for the step, and for the evaluation of a batch.
+
+    Args:
+        experiment, checkpoint_layout, rows, ahead, layout: see `StepBackend`.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        checkpoint_layout: StateLayout,
+        rows: BatchRows,
+        ahead: CompileThread,
+        layout: StateLayout | None = None,
+    ):
+        super().__init__(experiment, checkpoint_layout, rows, ahead, layout)
+        # The jitted evaluations by group of the weights.
+        self._evaluations: dict[str, jax.stages.Wrapped] = {}
 
     @staticmethod
     def get_stack_split(experiment: Experiment) -> StackParts:
@@ -67,12 +83,17 @@ class JitStep(StepBackend):
 
     # --- the state at step 0 ------------------------------------------------------------------------------------------
 
-    def init_function(self, seed: int, given_paths: Collection[str] = ()) -> Callable[[], TrainState]:
-        """Return the function that initializes the state, directly into the layout when jitted with its shardings.
+    def init_jit(self, seed: int | None = None, given_paths: Collection[str] = ()) -> jax.stages.Wrapped:
+        """Return the jitted function that initializes the state, directly into the layout.
 
         A stack is initialized layer by layer, and offloaded leaves move to host memory immediately, so nothing is
-        held twice. Parameters in `given_paths` are zeros: the caller overwrites them.
+        held twice.
+
+        Args:
+            seed: seed of the initialization; the config's by default.
+            given_paths: paths of parameters to fill with zeros, because the caller overwrites them.
         """
+        seed = self.experiment.trainer.seed if seed is None else seed
         initializer = self.initializer
         placing = PlacedValues(initializer.make_init_function(given_paths), self.layout, self.parts)
 
@@ -80,14 +101,14 @@ class JitStep(StepBackend):
             key, run_key = jax.random.split(jax.random.key(seed))
             flat: GroupedArrays = {name: {} for name in GROUPS}
             part_values: GroupedArrays = {}
-            for paths, num_layers in initializer.parts():
-                for layers in placing.split_layers(paths[0], num_layers):
+            for part in initializer.parts():
+                for layers in placing.split_layers(part.paths[0], part.num_layers):
                     # The barrier makes each part wait for the previous one. Otherwise XLA may compute several at
                     # once, with float32 copies of all of them alive at the same time.
                     key, part_values = jax.lax.optimization_barrier((key, part_values))
                     for name, values in part_values.items():
                         flat[name] |= values
-                    part_values = placing.values(key, paths, layers)
+                    part_values = placing.values(key, part.paths, layers)
             for name, values in part_values.items():
                 flat[name] |= values
             for name in ("buffer", "counter"):
@@ -96,12 +117,7 @@ class JitStep(StepBackend):
             flat["counter"]["rng"] = jax.random.key_data(run_key)
             return initializer.to_state_tree(flat)
 
-        return init
-
-    def init_jit(self, seed: int | None = None, given_paths: Collection[str] = ()) -> Any:
-        """Jit `init_function` with the layout's shardings. The seed defaults to the config's."""
-        seed = self.experiment.trainer.seed if seed is None else seed
-        return self.jit(self.init_function(seed, given_paths), out_shardings=self.layout.shardings())
+        return self.jit(init, out_shardings=self.layout.shardings())
 
     def init(self, seed: int | None, given_paths: Collection[str]) -> TrainState:
         """See `StepBackend`."""
@@ -140,7 +156,7 @@ class JitStep(StepBackend):
     # --- the step -----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def step_jit(self) -> Any:
+    def step_jit(self) -> jax.stages.Wrapped:
         """The jitted training step: in and out shardings come from the layout, and the state is donated."""
         experiment = self.experiment
         memory = experiment.memory
@@ -158,14 +174,14 @@ class JitStep(StepBackend):
         )
 
     @cached_property
-    def traced_step(self) -> Any:
+    def traced_step(self) -> jax.stages.Traced:
         """The traced step, before any state exists. It has the jaxpr and can be lowered."""
         state = self.layout.abstract()
         batch = self.layout.abstract(self.rows.specs)
         return self.step_jit.trace(state, batch)
 
     @cached_property
-    def compiled_step(self) -> Any:
+    def compiled_step(self) -> jax.stages.Compiled:
         """The step, compiled ahead of time."""
         with phase("tracing the training step", patience=SHORT):
             lowered = self.traced_step.lower()
@@ -182,18 +198,14 @@ class JitStep(StepBackend):
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def evaluate_jit(self) -> Any:
-        """The jitted evaluation of a batch: (parameters, frozen, buffers, batch) -> sums."""
-        return self._evaluation("parameter")
+    def evaluation_jit(self, group: str) -> jax.stages.Wrapped:
+        """Return the jitted evaluation of a batch: (parameters, frozen, buffers, batch) -> sums.
 
-    @cached_property
-    def evaluate_averages_jit(self) -> Any:
-        """`evaluate_jit` with the averages of the trainable parameters."""
-        return self._evaluation("ema")
-
-    def _evaluation(self, group: str) -> Any:
-        """Jit the evaluation with the weights of a group of the state, "parameter" or "ema"."""
+        Args:
+            group: group of the state with the parameters: "parameter" or "ema" (averages).
+        """
+        if group in self._evaluations:
+            return self._evaluations[group]
         model = self.running.model
         layout = self.layout
         num_microbatches = self.experiment.learner.accumulate
@@ -213,47 +225,43 @@ class JitStep(StepBackend):
             stacked_sums = jax.lax.map(lambda part: sums(params, buffers, part), stacked_batches)
             return jax.tree.map(jnp.sum, stacked_sums)
 
-        return self.jit(evaluate, out_shardings=self.replicated)
+        self._evaluations[group] = self.jit(evaluate, out_shardings=self.replicated)
+        return self._evaluations[group]
 
-    def _get_evaluation(self, group: str) -> Any:
-        return self.evaluate_averages_jit if group == "ema" else self.evaluate_jit
-
-    def _lower_evaluation(self, group: str) -> Any:
+    def _lower_evaluation(self, group: str) -> jax.stages.Lowered:
         """Lower the evaluation of the weights in `group` from specs only, before any arrays exist."""
         layout = self.layout
         weights = [layout.abstract(layout.specs[name]) for name in (group, "frozen", "buffer")]
-        return self._get_evaluation(group).lower(*weights, layout.abstract(self.rows.evaluation_specs))
+        return self.evaluation_jit(group).lower(*weights, layout.abstract(self.rows.evaluation_specs))
 
     def evaluate(self, state: TrainState, batch: Batch, group: str) -> Metrics:
         """See `StepBackend`."""
         evaluation = self.ahead.program(get_evaluation_name(group))
         if evaluation is None:
-            evaluation = self._get_evaluation(group)
+            evaluation = self.evaluation_jit(group)
         return evaluation(state[group], state.frozen, state.buffer, batch)
 
     # --- information about the programs -------------------------------------------------------------------------------
 
-    def executables(self) -> list[Any]:
+    def executables(self) -> list[jax.stages.Compiled]:
         """See `StepBackend`."""
         return [self.compiled_step]
 
     def peak_bytes(self) -> int:
         """See `StepBackend`."""
         stats = self.compiled_step.memory_analysis()
-        return peak_bytes(stats, self.platform, HostBytes.in_place(self._offloaded_bytes()))
-
-    def _offloaded_bytes(self) -> int:
-        """Return the bytes of the state in host memory, per device."""
-        return self.layout.bytes_per_device(memory_kind="pinned_host")
+        return peak_bytes(
+            stats, self.platform, HostBytes.in_place(self.layout.bytes_per_device(memory_kind="pinned_host"))
+        )
 
     def dry_run_init(self, compile: Compile) -> MemoryTracker:
         """See `StepBackend`."""
-        offloaded = HostBytes(results=self._offloaded_bytes())
+        offloaded = HostBytes(results=self.layout.bytes_per_device(memory_kind="pinned_host"))
         return _dry_run_program(self.init_jit().lower(), offloaded, compile)
 
     def dry_run_step(self, compile: Compile) -> MemoryTracker:
         """See `StepBackend`."""
-        offloaded = self._offloaded_bytes()
+        offloaded = self.layout.bytes_per_device(memory_kind="pinned_host")
         tracker = _dry_run_program(self.traced_step.lower(), HostBytes.in_place(offloaded), compile)
         step = tracker.calls[0]
         tracker.host_peak = offloaded + step.host_temp
@@ -273,7 +281,7 @@ class JitStep(StepBackend):
         return [self.traced_step.jaxpr]
 
 
-def _dry_run_program(lowered: Any, offloaded: HostBytes, compile: Compile) -> MemoryTracker:
+def _dry_run_program(lowered: jax.stages.Lowered, offloaded: HostBytes, compile: Compile) -> MemoryTracker:
     """Return the memory totals of one program that is called once."""
     program = compile(lowered, offloaded)
     tracker = MemoryTracker()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +92,7 @@ class PerLayerStep(StepBackend):
         flat["counter"]["rng"] = run_words
         return self.initializer.to_state_tree(flat)
 
-    def _init_params(self, given_paths: Collection[str], words: Any, number: Any) -> GroupedArrays:
+    def _init_params(self, given_paths: Collection[str], words: jax.Array, number: jax.Array) -> GroupedArrays:
         """Initialize everything derived from parameters, {group: {path: array}}.
 
         Args:
@@ -104,12 +103,13 @@ class PerLayerStep(StepBackend):
         make = self.initializer.make_init_function(given_paths)
         specs = {name: flatten(tree) for name, tree in self.layout.specs.items()}
         flat: GroupedArrays = {name: {} for name in specs}
-        for paths, num_layers in self.initializer.parts():
-            stacked = num_layers is not None
+        for part in self.initializer.parts():
+            paths = part.paths
+            stacked = part.num_layers is not None
             layer = jnp.int32(0) if stacked else None
             key = jax.random.key(0)
             abstract = jax.eval_shape(lambda k, i, p=paths: make(k, p, i), key, layer)
-            for index in range(num_layers or 1):
+            for index in range(part.num_layers or 1):
                 layer_index = index if stacked else None
                 storage_specs = {}
                 for name, values in abstract.items():
@@ -147,19 +147,6 @@ class PerLayerStep(StepBackend):
         """Return the new values as arrays with a layer axis of length 1."""
         return jax.tree.map(lambda x: x[None], new)
 
-    # --- programs that a thread compiles ------------------------------------------------------------------------------
-
-    def begin_init(self) -> None:
-        """Do nothing: the programs are small, and a dry run compiles them."""
-
-    def begin_evaluation(self) -> None:
-        """Do nothing, as for the initialization."""
-
-    @property
-    def evaluation_was_requested(self) -> bool:
-        """See `StepBackend`."""
-        return False
-
     # --- the step and evaluation --------------------------------------------------------------------------------------
 
     @cached_property
@@ -193,7 +180,7 @@ class PerLayerStep(StepBackend):
 
     # --- information about the programs -------------------------------------------------------------------------------
 
-    def executables(self) -> list[Any]:
+    def executables(self) -> list[jax.stages.Compiled]:
         """See `StepBackend`."""
         return [call.run for call in self.step_memory.calls]
 
@@ -218,15 +205,14 @@ class PerLayerStep(StepBackend):
 
 def _init_layer(
     make: InitFunction, paths: Paths, storage_specs: Nested, stacked: bool, words: jax.Array, number: jax.Array
-) -> Any:
+) -> tuple[GroupedArrays, jax.Array]:
     """Return (values of one layer in their memory, index of the next layer)."""
     key = jax.random.wrap_key_data(words)
     values = make(key, paths, number if stacked else None)
 
-    def place(spec: TensorSpec, x: jax.Array) -> jax.Array:
-        return store_leaf(spec, x.reshape(spec.shape))
-
     placed_values = {}
     for name, specs in storage_specs.items():
-        placed_values[name] = {path: place(spec, values[name][path]) for path, spec in specs.items()}
+        placed_values[name] = {
+            path: store_leaf(spec, values[name][path].reshape(spec.shape)) for path, spec in specs.items()
+        }
     return placed_values, number + 1

@@ -5,7 +5,7 @@ The training loop, custom loops and memory planning all use this object.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,6 +53,9 @@ class Program:
         checkpoint_layout: layout of checkpoints, which are the same for every schedule.
         calibrates: whether the first batch determines initial values (Salimans and Kingma 2016, arXiv 1602.07868).
         ahead: thread that compiles programs before they are called.
+        layout: layout of the running state, which may store each layer of a stack as separate arrays.
+        replicated: the fully replicated sharding: every device holds a copy.
+        jit: jax.jit with the compiler options.
     """
 
     def __init__(
@@ -91,21 +94,9 @@ class Program:
             stages = {*experiment.model.stages, "shared"}
             layout = StateLayout(offload_stages(specs, stages), self.mesh)
         self.backend: StepBackend = kind(experiment, self.checkpoint_layout, self._rows, self.ahead, layout)
-
-    @property
-    def layout(self) -> StateLayout:
-        """The layout of the running state, which may store each layer of a stack as separate arrays."""
-        return self.backend.layout
-
-    @property
-    def jit(self) -> Any:
-        """jax.jit with the compiler options."""
-        return self.backend.jit
-
-    @property
-    def replicated(self) -> NamedSharding:
-        """The fully replicated sharding: every device holds a copy."""
-        return self.backend.replicated
+        self.layout = self.backend.layout
+        self.replicated = self.backend.replicated
+        self.jit = self.backend.jit
 
     # --- batches ------------------------------------------------------------------------------------------------------
 
@@ -245,36 +236,38 @@ class Program:
     # --- inspection of single programs --------------------------------------------------------------------------------
 
     @property
-    def _jit_step(self) -> JitStep:
+    def jit_step(self) -> JitStep:
+        """The backend, whose step is one program. Raises ValueError if a step is many programs."""
         if not isinstance(self.backend, JitStep):
             raise ValueError(
                 "memory.update = layer_programs runs a step as many programs; only a step that is one program has this"
             )
         return self.backend
 
-    @property
-    def step_jit(self) -> Any:
-        """`JitStep.step_jit`. This and the following properties raise ValueError if a step is many programs."""
-        return self._jit_step.step_jit
 
-    @property
-    def traced_step(self) -> Any:
-        """`JitStep.traced_step`."""
-        return self._jit_step.traced_step
+def inference_program(
+    experiment: Experiment, *, host_weights: bool, is_mesh_requested: bool, log: Callable[[str], None]
+) -> Program:
+    """Build the experiment's inference program on all devices. If the run's mesh does not fit, fsdp = -1 replaces it.
 
-    @property
-    def compiled_step(self) -> Any:
-        """`JitStep.compiled_step`."""
-        return self._jit_step.compiled_step
+    Args:
+        experiment: experiment with the model.
+        host_weights: whether to offload the matrices of the stack to host memory.
+        is_mesh_requested: whether the user requested this mesh explicitly, so that no other mesh may replace it.
+        log: function that prints a message about a replaced mesh.
 
-    @property
-    def evaluate_jit(self) -> Any:
-        """`JitStep.evaluate_jit`."""
-        return self._jit_step.evaluate_jit
-
-    def init_jit(self, seed: int | None = None) -> Any:
-        """`JitStep.init_jit`."""
-        return self._jit_step.init_jit(seed)
+    Raises:
+        ValueError: the model does not fit the mesh, or a requested mesh does not fit the devices.
+    """
+    mesh = experiment.mesh
+    try:
+        mesh.build(jax.devices())
+    except ValueError as error:
+        if is_mesh_requested:
+            raise
+        log(f"{error}; using mesh.fsdp = {jax.device_count()}")
+        mesh = MeshShape(fsdp=-1)
+    return Program(experiment, mesh=mesh, training=False, offload_stack=host_weights)
 
 
 def offload_stages(specs: TrainState, stages: set[str]) -> TrainState:

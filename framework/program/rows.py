@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -80,14 +80,14 @@ class BatchRows:
         if len(self.local) == size:
             return jax.device_put(local, shardings)
 
-        def shard(name: str, array: np.ndarray) -> jax.Array:
-            def read_shard(index: Any) -> np.ndarray:
-                # The index counts rows of the global batch, but the host array holds only this process's rows.
-                global_rows = np.arange(size)[index[0]]
-                local_rows = np.searchsorted(self.local, global_rows)
-                return array[(local_rows, *index[1:])]
+        def read_shard(array: np.ndarray, index: Any) -> np.ndarray:
+            # The index counts rows of the global batch, but the host array holds only this process's rows.
+            global_rows = np.arange(size)[index[0]]
+            local_rows = np.searchsorted(self.local, global_rows)
+            return array[(local_rows, *index[1:])]
 
-            global_shape = (size, *array.shape[1:])
-            return jax.make_array_from_callback(global_shape, shardings[name], read_shard)
-
-        return {name: shard(name, array) for name, array in local.items()}
+        batch = {}
+        for name, array in local.items():
+            shape = (size, *array.shape[1:])
+            batch[name] = jax.make_array_from_callback(shape, shardings[name], partial(read_shard, array))
+        return batch

@@ -6,7 +6,6 @@ once the data has been read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,7 +57,8 @@ def set_length(config: Config, epoch_steps: int) -> list[str]:
         unscaled_lines = scale(config.learner, epoch_steps, written)
     messages = []
     for path, old, new in diff(config_before, config):
-        messages.append(f"{epochs}: {path} {_text(old)} -> {_text(new)}")
+        shown = ["none" if value is None else str(value) for value in (old, new)]
+        messages.append(f"{epochs}: {path} {' -> '.join(shown)}")
     for line in unscaled_lines:
         messages.append(f"{epochs}: learner.{line}")
     return messages
@@ -77,10 +77,6 @@ def report_length_change(stored: dict[str, Any], config: Config) -> list[str]:
         return []
     consequence = f"none, so the rates now follow a run of {new} steps; set it to {old} to keep the previous rates"
     return [f"learner.{path}: {consequence}" for path in following(config.learner)]
-
-
-def _text(value: Any) -> str:
-    return "none" if value is None else str(value)
 
 
 def rate_notes(learner: Config, steps: int) -> list[str]:
@@ -144,7 +140,7 @@ def rate_course(rate: LearningRate, steps: int) -> str:
     return f"{first} -> {peak} (step {counts[peak_index] + 1:,}) -> {last}"
 
 
-def _rates(function: Callable[[Any], Any], steps: int, num_samples: int = _SAMPLES) -> tuple[np.ndarray, np.ndarray]:
+def _rates(function: LearningRate, steps: int, num_samples: int = _SAMPLES) -> tuple[np.ndarray, np.ndarray]:
     """Return (int32[N] update counts before a step, float32[N] rates of these steps), evenly spaced over a run."""
     samples = np.linspace(0, steps - 1, min(steps, num_samples)).round()
     # Rounding may yield the same step twice.

@@ -29,7 +29,8 @@ def read(workdir: Path, log: Callable[[str], None]) -> Config:
         ConfigError: the config names an object that is not a component, or does not describe an experiment.
     """
     try:
-        return _parse_file(workdir / "config.json", log)
+        file = workdir / "config.json"
+        return _parse_and_check(lambda: Config.from_json(file.read_bytes()), str(file), log)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
             f"--workdir: {workdir} holds no config.json; expected the workdir of a `plimsoll train` run"
@@ -50,17 +51,12 @@ def read_to_train(file: Path, log: Callable[[str], None]) -> Config:
     if not file.is_file():
         siblings = [sibling.name for sibling in file.parent.glob("*.json")]
         raise FileNotFoundError(f"no config file {str(file)!r}{did_you_mean(file.name, siblings)}")
-    config = _parse_file(file, log)
+    config = _parse_and_check(lambda: Config.from_json(file.read_bytes()), str(file), log)
     # Applying them again would undo overrides on that run's command line.
     if "accelerator_rules" in config and config.accelerator_rules:
         config.accelerator_rules = []
         log(f"accelerator_rules of {file} are ignored, because its other fields already contain their changes")
     return config
-
-
-def _parse_file(file: Path, log: Callable[[str], None]) -> Config:
-    """Read a config file."""
-    return _parse_and_check(lambda: Config.from_json(file.read_bytes()), str(file), log)
 
 
 def read_from_checkpoint(config: dict[str, Any], where: str, log: Callable[[str], None]) -> Config:
@@ -124,8 +120,12 @@ def drop_machine_settings(config: Config, log: Callable[[str], None]) -> None:
             log(f"{shown} of the run is ignored: it names files; to set it, pass --config.compiler.options.NAME=VALUE")
     for path, part in _walk_batch_transforms(config):
         reward = part.reward if part.takes("reward") else None
-        # A reward function is executable code, so an untrusted config must not choose it. Ours are safe.
-        if isinstance(reward, str) and not _is_ours(reward):
+        if not isinstance(reward, str):
+            continue
+        # A reward function is executable code, so an untrusted config must not choose it. Those of
+        # framework.batch_transforms.rewards are safe; a path could start with that prefix too.
+        name = reward.removeprefix(_BUILTIN_REWARDS)
+        if name == reward or not name.isidentifier():
             del part["reward"]
             shown = printable(f"{path}.reward={reward}")
             log(
@@ -141,10 +141,3 @@ def _walk_batch_transforms(config: Config) -> Iterator[tuple[str, Config]]:
         yield path, part
         path = f"{path}.reference"
         part = part.reference if part.takes("reference") else None
-
-
-def _is_ours(reward: str) -> bool:
-    """Return whether a reward function belongs to framework.batch_transforms.rewards."""
-    name = reward.removeprefix(_BUILTIN_REWARDS)
-    # A path could start with that prefix too.
-    return name != reward and name.isidentifier()

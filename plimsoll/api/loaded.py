@@ -82,7 +82,7 @@ def load_run(
     experiment = _build_experiment(config, workdir, averaged=averaged, text=text)
     # Imported late, so that errors up to here are reported before JAX looks for devices.
     from plimsoll.framework.devices.executables import use_compilation_cache
-    from plimsoll.framework.program.inference import inference_program
+    from plimsoll.framework.program.program import inference_program
 
     if not checkpointer.steps():
         problems = [f"{checkpointer.directory} holds no checkpoint", *checkpointer.problems()]
@@ -175,7 +175,7 @@ def load_published(
     from plimsoll.framework.data.pretrained_tokenizer import PretrainedTokenizer
     from plimsoll.framework.devices.executables import use_compilation_cache
     from plimsoll.framework.learner.learner import Learner
-    from plimsoll.framework.program.inference import inference_program
+    from plimsoll.framework.program.program import inference_program
 
     config = configs.load(f"hf:{path}")
     location = config.pretrained.path

@@ -50,7 +50,7 @@ def test_weights_are_the_initial_bits_in_host_memory(scope):
     other.load()
     assert other._state is not None
     weights = flatten(other._state["parameter"])
-    for path, expected in flatten(program.init()["parameter"]).items():
+    for path, expected in flatten(program.init().parameter).items():
         np.testing.assert_array_equal(weights[path], expected, err_msg=path)
         kind = "pinned_host" if weights[path].ndim - path.startswith("stack") > 1 else "device"
         assert weights[path].sharding.memory_kind == kind, path

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("live")
     program = small.program(small.experiment(small.llama(vocab_size=512)))
     facts, family = families.export_config(small.llama(vocab_size=512))
-    params = program.init()["parameter"]
+    params = program.init().parameter
     export_model(folder / "model", program.experiment.model, params, family, facts | {"max_position_embeddings": 64})
     pretrained.write(folder / "model", "chatml")
     words = pretrained.TEXTS[0].split()
@@ -103,7 +103,7 @@ def test_live_teacher_weights_are_counted_in_host_memory(folder: Path, tmp_path:
     batch_transform = program.experiment.batch_transform
     assert batch_transform is not None
     state = batch_transform._model._state  # pyright: ignore
-    leaves = flatten(state["parameter"])
+    leaves = flatten(state.parameter)
     matrices = {path: leaf for path, leaf in leaves.items() if path.startswith("stack") and leaf.ndim == 3}
     assert matrices
     assert {leaf.sharding.memory_kind for leaf in matrices.values()} == {"pinned_host"}

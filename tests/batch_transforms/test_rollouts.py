@@ -76,7 +76,7 @@ def test_log_probs_match_the_training_model(program: Program, state):
     model = program.experiment.language_model
 
     def log_probs(weights, batch):
-        return model.log_probs(weights, program.evaluation_context(batch), state["buffer"])
+        return model.log_probs(weights, program.evaluation_context(batch), state.buffer)
 
     expected = jax.jit(log_probs)(program.weights(state), batch)
     is_answer = batch["weights"] > 0
@@ -108,7 +108,7 @@ def test_samples_depend_only_on_step_and_row(program: Program, state):
     assert get_answers(complete_batch(program, state)) == first
     # The four answers to a prompt are sampled independently.
     assert len({tuple(answer) for answer in first[:4]}) == 4
-    later = replace(state, counter={**state["counter"], "step": state["counter"]["step"] + 1})
+    later = replace(state, counter={**state.counter, "step": state.counter["step"] + 1})
     assert get_answers(complete_batch(program, later)) != first
 
 
@@ -149,7 +149,7 @@ def test_demonstrations_get_the_supervised_gradient(tmp_path: Path):
 
         def loss(weights):
             ctx = program.evaluation_context(batch)
-            return model.loss(weights, ctx, state["buffer"])[0]
+            return model.loss(weights, ctx, state.buffer)[0]
 
         return jax.jit(jax.grad(loss))(program.weights(state))
 

@@ -115,7 +115,7 @@ def open_program(config: Config, workdir: Path) -> Program:
 def compute_teacher_log_probs(program: Program, state, batch) -> np.ndarray:
     """Return the teacher's log-probabilities of every token, float64[B, S, V]."""
     ctx = program.evaluation_context({name: jnp.asarray(value) for name, value in batch.items()})
-    logits = program.experiment.language_model.logits(program.weights(state), ctx, state["buffer"])
+    logits = program.experiment.language_model.logits(program.weights(state), ctx, state.buffer)
     return log_softmax(np.asarray(logits, np.float64), axis=-1)
 
 

@@ -203,7 +203,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = small.llama(vocab_size=512)
     program = small.program(small.experiment(config))
     facts, family = families.export_config(config)
-    export_model(folder, program.experiment.model, program.init()["parameter"], family, facts)
+    export_model(folder, program.experiment.model, program.init().parameter, family, facts)
     pretrained.write(folder, "chatml")
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2], "temperature": 0.7}')
     return folder

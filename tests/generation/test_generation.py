@@ -86,7 +86,7 @@ def start_generator(name: str, mesh: frozenset[tuple[str, int]] | None = None) -
 def decode_without_cache(program: Program, state: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
     """Decode greedily, running the whole sequence through the model for each token."""
     rows, model = [list(prompt) for prompt in prompts], program.experiment.model
-    logits = jax.jit(lambda params, x: model.logits(params, program.evaluation_context({"tokens": x}), state["buffer"]))
+    logits = jax.jit(lambda params, x: model.logits(params, program.evaluation_context({"tokens": x}), state.buffer))
     weights = program.weights(state)
     for _ in range(count):
         window = np.zeros((len(rows), 32), np.int32)
@@ -202,8 +202,8 @@ def test_a_mesh_equals_one_device(model: str, mesh: dict[str, int], temperature:
 def test_offloaded_weights_equal_device_weights(mesh: dict[str, int] | None) -> None:
     here, state, generator = start_generator("shared", mesh and frozenset(mesh.items()))
     sampling = Sampling(NEW, 1.0, seed=4)
-    offloaded_specs = copy_partition(here.layout.specs["parameter"], pattern=".", memory_kind="pinned_host")
-    there = replace(state, parameter=jax.device_put(state["parameter"], here.layout.shardings(offloaded_specs)))
+    offloaded_specs = copy_partition(here.layout.specs.parameter, pattern=".", memory_kind="pinned_host")
+    there = replace(state, parameter=jax.device_put(state.parameter, here.layout.shardings(offloaded_specs)))
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(there["parameter"])} == {"pinned_host"}
     assert Generator(here, there)(PROMPTS, sampling) == generator(PROMPTS, sampling)
 

@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config.set_path("dim", 64)
     program = small.program(small.experiment(config))
     facts, family = families.export_config(config)
-    params = program.init()["parameter"]
+    params = program.init().parameter
     export_model(folder / "model", program.experiment.model, params, family, facts | {"max_position_embeddings": 64})
     pretrained.write(folder / "model", "chatml")
     (folder / "model/generation_config.json").write_text(json.dumps(GENERATION))

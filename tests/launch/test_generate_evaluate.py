@@ -47,7 +47,7 @@ def test_only_weights_are_loaded(workdir: Path, monkeypatch: pytest.MonkeyPatch)
     assert {group for group, tree in averaged.state.items() if tree} == {"ema"}
     old = load(workdir, "--step=2")
     first = lambda tree: np.asarray(jax.tree.leaves(tree)[0])  # noqa: E731
-    values = [first(loaded.state["parameter"]), first(averaged.state["ema"]), first(old.state["parameter"])]
+    values = [first(loaded.state.parameter), first(averaged.state.ema), first(old.state.parameter)]
     assert all(np.abs(a - b).max() > 0 for a, b in [(values[0], values[1]), (values[0], values[2])])
     offloaded = load(workdir, "--host_weights")
     kinds = {path: leaf.sharding.memory_kind for path, leaf in weights_by_path(offloaded).items()}
@@ -56,7 +56,7 @@ def test_only_weights_are_loaded(workdir: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def weights_by_path(loaded: weights.LoadedModel) -> dict[str, jax.Array]:
-    return flatten(loaded.state["parameter"])
+    return flatten(loaded.state.parameter)
 
 
 @pytest.mark.pairs

@@ -25,7 +25,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = small.program(small.experiment(config))
     facts, family = families.export_config(config)
     facts |= {"max_position_embeddings": 128}
-    export_model(folder, program.experiment.model, program.init()["parameter"], family, facts)
+    export_model(folder, program.experiment.model, program.init().parameter, family, facts)
     return pretrained.write(folder, "llama3")
 
 
@@ -36,7 +36,7 @@ def load(model_folder: Path) -> weights.LoadedModel:
 @pytest.mark.pairs
 def test_generate_from_a_directory(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loaded = load(model_folder)
-    assert not jax.tree.leaves(loaded.state["optimizer"])
+    assert not jax.tree.leaves(loaded.state.optimizer)
     prompt = loaded.tokenizer.encode_prompt(PROMPT)
     sampling = Sampling(12, stop_ids=tuple(loaded.tokenizer.stop_ids))
     (tokens,) = Generator(loaded.program, loaded.state)([prompt], sampling)

@@ -166,7 +166,7 @@ def test_no_training_array_is_as_large_as_the_logits(chunk_tokens):
     config = small.experiment(model)
     config.data.tokenizer.vocab_size = vocab
     program = small.program(config)
-    largest = largest_array(program.compiled_step.as_text())
+    largest = largest_array(program.jit_step.compiled_step.as_text())
     logits = config.data.global_batch_size * config.data.seq_len * vocab
     assert (largest >= logits) == (chunk_tokens == 0), f"{largest} against {logits}"
 

@@ -32,7 +32,7 @@ def config(base=None, *, mesh=None, remat="none", dropout=0.0, dim=64, **fields)
 def perturb_adapters(program: Program):
     """Return an initial state in which all adapters have an effect: B is not zero."""
     state, rng = jax.device_get(program.init()), np.random.default_rng(1)
-    return replace(state, parameter=jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), state["parameter"]))
+    return replace(state, parameter=jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), state.parameter))
 
 
 @pytest.mark.pairs
@@ -78,15 +78,15 @@ def test_only_adapters_are_trained_and_saved():
     built.learner.rules = [config_for(Rule, pattern="norm", set={"weight_decay": 0.0})]  # all frozen: not an error
     program = small.program(built)
     state = program.init()
-    assert {path[-6:] for path in flatten(state["parameter"])} == {"lora_a", "lora_b"}
-    assert {leaf.dtype for leaf in jax.tree.leaves(state["parameter"])} == {jnp.dtype("float32")}
+    assert {path[-6:] for path in flatten(state.parameter)} == {"lora_a", "lora_b"}
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.parameter)} == {jnp.dtype("float32")}
     adapters = program.layout.bytes_per_device("parameter")
     assert adapters == 4 * 2 * 4 * (2 * 128 + 2 * 96 + 3 * 192)
     assert program.layout.bytes_per_device("ema") == adapters
     assert program.layout.bytes_per_device("optimizer") == 2 * adapters + 2 * 4  # plus one step count per layer
     built.model.lora, built.learner.ema = None, None
-    frozen = small.arrays(state["frozen"])
-    small.assert_same_bits(frozen, small.program(built).init()["parameter"])  # the same draws, in bfloat16
+    frozen = small.arrays(state.frozen)
+    small.assert_same_bits(frozen, small.program(built).init().parameter)  # the same draws, in bfloat16
     small.assert_same_bits(small.run(program, 2)[0]["frozen"], frozen)
 
 
@@ -99,7 +99,7 @@ def test_frozen_base_costs_only_its_storage_bytes(remat):
         if base == "trained":
             built.model.lora = None
         program = small.program(built)
-        stats = program.compiled_step.memory_analysis()
+        stats = program.jit_step.compiled_step.memory_analysis()
         assert stats.alias_size_in_bytes == program.layout.bytes_per_device()
         needs[base] = stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
     matrices = 8 * 4 * 64 * (2 * 64 + 2 * 32 + 3 * 128)  # bytes of the stack's matrices: eight layers, float32
@@ -121,7 +121,7 @@ def test_meshes_and_remat_change_no_number_dropout_included(base, axis, remat):
     (loss, grads), (other, others) = (small.loss_and_grads(program, state) for program in (single, many))
     np.testing.assert_allclose(other, loss, rtol=2e-6)
     small.assert_close(others, grads, 1e-5)
-    small.assert_close(small.arrays(many.init()["parameter"]), small.arrays(single.init()["parameter"]), 1e-6)
+    small.assert_close(small.arrays(many.init().parameter), small.arrays(single.init().parameter), 1e-6)
 
 
 @pytest.mark.pairs
@@ -132,7 +132,7 @@ def test_merged_weights_match_a_model_without_adapters(base):
     model, state = program.experiment.model, perturb_adapters(program)
     merged = merge_adapters(model, program.weights(state))
     built.model.lora = None
-    plain, drawn = built.model.instantiate(), flatten(small.program(built).init()["parameter"])
+    plain, drawn = built.model.instantiate(), flatten(small.program(built).init().parameter)
     expected = {path: (spec.shape, spec.dtype) for path, spec in flatten(plain.parameter_specs()).items()}
     assert {path: (leaf.shape, leaf.dtype) for path, leaf in flatten(merged).items()} == expected
     for path, leaf in flatten(merge_adapters(model, program.weights(program.init()))).items():  # B is zero
@@ -154,7 +154,7 @@ def test_further_layers_are_stored_in_few_bits_without_an_adapter():
     program = small.program(built)
     state = perturb_adapters(program)
     assert program.layout.bytes_per_device("parameter") == narrow.layout.bytes_per_device("parameter")
-    weights = {path for path in flatten(state["frozen"]) if "/weight" in path and "stack" in path}
+    weights = {path for path in flatten(state.frozen) if "/weight" in path and "stack" in path}
     assert {path.split("/weight/")[-1] for path in weights if "norm" not in path} == {"codes", "scales"}
     merged = merge_adapters(program.experiment.model, program.weights(state))
     built.model.lora = None
@@ -262,7 +262,7 @@ def test_blocks_must_be_whole_and_on_one_device():
         small.program(small.experiment(model, mesh={"fsdp": 8}))
     model = small.llama(dim=64, lora=config_for(LoRA, base="nf4", targets="query"))
     state = small.program(small.experiment(model, mesh={"fsdp": 8})).init()
-    codes = flatten(state["frozen"])["stack/block0/attention/query/weight/codes"]
+    codes = flatten(state.frozen)["stack/block0/attention/query/weight/codes"]
     assert codes.sharding.is_fully_replicated, "a single block is whole on every device"
     odd = small.llama(dim=64, lora=config_for(LoRA, base="int8"))
     small.block(odd).mlp.hidden = 46

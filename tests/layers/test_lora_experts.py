@@ -211,7 +211,7 @@ def perturb_adapters(state: Any) -> Any:
     """Return a state in which all adapters have an effect: B is not zero."""
     rng = np.random.default_rng(1)
     state = jax.device_get(state)
-    return replace(state, parameter=jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), state["parameter"]))
+    return replace(state, parameter=jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), state.parameter))
 
 
 def adapter_paths(config: Config) -> set[str]:
@@ -243,10 +243,10 @@ def test_a_zero_adapter_is_the_base_model():
     base = small.program(small.experiment(model()))
     adapted = small.program(small.experiment(model(targets="experts|.")))
     state = adapted.init()
-    small.assert_same_bits(state["frozen"], base.init()["parameter"])
+    small.assert_same_bits(state.frozen, base.init().parameter)
     batch = base.put(small.host_batch(base))
     first = adapted.experiment.model.logits(adapted.weights(state), adapted.evaluation_context(batch), {})
-    other = base.experiment.model.logits(base.init()["parameter"], base.evaluation_context(batch), {})
+    other = base.experiment.model.logits(base.init().parameter, base.evaluation_context(batch), {})
     np.testing.assert_array_equal(first, other)
 
 
@@ -318,7 +318,7 @@ def test_full_offload_changes_no_value_in_any_schedule(base: str | None, update:
         places = dict.fromkeys(("parameters", "activations", "optimizer_state"), "pinned_host")
         offloaded = program({"update": update, **places})
         state, metrics = small.run(offloaded, 3)
-    away = {path for path, x in flatten(state["frozen"]).items() if x.sharding.memory_kind == "pinned_host"}
+    away = {path for path, x in flatten(state.frozen).items() if x.sharding.memory_kind == "pinned_host"}
     assert any(path.endswith("experts/up" if base is None else "experts/up/codes") for path in away)
     np.testing.assert_allclose([m["loss"] for m in metrics], [m["loss"] for m in losses], rtol=2e-6)
     small.assert_close(small.arrays(offloaded.to_checkpoint(state)), small.arrays(expected), 1e-5)

@@ -184,7 +184,7 @@ def test_token_by_token_logits_match_the_full_sequence():
     @jax.jit
     def logits(weights: Any, tokens: jax.Array) -> jax.Array:
         ctx = program.evaluation_context({"tokens": tokens})
-        return program.experiment.language_model.logits(weights, ctx, state["buffer"])
+        return program.experiment.language_model.logits(weights, ctx, state.buffer)
 
     for at, token in enumerate(tokens, len(prompt)):
         assert token == int(np.argmax(logits(program.weights(state), text)[0, at - 1]))

@@ -82,7 +82,7 @@ def test_bytes_match_the_device_buffers():
         assert len(shards) == 8
         assert {shard.data.nbytes for shard in shards} == {leaf.bytes_per_device}, leaf.path
         assert {shard.data.sharding.memory_kind for shard in shards} == {leaf.spec.memory_kind}, leaf.path
-    assert layout.abstract()["parameter"]["matrix"].sharding == state["parameter"]["matrix"].sharding
+    assert layout.abstract()["parameter"]["matrix"].sharding == state.parameter["matrix"].sharding
     assert layout.abstract()["optimizer"]["rows"].sharding.memory_kind == "pinned_host"
 
 
@@ -211,7 +211,7 @@ def test_indivisible_optimizer_blocks_are_replicated():
     scale, eight = OptStateSpec((8, 3), "float32", ("fsdp", "model"), owner="weight"), mesh(fsdp=4, model=2)
     weight = parameter(8, 48, axes=("fsdp", "model"))
     layout = StateLayout(TrainState(parameter={"weight": weight}, optimizer={"weight": scale}), eight)
-    assert layout.specs["optimizer"]["weight"].mesh_axes == ("fsdp", None)
+    assert layout.specs.optimizer["weight"].mesh_axes == ("fsdp", None)
     assert layout.bytes_per_device("optimizer") == 8 * 3 * 4 // 4
     with pytest.raises(ValueError, match=r"mesh.model = 2 does not divide axis = 3 of parameter/weight"):
         StateLayout(TrainState(parameter={"weight": parameter(8, 3, axes=("fsdp", "model"))}), eight)

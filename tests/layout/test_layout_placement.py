@@ -36,7 +36,7 @@ def test_copy_partition_tags_matches_and_is_idempotent():
 
 def test_copy_partition_works_on_optax_states_and_parameters():
     program = small.program(small.experiment())
-    tagged = copy_partition(program.layout.specs["optimizer"], pattern=r"/mu/.*weight", memory_kind="pinned_host")
+    tagged = copy_partition(program.layout.specs.optimizer, pattern=r"/mu/.*weight", memory_kind="pinned_host")
     moved = [path for path, kind in kinds(tagged).items() if kind == "pinned_host"]
     assert len(moved) == 6
     assert all("/mu/" in path and path.endswith("weight") for path in moved)
@@ -45,11 +45,11 @@ def test_copy_partition_works_on_optax_states_and_parameters():
     again = {path for path, kind in kinds(tagged).items() if kind == "pinned_host"}
     assert "head/default/state/0/nu/norm/scale" in again
     assert [path for path in moved if path not in again] == [path for path in moved if "down" in path] != []
-    specs = copy_partition(program.layout.specs["parameter"], pattern="weight|token", memory_kind="pinned_host")
+    specs = copy_partition(program.layout.specs.parameter, pattern="weight|token", memory_kind="pinned_host")
     specs = copy_partition(specs, pattern="weight", memory_kind="device")
     assert {path for path, kind in kinds(specs).items() if kind == "pinned_host"} == {"embed/token"}
     assert isinstance(specs["embed"]["token"], ParameterSpec)
-    assert specs["embed"]["token"].initializer is program.layout.specs["parameter"]["embed"]["token"].initializer
+    assert specs["embed"]["token"].initializer is program.layout.specs.parameter["embed"]["token"].initializer
 
 
 def test_copy_partition_without_a_match_is_an_error():
@@ -116,7 +116,7 @@ def test_check_names_leaves_that_are_missing_or_too_many(table):
     with pytest.raises(ValueError, match=r"differ in leaves: \['optimizer/mu/w'\]"):
         table.check(TrainState(parameter=state.parameter))
     with pytest.raises(ValueError, match=r"differ in leaves: \['ema/w'\]"):
-        table.check(replace(state, ema={"w": state["parameter"]["w"]}))
+        table.check(replace(state, ema={"w": state.parameter["w"]}))
 
 
 # --- host memory -----------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_offloaded_state_is_on_the_host_and_equals_the_device(offloaded_program)
 @pytest.mark.pairs
 def test_arithmetic_on_a_host_leaf_does_not_compile_without_fetch(offloaded_program, monkeypatch):
     """`fetch` is necessary because the compiler does not move host arrays by itself."""
-    group = offloaded_program.layout.specs["optimizer"]
+    group = offloaded_program.layout.specs.optimizer
     abstract = offloaded_program.layout.abstract(group)
 
     def double(tree):
@@ -172,7 +172,7 @@ def test_arithmetic_on_a_host_leaf_does_not_compile_without_fetch(offloaded_prog
         jax.jit(lambda tree: double(tree)).lower(abstract)  # a new function, because jit caches the trace of the first
     again = large("pinned_host")
     with pytest.raises((TypeError, ValueError), match="memory"):
-        again.step_jit.lower(again.layout.abstract(), again.layout.abstract(again.batch_specs))
+        again.jit_step.step_jit.lower(again.layout.abstract(), again.layout.abstract(again.batch_specs))
 
 
 def test_fetch_and_store_move_only_offloaded_leaves(table):

@@ -31,13 +31,13 @@ def experiment(memory=None):
 def test_ema_updates_bfloat16_weights(memory):
     program = small.program(experiment(memory))
     state = program.init()
-    expected = {path: np.asarray(x, np.float64) for path, x in small.arrays(state["ema"]).items()}
+    expected = {path: np.asarray(x, np.float64) for path, x in small.arrays(state.ema).items()}
     first = dict(expected)
     for step in range(3):
         state, _ = program.step(state, program.put(small.host_batch(program, step)))
-        for path, weight in small.arrays(state["parameter"]).items():
+        for path, weight in small.arrays(state.parameter).items():
             expected[path] = DECAY * expected[path] + (1 - DECAY) * np.asarray(weight, np.float64)
-    averages = small.arrays(state["ema"])
+    averages = small.arrays(state.ema)
     assert {x.dtype for x in averages.values()} == {np.dtype("float32")}
     for path, average in averages.items():
         moved, wanted = average - first[path], expected[path] - first[path]
@@ -52,7 +52,7 @@ def test_ema_updates_bfloat16_weights(memory):
 def test_bfloat16_averages_in_a_checkpoint_load_as_float32(tmp_path, memory):
     program = small.program(experiment(memory))
     state = program.init()
-    narrow = jax.tree.map(lambda x: jax.device_put(np.asarray(x).astype(jnp.bfloat16)), state["ema"])
+    narrow = jax.tree.map(lambda x: jax.device_put(np.asarray(x).astype(jnp.bfloat16)), state.ema)
     with Checkpointer(directory=tmp_path) as checkpointer:
         checkpointer.save(1, replace(state, gradient={}, ema=narrow), {})
         checkpointer.wait()
@@ -62,4 +62,4 @@ def test_bfloat16_averages_in_a_checkpoint_load_as_float32(tmp_path, memory):
     for tree in (restored["ema"], some["ema"]):
         small.assert_same_bits(tree, jax.tree.map(lambda x: x.astype(jnp.float32), narrow))
         kinds = jax.tree.map(lambda x: x.sharding.memory_kind, tree)
-        assert kinds == jax.tree.map(lambda spec: spec.memory_kind, program.layout.specs["ema"])
+        assert kinds == jax.tree.map(lambda spec: spec.memory_kind, program.layout.specs.ema)

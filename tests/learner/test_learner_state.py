@@ -251,7 +251,9 @@ def test_layers_share_one_counter_while_they_are_updated_together():
     """One counter per layer would make vectors; to multiply by them, XLA for TPU transposes whole stacks of weights."""
     program = small.program(small.experiment(small.llama(stack__num_layers=4), optimizer=ADAMW))
     powers = [
-        eqn.outvars[0].aval.shape for eqn in _equations(program.traced_step.jaxpr.jaxpr) if "pow" in str(eqn.primitive)
+        eqn.outvars[0].aval.shape
+        for eqn in _equations(program.jit_step.traced_step.jaxpr.jaxpr)
+        if "pow" in str(eqn.primitive)
     ]
     assert () in powers  # Adam's bias corrections, 1 - b ** count
     assert (4,) not in powers

@@ -63,7 +63,7 @@ def test_program_state_follows_the_layout():
     state, metrics = small.run(program, 2)
     program.layout.check(state)
     assert metrics[1]["loss"] != metrics[0]["loss"]
-    assert updates.worst([state["ema"]], [state["parameter"]]) == 0.0  # decay 0: equal, in the same structure
+    assert updates.worst([state.ema], [state.parameter]) == 0.0  # decay 0: equal, in the same structure
     offloaded = {path for path, leaf in flatten(state).items() if leaf.sharding.memory_kind != "device"}
     assert "optimizer/model/default/state/exp_avg/stack/block0/mlp/up/weight/1" in offloaded
 

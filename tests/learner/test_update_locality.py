@@ -161,9 +161,9 @@ def test_schedules_probe_before_tracing(update: str, monkeypatch: pytest.MonkeyP
     config.learner.clip_mode = "update_rms"
     program = Program(config.instantiate(), jax.devices()[:1])
     monkeypatch.setattr(update_locality, "_localities", {})
-    _ = program.step_jit
+    _ = program.jit_step.step_jit
     monkeypatch.setattr(update_locality, "probe", lambda *_: pytest.fail("tried while the step is traced"))
-    _ = program.traced_step
+    _ = program.jit_step.traced_step
 
 
 @pytest.mark.pairs

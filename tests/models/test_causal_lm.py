@@ -239,6 +239,6 @@ def test_evaluation_sums_what_training_averages():
         name: float(value) for name, value in program.evaluate(state, program.put(batch), averaged=True).items()
     }
     assert abs(averaged["nll"] - sums["nll"]) > 1e-3 * sums["nll"]
-    swapped = replace(state, parameter=state["ema"])
+    swapped = replace(state, parameter=state.ema)
     assert averaged["nll"] == float(program.evaluate(swapped, program.put(batch))["nll"])
     program.layout.check(state)

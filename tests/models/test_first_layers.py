@@ -18,7 +18,7 @@ def test_init_is_scaled_by_the_total_depth():
     model = with_latents(small.llama(stack__num_layers=6))
     with_depth = model.instantiate()
     assert with_depth.first is not None
-    params = small.program(small.experiment(model)).init()["parameter"]
+    params = small.program(small.experiment(model)).init().parameter
     for stage in ("first", "stack"):
         deviation = np.std(np.asarray(params[stage]["block0"]["attention"]["output"]["weight"]))
         np.testing.assert_allclose(deviation, 0.2 / np.sqrt(2 * 8), rtol=0.1)

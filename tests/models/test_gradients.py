@@ -36,7 +36,7 @@ def test_gradients_equal_central_differences(family):
         state = jax.device_get(program.init())
         # Move away from the initial values, so that scales are not 1 and biases are not 0.
         rng = np.random.default_rng(0)
-        shake = jax.tree.map(lambda p: p + 0.1 * rng.normal(size=p.shape), state["parameter"])
+        shake = jax.tree.map(lambda p: p + 0.1 * rng.normal(size=p.shape), state.parameter)
         gradients = small.compile_gradients(program)
         batch = program.put(small.host_batch(program))
 

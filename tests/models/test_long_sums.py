@@ -100,16 +100,16 @@ def get_expected():
         chain = program.experiment.model
 
         def after(params, x, batch):
-            ctx = training_context(batch, state["counter"], chain, program.layout, "none")
+            ctx = training_context(batch, state.counter, chain, program.layout, "none")
             for stage in ("stack", "head"):
                 x, out = chain.run(stage, params, x, ctx, {})
             return out.loss
 
-        ctx = training_context(batch, state["counter"], chain, program.layout, "none")
-        x, _ = chain.run("embed", state["parameter"], None, ctx, {})
-        params_grad, terms = jax.jit(jax.grad(after, (0, 1)))(state["parameter"], x, batch)
+        ctx = training_context(batch, state.counter, chain, program.layout, "none")
+        x, _ = chain.run("embed", state.parameter, None, ctx, {})
+        params_grad, terms = jax.jit(jax.grad(after, (0, 1)))(state.parameter, x, batch)
         head_grad = np.asarray(params_grad["embed"]["token"], np.float64)
-        rows = {path: spec.shape[0] for path, spec in flatten(program.layout.specs["parameter"]["embed"]).items()}
+        rows = {path: spec.shape[0] for path, spec in flatten(program.layout.specs.parameter["embed"]).items()}
         known[param_dtype] = {
             "token": head_grad + sum_in_float64(batch["tokens"], terms, rows["token"]),
             "position": sum_in_float64(batch["positions"], terms, rows["position"]),
@@ -156,9 +156,9 @@ def test_table_updates_equal_the_sum_over_their_terms(param_dtype, memory, mesh,
     state = program.init()
 
     def tables(state) -> dict[str, np.ndarray]:
-        kept = state["parameter"]["embed"]
+        kept = state.parameter["embed"]
         if param_dtype == "bfloat16":
-            kept = state["optimizer"]["embed"]["default"]["master"]
+            kept = state.optimizer["embed"]["default"]["master"]
         return {path: np.array(x, np.float64) for path, x in flatten(kept).items()}
 
     before = tables(state)
@@ -244,7 +244,7 @@ def test_shared_layer_gradients_are_summed_in_float32(memory):
     program = small.program(small.experiment(shared, memory=memory, **more))
 
     def masters(state) -> dict[str, np.ndarray]:
-        kept = {stage: state["optimizer"][stage] for stage in ("stack", "shared")}
+        kept = {stage: state.optimizer[stage] for stage in ("stack", "shared")}
         return {path: np.array(x, np.float64) for path, x in flatten(kept).items() if "master" in path}
 
     state = program.init()
@@ -302,7 +302,7 @@ def test_no_step_asks_for_a_sum_in_bfloat16(family, memory):
     config = small.experiment(
         family(param_dtype="bfloat16", compute_dtype="bfloat16"), documents=True, memory=memory, clip=None
     )
-    step = small.program(config).traced_step.jaxpr.jaxpr
+    step = small.program(config).jit_step.traced_step.jaxpr.jaxpr
     asked = [eqn for eqn in equations(step) if any(name in eqn.primitive.name for name in SUMS)]
     assert asked
     narrow = [eqn for eqn in asked if any(x.aval.dtype == jnp.bfloat16 for x in eqn.outvars)]

@@ -32,7 +32,7 @@ def by_copies():
     """Return (state, loss, gradients of the stack with equal copies) on one device."""
     with jax.enable_x64(True):
         program, state = small.program(config((), "float64")), small.program(config((1,), "float64")).init()
-        own = dict(state["parameter"])
+        own = dict(state.parameter)
         copies = jax.tree.map(lambda value: jnp.stack([value] * UNITS), own.pop("shared"))
         own["stack"] = own["stack"] | copies
         loss, grads = small.loss_and_grads(program, {**program.init(), "parameter": own})
@@ -75,7 +75,7 @@ def test_schedules_agree(memory):
     expected, losses = small.run(small.program(config(**learner)), 3)
     state, metrics = small.run(small.program(config(memory=memory, **learner)), 3)
     assert [one["loss"] for one in metrics] == pytest.approx([one["loss"] for one in losses], rel=1e-6)
-    small.assert_close(small.arrays(state["parameter"]), small.arrays(expected["parameter"]), 2e-6)
+    small.assert_close(small.arrays(state.parameter), small.arrays(expected["parameter"]), 2e-6)
 
 
 @pytest.mark.pairs
@@ -84,8 +84,8 @@ def test_evaluation_rules_and_checkpoints_know_them(tmp_path):
     rules = [config_for(Rule, pattern="^shared/block1/mlp", freeze=True)]
     program = small.program(config(rules=rules, ema=0.9))
     state = program.init()
-    assert "mlp" in state["frozen"]["shared"]["block1"]
-    assert "attention" in state["ema"]["shared"]["block1"]
+    assert "mlp" in state.frozen["shared"]["block1"]
+    assert "attention" in state.ema["shared"]["block1"]
     before = small.arrays(state)
     state, _ = small.run(program, 1, state)
     moved = {path for path, value in small.arrays(state).items() if not np.array_equal(value, before[path])}

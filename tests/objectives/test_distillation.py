@@ -220,7 +220,7 @@ def train(memory: dict | None = None, mesh: dict | None = None, steps: int = 3, 
     program = small.program(config)
     state, metrics = small.run(program, steps)
     stored = program.to_checkpoint(state)
-    return [row["loss"] for row in metrics], small.arrays(stored["parameter"])
+    return [row["loss"] for row in metrics], small.arrays(stored.parameter)
 
 
 WAYS = {

@@ -216,8 +216,8 @@ def test_steps_equal_plain_optax(case: Case):
         summary = program.experiment.language_model.summary({name: float(value) for name, value in sums.items()})
         trained = jax.device_get(program.to_checkpoint(state))
     np.testing.assert_allclose([losses, norms], expected_metrics, rtol=3e-6)  # metrics are float32
-    assert int(trained["counter"]["skipped"]) == 1
-    for path, error in exact.differences(trained["parameter"], expected).items():
+    assert int(trained.counter["skipped"]) == 1
+    for path, error in exact.differences(trained.parameter, expected).items():
         assert error <= 1e-11, f"{path}: off by {error:.1e}"
     if clip is not None:
         assert np.nanmin(norms) < clip < np.nanmax(norms), f"{norms}: the clip is reached in some steps, not in all"

@@ -107,12 +107,12 @@ def test_weight_decay_covers_expert_matrices_and_no_bias():
     optimizer = config_for(optax.adamw, learning_rate=rate, weight_decay=0.5)
     config = small.experiment(model, optimizer=optimizer, rules=[no_decay("norm|bias")], clip=None)
     program = small.program(config)
-    before = small.arrays(program.init()["parameter"])
+    before = small.arrays(program.init().parameter)
     batch = small.host_batch(program)
     batch["weights"][:] = 0.0
     # Without counted targets there is no loss, so gradients are zero.
     state, _ = program.step(program.init(), program.put(batch))
-    after = small.arrays(state["parameter"])
+    after = small.arrays(state.parameter)
     decayed = {
         path for path in before if np.abs(before[path]).max() > 0 and not np.array_equal(before[path], after[path])
     }

@@ -56,7 +56,7 @@ def test_state_restores_on_other_meshes_with_the_planned_bytes(name, tmp_path):
     first = program(name, EIGHT)
     state, _ = go_on(first, first.init(), range(3))
     first.layout.check(state)
-    found = flatten(state["optimizer"])
+    found = flatten(state.optimizer)
     for kept, (shape, local) in CASES[name][1].items():
         [leaf] = [x for path, x in found.items() if path.endswith(f"{kept}/block0/attention/query/weight")]
         assert (leaf.shape, leaf.addressable_shards[0].data.shape) == (shape, local), kept
@@ -68,7 +68,7 @@ def test_state_restores_on_other_meshes_with_the_planned_bytes(name, tmp_path):
     # matrices save.
     assert first.layout.bytes_per_device("optimizer") < 0.8 * 8 * weights / 4
 
-    before = jax.tree.map(np.array, state["optimizer"])
+    before = jax.tree.map(np.array, state.optimizer)
     with Checkpointer(directory=tmp_path / "checkpoints") as checkpointer:
         assert checkpointer.save(3, state, {})
     _, losses = go_on(first, state, range(3, 6))
@@ -76,6 +76,6 @@ def test_state_restores_on_other_meshes_with_the_planned_bytes(name, tmp_path):
         second = program(name, mesh)
         restored = Checkpointer(directory=tmp_path / "checkpoints").restore_latest(second.layout.abstract())
         second.layout.check(restored.state)
-        small.assert_same_bits(restored.state["optimizer"], before)
+        small.assert_same_bits(restored.state.optimizer, before)
         _, again = go_on(second, restored.state, range(3, 6))
         np.testing.assert_allclose(again, losses, rtol=2e-5)

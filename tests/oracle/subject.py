@@ -45,10 +45,10 @@ def train(drawn: plain.RandomExperiment, programs: list[Program]) -> Result:
                 losses.append(float(metrics["loss"]))
                 norms.append(float(metrics["grad_norm"]))
             program.layout.check(state)
-    counter, stored = jax.device_get(state["counter"]), jax.device_get(programs[-1].to_checkpoint(state))
+    counter, stored = jax.device_get(state.counter), jax.device_get(programs[-1].to_checkpoint(state))
     assert int(counter["step"]) == drawn.steps
-    weights = {**flatten(stored["parameter"]), **flatten(stored["frozen"]), **_masters(stored["optimizer"])}
-    names, averages = list(first_values(drawn)), flatten(stored["ema"])
+    weights = {**flatten(stored.parameter), **flatten(stored.frozen), **_masters(stored.optimizer)}
+    names, averages = list(first_values(drawn)), flatten(stored.ema)
     trained = [name for name in names if path(name) in averages]
     return Result(losses, norms, int(counter["skipped"]), _by_layer(weights, names), _by_layer(averages, trained))
 
@@ -111,9 +111,9 @@ def _masters(optimizer: Any) -> dict[str, np.ndarray]:
 
 def _through_checkpoint(folder: Path, before: Program, after: Program, state: Any) -> Any:
     with Checkpointer(directory=folder) as checkpointer:
-        checkpointer.save(int(state["counter"]["step"]), before.to_checkpoint(state), {})
+        checkpointer.save(int(state.counter["step"]), before.to_checkpoint(state), {})
         checkpointer.wait()
-        restored = checkpointer.restore(int(state["counter"]["step"]), after.abstract_checkpoint)
+        restored = checkpointer.restore(int(state.counter["step"]), after.abstract_checkpoint)
     return after.from_checkpoint(restored.state)
 
 

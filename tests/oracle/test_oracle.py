@@ -55,9 +55,9 @@ def rename_state(state: Any) -> dict[str, np.ndarray]:
 
     It has weights, mean, square, and master if there is a master copy.
     """
-    found = {f"weights/{path}": leaf for path, leaf in flatten(state["parameter"]).items()}
+    found = {f"weights/{path}": leaf for path, leaf in flatten(state.parameter).items()}
     kinds = {"state/0/mu": "mean", "state/0/nu": "square", "master": "master"}
-    for path, leaf in flatten(state["optimizer"]).items():
+    for path, leaf in flatten(state.optimizer).items():
         if parts := re.fullmatch(rf"(\w+)/[^/]+/({'|'.join(kinds)})/(.+)", path):
             found[f"{kinds[parts[2]]}/{parts[1]}/{parts[3]}"] = leaf
     ours = {theirs: name for name, theirs in NAMES.items()}

@@ -138,7 +138,7 @@ def test_shared_frozen_layer_is_saved_only_once(phase: Phase):
     with compare.enable_exact_numerics():
         program = subject.build_program(drawn, drawn.phases[0])
         if isinstance(program.backend, JitStep):
-            assert "[3,28,8]" not in str(program.traced_step.jaxpr), "stacked copies of the shared weight"
+            assert "[3,28,8]" not in str(program.jit_step.traced_step.jaxpr), "stacked copies of the shared weight"
     verdict = compare.compare_seed(drawn)
     assert verdict.outcome == "agree", verdict.detail
 

@@ -116,10 +116,10 @@ def test_new_head_saved_with_adapters_loads_in_peft(theirs, tmp_path):
     config.learner.optimizer.learning_rate = 1e-2
     program = Program(config.instantiate(), jax.devices()[:1])
     state = program.experiment.pretrained.init(program)
-    first_score = np.array(state["parameter"]["head"]["score"])
+    first_score = np.array(state.parameter["head"]["score"])
     for _ in range(5):
         state, _ = program.step(state, program.put(SEQUENCES.batch("reward")))
-    assert not np.array_equal(state["parameter"]["head"]["score"], first_score)
+    assert not np.array_equal(state.parameter["head"]["score"], first_score)
     tokens = [list(sequence) for sequence in SEQUENCES.tokens]
     actual = np.stack(list(SequenceScorer(program, state, batch_size=4)(tokens)))
     params = program.weights(state)

@@ -184,7 +184,7 @@ def test_score_matrices_count_without_an_attention_kernel():
 def test_the_compiler_agrees(name, devices, settings):
     experiment = load(name, *settings)
     program = Program(experiment, jax.devices()[:devices])
-    stats = program.compiled_step.memory_analysis()
+    stats = program.jit_step.compiled_step.memory_analysis()
     total = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     assert estimate_on(experiment, devices, "cpu").peak_bytes == pytest.approx(
         total + stats.temp_size_in_bytes, rel=0.2
@@ -231,7 +231,7 @@ def test_recomputation_flops_match_the_compiler(remat, monkeypatch):
     monkeypatch.setattr(Stack, "is_unrolled", lambda stack, policy: True)
     experiment = load("nanogpt-cpu", *WORK, "model.stack.num_layers=2", "model.stack.unroll=0", f"memory.remat={remat}")
     program = Program(experiment, jax.devices()[:1])
-    by_xla = program.traced_step.lower().compile().cost_analysis()["flops"]
+    by_xla = program.jit_step.traced_step.lower().compile().cost_analysis()["flops"]
     assert estimate_on(experiment, 1, "cpu").flops.flops == pytest.approx(by_xla, rel=0.03)
 
 
@@ -276,7 +276,7 @@ def test_recomputation_is_the_stacks_products_without_the_last():
 )
 def test_flops_match_the_traced_step_on_any_mesh(settings):
     experiment = load("nanogpt-cpu", "data.global_batch_size=16", *settings)
-    traced = flops(Program(experiment, jax.devices()).traced_step.jaxpr).flops
+    traced = flops(Program(experiment, jax.devices()).jit_step.traced_step.jaxpr).flops
     assert estimate_on(experiment, 8, "cpu").flops.flops == pytest.approx(traced, rel=0.02)
 
 

@@ -179,7 +179,7 @@ def gradients_jaxpr(program):
     parts = program.experiment
 
     def gradients(state, batch):
-        ctx = training_context(batch, state["counter"], parts.model, program.layout, parts.memory.remat)
+        ctx = training_context(batch, state.counter, parts.model, program.layout, parts.memory.remat)
         return accumulate_gradients(parts.model, parts.learner, state, ctx)[1]
 
     return jax.make_jaxpr(gradients)(program.layout.abstract(), program.layout.abstract(program.batch_specs))
@@ -235,7 +235,9 @@ def test_full_remat_adds_one_forward_pass_through_the_stack(unroll):
 def test_the_whole_step_counts_the_optimizer_too():
     """Muon takes five steps of X <- a X + (b A + c A A) X with A = X X^T for each matrix; m is its shorter side."""
     program = Program(configs.load("stdlib-tiny").instantiate(), jax.devices()[:1])
-    jaxpr = program.step_jit.trace(program.layout.abstract(), program.layout.abstract(program.batch_specs)).jaxpr
+    jaxpr = program.jit_step.step_jit.trace(
+        program.layout.abstract(), program.layout.abstract(program.batch_specs)
+    ).jaxpr
     matrices = [(128, 128)] * 4 + [(128, 344)] * 3
     muon = 4 * 5 * sum(2 * m * m * n + 2 * m * m * m + 2 * m * m * n for m, n in matrices)
     assert flops(jaxpr) == FlopCount(flops(gradients_jaxpr(program)).flops + muon, uncounted_loops=0)

@@ -21,7 +21,7 @@ def perturb_adapters(state: Any) -> Any:
     """Return a state in which all adapters have an effect: B is not zero."""
     rng = np.random.default_rng(1)
     state = jax.device_get(state)
-    return replace(state, parameter=jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), state["parameter"]))
+    return replace(state, parameter=jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), state.parameter))
 
 
 @pytest.mark.pairs
@@ -33,7 +33,7 @@ def test_experts_are_quantized_as_they_are_read(tmp_path: Path, storage: str):
     state = stored.experiment.pretrained.init(stored)
     stored.layout.check(state)
     published = tensors(source)
-    experts = state["frozen"]["stack"]["block0"]["mlp"]["experts"]
+    experts = state.frozen["stack"]["block0"]["mlp"]["experts"]
     for name, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
         for layer in range(2):
             for expert in range(experts[name]["codes"].shape[1]):
@@ -41,7 +41,7 @@ def test_experts_are_quantized_as_they_are_read(tmp_path: Path, storage: str):
                 expected = quantize(published[key].T, storage)
                 for part in ("codes", "scales"):
                     np.testing.assert_array_equal(experts[name][part][layer, expert], expected[part], err_msg=key)
-    floats = {path for path in flatten(state["frozen"]) if not path.endswith(("/codes", "/scales"))}
+    floats = {path for path in flatten(state.frozen) if not path.endswith(("/codes", "/scales"))}
     assert all("norm" in path or "router" in path or "embed" in path or "head" in path for path in floats), floats
 
 

@@ -143,7 +143,7 @@ def test_adapters_start_at_zero_on_any_base_storage(tmp_path):
         lora = program(f"{spec}:{source}")
         state = lora.experiment.pretrained.init(lora)
         lora.layout.check(state)
-        assert {path.rsplit("/", 1)[1] for path in flatten(state["parameter"])} == {"lora_a", "lora_b"}
+        assert {path.rsplit("/", 1)[1] for path in flatten(state.parameter)} == {"lora_a", "lora_b"}
         model, own = lora.experiment.model, lora.weights(state)
         merged = flatten(merge_adapters(model, own))
         if base is None:
@@ -173,7 +173,7 @@ def test_adapters_as_peft_wants_them(tmp_path):
     arrays = tensors(tmp_path / "out")
     assert len(arrays) == 2 * len(facts["target_modules"]) == 2 * 2 * 2
     array = arrays["base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"]
-    np.testing.assert_array_equal(array, state["parameter"]["stack"]["block0"]["mlp"]["down"]["lora_a"][1].T)
+    np.testing.assert_array_equal(array, state.parameter["stack"]["block0"]["mlp"]["down"]["lora_a"][1].T)
     fused = program(f"lora:{directory(tmp_path / 'gpt2', 'gpt2')}")
     abstract = fused.layout.abstract()  # reads no values
     with pytest.raises(ValueError, match=r"c_attn\.weight holds several"):

@@ -17,7 +17,7 @@ def train(kind: str, steps: int = STEPS, **fields: Any) -> tuple[dict[str, np.nd
     """Train for some steps and return (weights, losses), with the schedule's own weight paths."""
     program = small.program(score_heads.experiment(kind, **fields))
     state, metrics = score_heads.run(program, steps)
-    return small.arrays(state["parameter"]), [step["loss"] for step in metrics]
+    return small.arrays(state.parameter), [step["loss"] for step in metrics]
 
 
 @pytest.fixture(scope="module", params=["reward", "classify"])
@@ -66,7 +66,7 @@ def test_with_adapters_the_score_head_learns_whole_and_the_base_is_frozen(base: 
     state, _ = score_heads.run(program, 2)
     after = small.arrays(state)
     assert not np.array_equal(after["parameter/head/score"], before["parameter/head/score"])
-    small.assert_same_bits(state["frozen"], first["frozen"])
+    small.assert_same_bits(state.frozen, first["frozen"])
 
 
 @pytest.mark.pairs

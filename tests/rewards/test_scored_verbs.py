@@ -36,7 +36,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = small.program(small.experiment(config))
     facts, family = families.export_config(config)
     facts |= {"max_position_embeddings": 128}
-    export_model(folder, program.experiment.model, program.init()["parameter"], family, facts)
+    export_model(folder, program.experiment.model, program.init().parameter, family, facts)
     return pretrained.write(folder, "llama3")
 
 

@@ -68,7 +68,7 @@ def test_microbatches_add_up_to_their_batch_with_dropout_on(mesh):
     loss, grads = small.loss_and_grads(small.program(config(4, mesh)), state)
     np.testing.assert_allclose(loss, expected_loss, rtol=2e-6)
     small.assert_close(grads, expected, 1e-5)
-    other, _ = small.loss_and_grads(whole, replace(state, counter={**state["counter"], "step": jnp.int32(1)}))
+    other, _ = small.loss_and_grads(whole, replace(state, counter={**state.counter, "step": jnp.int32(1)}))
     assert abs(other - expected_loss) > 1e-3, "dropout should matter, and differ by step"
 
 
@@ -126,7 +126,7 @@ def test_nonfinite_step_changes_only_two_counters(program, three_steps):
     assert {name: float(value) for name, value in metrics.items()} == expected_metrics[2]
     for group in ("parameter", "frozen", "buffer", "optimizer", "ema"):
         small.assert_same_bits(jax.device_get(state)[group], expected[group])
-    assert (int(state["counter"]["step"]), int(state["counter"]["skipped"])) == (4, 1)
+    assert (int(state.counter["step"]), int(state.counter["skipped"])) == (4, 1)
 
 
 # --- frozen leaves ---------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def batch(program: Program):
 
 
 def program_gradients(program: Program, state, batch):
-    ctx = small.training_context(batch, state["counter"], program.experiment.model, program.layout, "none")
+    ctx = small.training_context(batch, state.counter, program.experiment.model, program.layout, "none")
     return small.accumulate_gradients(program.experiment.model, program.experiment.learner, state, ctx)[1]
 
 
@@ -179,8 +179,8 @@ def test_buffers_thread_through_the_loop_layer_by_layer(program, three_steps):
     expected = jax.jit(lambda s, b: by_hand(program, s, b, s["buffer"]))(
         put(program, first), program.put(small.host_batch(program, 0))
     )
-    small.assert_close(small.arrays(state["buffer"]), small.arrays(expected), 1e-5)
-    means = np.asarray(state["buffer"]["stack"]["block1"]["mean"])
+    small.assert_close(small.arrays(state.buffer), small.arrays(expected), 1e-5)
+    means = np.asarray(state.buffer["stack"]["block1"]["mean"])
     assert np.abs(means[0] - means[1]).max() > 1e-3
 
 
@@ -190,20 +190,20 @@ def test_buffers_thread_through_microbatches(program, three_steps):
     first, _, _ = three_steps
     accumulating = small.program(eventful(accumulate=2))
     state, _ = small.run(accumulating, 1, put(accumulating, first))
-    assert state["buffer"]["stack"]["block1"]["count"].tolist() == [2, 2]
+    assert state.buffer["stack"]["block1"]["count"].tolist() == [2, 2]
     full = small.host_batch(program, 0)
     buffers = first["buffer"]
     for part in range(2):
         micro = {name: array[part::2] for name, array in full.items()}
         buffers = jax.jit(lambda s, b, f: by_hand(program, s, b, f))(first, micro, buffers)
-    small.assert_close(small.arrays(state["buffer"]), small.arrays(buffers), 1e-5)
+    small.assert_close(small.arrays(state.buffer), small.arrays(buffers), 1e-5)
 
 
 # --- the compiled step -----------------------------------------------------------------------------------------------
 
 
 def test_every_state_byte_is_updated_in_place(program):
-    aliased = program.compiled_step.memory_analysis().alias_size_in_bytes
+    aliased = program.jit_step.compiled_step.memory_analysis().alias_size_in_bytes
     assert aliased == program.layout.bytes_per_device()
     assert program.layout.bytes_per_device("frozen") > 0
 
@@ -211,7 +211,7 @@ def test_every_state_byte_is_updated_in_place(program):
 @pytest.mark.pairs
 def test_every_byte_is_updated_in_place_on_a_mesh():
     program = small.program(eventful(accumulate=2, mesh={"data": 2, "fsdp": 2, "model": 2}, dropout=0.1))
-    assert program.compiled_step.memory_analysis().alias_size_in_bytes == program.layout.bytes_per_device()
+    assert program.jit_step.compiled_step.memory_analysis().alias_size_in_bytes == program.layout.bytes_per_device()
 
 
 def test_old_state_is_deleted_after_a_step(program, three_steps):
@@ -228,8 +228,8 @@ def test_no_tracer_leaks(unroll):
     config.memory.remat = "dots"
     program = small.program(config)
     with jax.checking_leaks():
-        program.step_jit.trace(program.layout.abstract(), program.layout.abstract(program.batch_specs))
-        program.evaluate_jit.trace(
+        program.jit_step.step_jit.trace(program.layout.abstract(), program.layout.abstract(program.batch_specs))
+        program.jit_step.evaluation_jit("parameter").trace(
             *(program.layout.abstract()[group] for group in ("parameter", "frozen", "buffer")), batch(program)
         )
 
@@ -242,7 +242,7 @@ def test_evaluation_sums_over_microbatches():
     expected, found = (p.evaluate(state, p.put(batch)) for p in (whole, parts))
     assert float(found["tokens"]) == float(expected["tokens"])
     np.testing.assert_allclose(float(found["nll"]), float(expected["nll"]), rtol=1e-6)
-    jaxpr = str(parts.evaluate_jit.trace(*_evaluation_arguments(parts)).jaxpr)
+    jaxpr = str(parts.jit_step.evaluation_jit("parameter").trace(*_evaluation_arguments(parts)).jaxpr)
     assert "[2,16,32]" in jaxpr  # two sequences at a time
     assert "[8,16,32]" not in jaxpr
 

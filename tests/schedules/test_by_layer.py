@@ -95,11 +95,11 @@ def test_init_and_checkpoints_do_not_depend_on_the_split():
     with exact.enable_exact_numerics():
         state = cut.init()
         cut.layout.check(state)
-        stages = [stage for stage in state["parameter"] if stage.startswith("stack")]
+        stages = [stage for stage in state.parameter if stage.startswith("stack")]
         assert len(stages) > 2
         first = jax.device_get(plain.init())
         small.assert_same_bits(jax.device_get(cut.to_checkpoint(state)), first)
-        assert cut.to_checkpoint(state)["parameter"].keys() == first["parameter"].keys()
+        assert cut.to_checkpoint(state).parameter.keys() == first["parameter"].keys()
         stored = cut.to_checkpoint(state)
         again = cut.from_checkpoint(stored)
         cut.layout.check(again)

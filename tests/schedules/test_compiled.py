@@ -74,13 +74,13 @@ def test_offloaded_stacks_are_never_whole_on_the_device(fields):
         "model.vocab_size": 16384, "data.tokenizer.vocab_size": 16384,
     }  # fmt: skip
     program = Program(load_config("gpt2-124m", TOY | fields).instantiate(), targets.resolve("v5e-1").devices())
-    layout, stats = program.layout, program.compiled_step.memory_analysis()
+    layout, stats = program.layout, program.jit_step.compiled_step.memory_analysis()
     offloaded, inputs = layout.bytes_per_device(memory_kind="pinned_host"), 12 * 8 * 256 * 256 * 2
     away = {leaf.path for leaf in layout if leaf.spec.memory_kind != "device"}
     assert {"parameter/embed/token", "parameter/stack/block0/mlp/up/weight"} <= away
     assert stats.host_argument_size_in_bytes == stats.host_alias_size_in_bytes == offloaded
     assert inputs <= stats.host_temp_size_in_bytes <= 1.01 * inputs
-    module = hlo.Module(program.compiled_step.as_text())
+    module = hlo.Module(program.jit_step.compiled_step.as_text())
     fused = {i.get_called_computation("calls") for i in module.instructions.values() if i.opcode == "fusion"}
     here = [
         f"{instruction.opcode} {array}"
@@ -137,7 +137,7 @@ def test_no_stack_is_copied(target, fields):
     target = targets.resolve(target)
     config = load_config("llama2-7b", {"data.global_batch_size": target.num_devices, **fields})
     program = Program(config.instantiate(), target.devices())
-    module = hlo.Module(program.compiled_step.as_text())
+    module = hlo.Module(program.jit_step.compiled_step.as_text())
     fused = {i.get_called_computation("calls") for i in module.instructions.values() if i.opcode == "fusion"}
     moved = [
         f"{instruction.opcode} {array}"

@@ -36,7 +36,7 @@ def test_matrix_stacks_are_not_copied(fields: dict[str, str]) -> None:
     stacks = {leaf.spec.shape for leaf in program.layout if leaf.spec.shape[:1] == (LAYERS,)}
     matrices = {shape for shape in stacks if len(shape) > 2}
     assert matrices
-    module = hlo.Module(program.compiled_step.as_text())
+    module = hlo.Module(program.jit_step.compiled_step.as_text())
     copied = [
         array.dims
         for instruction in module.instructions.values()

@@ -39,7 +39,7 @@ def test_groups_save_memory():
     """
     needs = {}
     for policy in ("full", "sqrt", "sqrt:12"):
-        stats = small.program(config(policy, 36, batch=128)).compiled_step.memory_analysis()
+        stats = small.program(config(policy, 36, batch=128)).jit_step.compiled_step.memory_analysis()
         total = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
         needs[policy] = total + stats.temp_size_in_bytes
     input_bytes = 128 * 16 * 32 * 4  # of one layer
@@ -64,7 +64,7 @@ def test_group_sizes():
 )
 def test_offloaded_inputs_are_on_the_host_between_passes(policy, shapes):
     """The test reads the jaxpr, because XLA for CPU has only one memory."""
-    jaxpr = small.program(config(policy)).traced_step.jaxpr.jaxpr
+    jaxpr = small.program(config(policy)).jit_step.traced_step.jaxpr.jaxpr
     loops = [var.aval for eqn in jaxpr.eqns if eqn.primitive.name == "scan" for var in eqn.outvars]
     offloaded = [aval.shape for aval in loops if aval.memory_space == jax.memory.Space.Host]
     assert sorted(offloaded) == sorted(shapes)
@@ -74,7 +74,7 @@ def test_gpus_refuse_by_name(monkeypatch):
     program = small.program(config("save:query;offload:input"))
     monkeypatch.setattr(program.backend, "mesh", SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")])))
     with pytest.raises(ValueError, match=r"memory\.remat = save:query;offload:input: .*openxla/xla#46231.*on GPU, use"):
-        program.step_jit  # noqa: B018
+        program.jit_step.step_jit  # noqa: B018
     with pytest.raises(ValueError, match="on GPU, use"):
         estimate_for_target(config("offload").instantiate(), resolve("h200"))
     estimate_for_target(config("sqrt").instantiate(), resolve("h200"))

@@ -50,7 +50,7 @@ def test_layer_residuals_are_eliminated(update: str):
     depth, temporaries = 32, {}
     for remat in ("invert", "full"):
         program = small.program(experiment(depth, remat, update, seq_len=64))
-        temporaries[remat] = program.compiled_step.memory_analysis().temp_size_in_bytes
+        temporaries[remat] = program.jit_step.compiled_step.memory_analysis().temp_size_in_bytes
     inputs = depth * 2 * 4 * 8 * 64 * 32  # of all layers: two streams of [8, 64, 32] in float32
     assert temporaries["full"] - temporaries["invert"] >= 0.9 * inputs
 

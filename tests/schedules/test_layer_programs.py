@@ -249,9 +249,9 @@ def test_some_layers_are_offloaded():
     program = small.program(deep(4, {"parameters": "pinned_host:1"}))
     state = program.init()
     program.layout.check(state)
-    kinds = [{x.sharding.memory_kind for x in jax.tree.leaves(part)} for part in state["parameter"]["stack"]]
+    kinds = [{x.sharding.memory_kind for x in jax.tree.leaves(part)} for part in state.parameter["stack"]]
     assert kinds == [{"pinned_host", "device"}, {"device"}, {"device"}, {"device"}]
-    assert {x.sharding.memory_kind for x in jax.tree.leaves(state["parameter"]["embed"])} == {"device"}
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state.parameter["embed"])} == {"device"}
     state, _ = program.step(state, program.put(small.host_batch(program)))
     program.layout.check(state)
 
@@ -268,12 +268,12 @@ def test_split_and_whole_stacks_agree():
     plain = deep(4, {"update": "after_backward"}, mesh={"data": 2, "fsdp": 2, "model": 2}, ema=0.9)
     small.assert_same_bits(program.to_checkpoint(state), small.program(plain).init())
     stored = program.to_checkpoint(state)
-    assert all(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(stored["parameter"]["stack"]))
+    assert all(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(stored.parameter["stack"]))
     before = jax.device_get(state)
     again = program.from_checkpoint(stored)
     program.layout.check(again)
     small.assert_same_bits(again, before)
-    assert all(x.is_deleted() for x in jax.tree.leaves(stored["optimizer"]["stack"]))
+    assert all(x.is_deleted() for x in jax.tree.leaves(stored.optimizer["stack"]))
     whole = program.join_stacks(again)
     assert {x.sharding.memory_kind for x in jax.tree.leaves(whole["ema"]["stack"])} == {"device"}
     assert all(x.is_deleted() for x in jax.tree.leaves(again["parameter"]["stack"]))

@@ -27,7 +27,7 @@ def experiment(memory: dict[str, str], layers: int = 8, **learner: Any) -> Confi
 
 def temporary_bytes(config: Config) -> int:
     """Return the bytes that the compiled step holds in addition to its arguments."""
-    stats = small.program(config).compiled_step.memory_analysis()
+    stats = small.program(config).jit_step.compiled_step.memory_analysis()
     return stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
 
 
@@ -76,7 +76,7 @@ def test_unsupported_settings_are_refused_by_name():
         ({"accumulate": 2}, r"accumulate = 2 with memory\.update = in_backward"),
     ):
         with pytest.raises(ValueError, match=words):
-            small.program(experiment(IN_BACKWARD, **fields)).step_jit  # noqa: B018
+            small.program(experiment(IN_BACKWARD, **fields)).jit_step.step_jit  # noqa: B018
     with pytest.raises(ValueError, match=r"gradients = pinned_host needs memory\.update = streamed"):
         experiment({"gradients": "pinned_host"}).instantiate()
     with pytest.raises(ValueError, match=r"expected over 1 for clip_mode norm_growth"):
@@ -88,10 +88,10 @@ def test_nonfinite_gradient_skips_its_layer_and_all_later_ones():
     program = small.program(experiment(IN_BACKWARD))
     state = program.init()
     # Layer 3 has huge activations but zero output: the loss is finite, the squares of its gradients are not.
-    weight = state["parameter"]["stack"]["block0"]["mlp"]["down"]["weight"]
-    state["parameter"]["stack"]["block0"]["mlp"]["down"]["weight"] = weight.at[3].set(0.0)
-    up = state["parameter"]["stack"]["block0"]["mlp"]["up"]["weight"]
-    state["parameter"]["stack"]["block0"]["mlp"]["up"]["weight"] = up.at[3].set(1e30)
+    weight = state.parameter["stack"]["block0"]["mlp"]["down"]["weight"]
+    state.parameter["stack"]["block0"]["mlp"]["down"]["weight"] = weight.at[3].set(0.0)
+    up = state.parameter["stack"]["block0"]["mlp"]["up"]["weight"]
+    state.parameter["stack"]["block0"]["mlp"]["up"]["weight"] = up.at[3].set(1e30)
     before = small.arrays(state)
     after, metrics = program.step(state, program.put(small.host_batch(program)))
     after = small.arrays(after)

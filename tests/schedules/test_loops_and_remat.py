@@ -69,7 +69,7 @@ def test_recomputing_saves_memory_also_where_there_was_no_loop(results):
 def test_no_layers_gathered_weights_wait_for_the_backward_pass(policy, frozen):
     experiment = small.experiment(small.llama(), mesh={"data": 4, "fsdp": 2}, memory={"remat": policy})
     experiment.learner.rules = [config_for(Rule, pattern="mlp/gate", freeze=True)] if frozen else []
-    text = small.program(experiment).compiled_step.as_text()
+    text = small.program(experiment).jit_step.compiled_step.as_text()
     assert "f32[2,16,48]" in text  # each device's shard of the stack of gate weights
     assert "f32[2,32,48]" not in text  # the same, gathered
 

@@ -44,7 +44,7 @@ def weights(case: ExactnessCase, rounding: str) -> tuple[dict[str, np.ndarray], 
         program.backend.jit = partial(jax.jit, compiler_options=options)
         program.compile()
     else:
-        program.backend.compiled_step = program.traced_step.lower().compile(options)
+        program.backend.compiled_step = program.jit_step.traced_step.lower().compile(options)
     state: Any = program.init()
     first = float32_weights(program, state)
     for step in range(STEPS):
@@ -56,7 +56,7 @@ def weights(case: ExactnessCase, rounding: str) -> tuple[dict[str, np.ndarray], 
 
 def float32_weights(program: Program, state: Any) -> dict[str, np.ndarray]:
     """Return numpy copies of the parameters in float32."""
-    return {p: np.asarray(x, np.float32) for p, x in flatten(state["parameter"]).items()}
+    return {p: np.asarray(x, np.float32) for p, x in flatten(state.parameter).items()}
 
 
 @pytest.mark.once("stochastic-streamed-state-eight")

@@ -133,7 +133,7 @@ def test_experts_that_the_mesh_does_not_divide_are_refused():
 def test_token_dispatch_collectives(model, operations):
     """Also, no device ever holds the weights of another device's experts."""
     program = small.program(config(model, {"expert": 8, "fsdp": 1}))
-    text = program.compiled_step.as_text()
+    text = program.jit_step.compiled_step.as_text()
     for operation in operations:
         assert f"{operation}(" in text or f"{operation}-start(" in text, operation
     width, hidden = 32, 20

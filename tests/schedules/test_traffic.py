@@ -40,7 +40,7 @@ def module(**fields) -> hlo.Module:
     """Return the compiled step of a toy model on eight chips."""
     devices = targets.resolve("v5e-8").devices()
     program = Program(load_config("gpt2-124m", TOY | fields).instantiate(), devices)
-    return hlo.Module(program.compiled_step.as_text())
+    return hlo.Module(program.jit_step.compiled_step.as_text())
 
 
 @pytest.mark.pairs

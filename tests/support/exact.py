@@ -378,14 +378,14 @@ def train(case: ExactnessCase) -> tuple[Any, list[float], list[float], list[Any]
         _compile(program, case)
     state, losses, norms, weights = place_initial_state(case, program), [], [], []
     for step in range(STEPS):
-        weights.append(unstack_layers(jax.tree.map(np.array, program.to_checkpoint(state)["parameter"])))
+        weights.append(unstack_layers(jax.tree.map(np.array, program.to_checkpoint(state).parameter)))
         state, metrics = program.step(state, batch(program, step))
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
     program.layout.check(state)
-    assert (int(state["counter"]["step"]), int(state["counter"]["skipped"])) == (STEPS, 1)
+    assert (int(state.counter["step"]), int(state.counter["skipped"])) == (STEPS, 1)
     state = program.to_checkpoint(state)
-    return (get_master_params(state), jax.device_get(state["buffer"])), losses, norms, weights
+    return (get_master_params(state), jax.device_get(state.buffer)), losses, norms, weights
 
 
 def check_leaks(case: ExactnessCase) -> None:
@@ -400,13 +400,13 @@ def check_leaks(case: ExactnessCase) -> None:
             program.compile()
         return
     # A schedule's trial traces run here, before checking_leaks turns off caching.
-    _ = program.step_jit
+    _ = program.jit_step.step_jit
     with jax.checking_leaks():
-        _ = program.traced_step
+        _ = program.jit_step.traced_step
 
 
 def _compile(program: Program, case: ExactnessCase) -> None:
-    traced = program.traced_step
+    traced = program.jit_step.traced_step
     # Only these cases have no other arrays in host memory.
     if PLACEMENTS[case.placement] in [(), ("activations",)] and case.memory != "hosted_gradients":
         assert ("<host>[" in str(traced.jaxpr)) == ("boundaries" in case.placement or case.remat == "offload")
@@ -509,7 +509,7 @@ def unstack_layers(params: Any) -> Any:
 
 def get_master_params(state: Any) -> Any:
     """Return a state's unstacked parameters, or its master copies, whose casts must equal the parameters."""
-    weights, entries = jax.device_get((state["parameter"], state["optimizer"]))
+    weights, entries = jax.device_get((state.parameter, state.optimizer))
     masters = {stage: entries[stage]["default"].get("master", weights[stage]) for stage in weights}
     jax.tree.map(lambda m, w: np.testing.assert_array_equal(m.astype(w.dtype), w), masters, weights)
     return unstack_layers(masters)

@@ -131,7 +131,7 @@ def compile_gradients(program: Program) -> Any:
     parts = program.experiment
 
     def gradients(state: Any, batch: Any) -> Any:
-        ctx = training_context(batch, state["counter"], parts.model, program.layout, parts.memory.remat)
+        ctx = training_context(batch, state.counter, parts.model, program.layout, parts.memory.remat)
         return accumulate_gradients(parts.model, parts.learner, state, ctx)
 
     abstract = program.layout.abstract(), program.layout.abstract(program.batch_specs)

@@ -146,7 +146,7 @@ def test_benchmark_config_trains_the_same(tokens: Path):
     config = Parser("train", "").parse(overrides(TINY, tokens)).config
     program = Program(config.instantiate(), jax.devices()[:1])
     state = program.init()
-    params = jax.tree.map(np.array, as_plain(state["parameter"]))
+    params = jax.tree.map(np.array, as_plain(state.parameter))
     optimizer = plain_gpt2.OPTIMIZER.init(params)
     batches = Batches(tokens, TINY)
     for _ in range(4):
@@ -157,7 +157,7 @@ def test_benchmark_config_trains_the_same(tokens: Path):
         assert float(metrics["loss"]) == pytest.approx(float(loss), rel=2e-6)
     # The gradient of a key's bias is only rounding, which Adam turns into full steps, so key biases are not compared.
     key = slice(TINY.dim, 2 * TINY.dim)
-    expected, given = params, as_plain(state["parameter"])
+    expected, given = params, as_plain(state.parameter)
     for tree in (expected, given):
         for layer in tree["layers"]:
             layer["qkv"]["b"] = np.delete(np.asarray(layer["qkv"]["b"]), key)

@@ -93,8 +93,8 @@ def test_bytes_match_the_state(name: str, bench):
     row, steps = ROWS[name], 3
     state = Program(build(row, 1e-3, 0, steps, SPEC).instantiate(), jax.devices()[:1]).init()
     sizes = [
-        sum(x.nbytes for x in jax.tree.leaves(state["optimizer"])),
-        sum(x.size for x in jax.tree.leaves(state["parameter"])),
+        sum(x.nbytes for x in jax.tree.leaves(state.optimizer)),
+        sum(x.size for x in jax.tree.leaves(state.parameter)),
     ]
     assert optimizers.state_bytes(row, SPEC, False) == (sizes[0] / sizes[1], 0.0)
 

@@ -39,7 +39,7 @@ def test_state_holds_what_the_model_derives_from_the_batch(tmp_path: Path, rules
     program = Program(made.instantiate(), jax.devices()[:1])
     batch, state = first_batch(program, tmp_path), program.init()
     before = {path: np.asarray(x) for path, x in flatten(program.weights(state)).items()}
-    ctx = training_context(batch, state["counter"], program.experiment.model, program.layout, "none")
+    ctx = training_context(batch, state.counter, program.experiment.model, program.layout, "none")
     expected = jax.jit(program.experiment.model.calibrate)(program.weights(state), ctx, {})
     expected = {path: np.asarray(x) for path, x in flatten(expected).items()}
     found = program.calibrate_state(state, batch)
@@ -55,7 +55,7 @@ def test_state_holds_what_the_model_derives_from_the_batch(tmp_path: Path, rules
     copies = {p.partition("/z/")[2]: x for p, x in flatten(found["optimizer"]["level1"]).items() if "/z/" in p}
     assert {f"level1/{path}" for path in copies} == {path for path in trained if path.startswith("level1/")}
     assert all((np.asarray(x) == weights[f"level1/{path}"]).all() for path, x in copies.items())
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves([state["optimizer"], state["ema"]]))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves([state.optimizer, state.ema]))
     places = [x.unsafe_buffer_pointer() for x in jax.tree.leaves([found[g] for g in ("parameter", "ema", "optimizer")])]
     assert len(places) == len({*places}), "a step would donate a buffer twice"
 

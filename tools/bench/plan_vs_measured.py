@@ -70,7 +70,7 @@ def measure(fields: list[str]) -> dict[str, Any]:
     shape = program.batch_specs["tokens"].shape
     batch = {"tokens": np.zeros(shape, np.int32), "targets": np.zeros(shape, np.int32), "weights": np.ones(shape, "f4")}
     try:
-        program.compiled_step  # noqa: B018
+        program.jit_step.compiled_step  # noqa: B018
         state, arrays = program.init(), program.put(batch)
         jax.block_until_ready((state, arrays))
         before = rss_bytes()
