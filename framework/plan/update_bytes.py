@@ -10,7 +10,7 @@ from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.optimizers.update_locality import UpdateLocality
 from plimsoll.framework.plan.backward_bytes import get_stage
 from plimsoll.framework.plan.split_experiment import SplitExperiment
-from plimsoll.framework.schedules.update_chunks import BLOCK
+from plimsoll.framework.schedules.chunked_update import BLOCK
 
 
 def update_bytes(

@@ -23,9 +23,8 @@ from plimsoll.framework.program.initializer import GroupedArrays
 from plimsoll.framework.program.placed_values import PlacedValues
 from plimsoll.framework.program.rows import Batch
 from plimsoll.framework.schedules import after_backward, in_backward, streamed
-from plimsoll.framework.schedules.layer_ranges import split_stacks
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker
-from plimsoll.framework.schedules.stack_parts import StackParts
+from plimsoll.framework.schedules.stack_layout import StackParts, split_stacks
 from plimsoll.framework.schedules.step import Metrics, State, evaluation_context, microbatches
 from plimsoll.framework.terminal.phases import SHORT, phase
 

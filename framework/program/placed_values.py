@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from plimsoll.framework.layout import StateLayout, TensorSpec, flatten, store_leaf
 from plimsoll.framework.program.initializer import GroupedArrays, InitFunction, Paths
-from plimsoll.framework.schedules.stack_parts import StackParts
+from plimsoll.framework.schedules.stack_layout import StackParts
 
 
 class PlacedValues:

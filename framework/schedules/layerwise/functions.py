@@ -18,7 +18,7 @@ from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.update_types import slice_layer
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.schedules.gradients import GradStats, TiedGradients, add_tied, split_tied
-from plimsoll.framework.schedules.layer_computation import (
+from plimsoll.framework.schedules.layer_vjp import (
     Carry,
     Cotangent,
     LayerArguments,
@@ -27,12 +27,11 @@ from plimsoll.framework.schedules.layer_computation import (
     LayerResiduals,
     run_stage,
 )
-from plimsoll.framework.schedules.layer_ranges import policies
 from plimsoll.framework.schedules.layerwise.result_specs import ResultSpecs
 from plimsoll.framework.schedules.layerwise.save_policy import ResidualPlan, SavePolicy
 from plimsoll.framework.schedules.layerwise.update_functions import LossAndMetrics, UpdateFunctions
 from plimsoll.framework.schedules.memory import Memory
-from plimsoll.framework.schedules.stack_parts import FIRST, STACK
+from plimsoll.framework.schedules.stack_layout import FIRST, STACK, policies
 from plimsoll.framework.schedules.step import evaluation_context, microbatches, training_context
 
 Weights = dict[str, Nested]  # "parameter" and "frozen", of one stage or of one layer
