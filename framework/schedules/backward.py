@@ -325,7 +325,7 @@ class StackPass:
         ctx = stack.context(name, stages.ctx)
         # Shared parameters are fetched once, before the loop: every layer needs all of them.
         shared = stages.fetch_weights("shared", carry) if stack.shared else Weights({}, {})
-        stacks = stages.weights.weights(name)
+        stacks = stages.weights.select_weights(name)
         function = stack.layer_function(merge(stacks.trainable, stacks.frozen), ctx)
         group_size = remat.group_size(ctx.remat, stack.num_repeats) or stack.num_repeats
         layers = LayerPass(
@@ -345,7 +345,7 @@ class StackPass:
         x, pull_enter = jax.vjp(self.stack.enter, carry)
         # Without groups nothing reads `group_starts`, and the compiler drops it.
         group_starts = jnp.arange(0, self.stack.num_repeats, self.group_size)
-        stacks = self.stages.weights.weights(self.name)
+        stacks = self.stages.weights.select_weights(self.name)
         if self.layers.in_groups:
             result = self._run_groups_forward(x, stacks, group_starts)
             pull_layers = partial(self._run_groups_backward, result, group_starts)
@@ -398,7 +398,7 @@ class StackPass:
             x, ct = jax.lax.optimization_barrier((x, gradients.ct))
             # Weights come from the loop carry: hooks have not changed this group's weights yet, and using the forward
             # pass's stacks would keep a second copy of them alive.
-            stacks = gradients.backward_state.weights(self.name)
+            stacks = gradients.backward_state.select_weights(self.name)
             layers = self._run_layers_forward(x, stacks, group_starts[index])
             return self._run_layers_backward(layers, group_starts[index], replace(gradients, ct=ct), hooks)
 
@@ -447,7 +447,7 @@ class StackPass:
         name = self.name
         backward_state = gradients.backward_state
         first, ct = jax.lax.optimization_barrier((first, gradients.ct))
-        fetched = self.layers.prefetch(backward_state.weights(name), first + self.group_size - 1)
+        fetched = self.layers.prefetch(backward_state.select_weights(name), first + self.group_size - 1)
         last = first + self.group_size - 1
         backward_state = hooks.begin_loop(backward_state, name, last)
         output = layers.output if self.layers.inverts else None
@@ -465,11 +465,11 @@ class StackPass:
         backward_state = carry.backward_state
         i = self.group_size - 1 - step
         # Offloaded weights of the layer below are fetched while this layer computes, as in the forward pass.
-        next_fetched = self.layers.prefetch(backward_state.weights(name), first + jnp.maximum(i - 1, 0))
+        next_fetched = self.layers.prefetch(backward_state.select_weights(name), first + jnp.maximum(i - 1, 0))
         # The hook runs first: it may write to the stacks from which this layer's weights are sliced.
         backward_state = hooks.begin_layer(backward_state, name, first + i)
-        ready = (carry.ct, carry.y)
-        weights, (ct, y) = self.layers.take_weights(backward_state.weights(name), first + i, carry.fetched, ready)
+        stacks = backward_state.select_weights(name)
+        weights, (ct, y) = self.layers.take_weights(stacks, first + i, carry.fetched, (carry.ct, carry.y))
         result = self.layers.backward(weights, slice_layer(residuals, i), first + i, y, ct)
         shared_sums = grad_accumulation.add(carry.shared_sums, result.shared_grads)
         # A completely frozen stack has no gradients.

@@ -50,7 +50,7 @@ class BackwardState:
     """State that a backward pass carries from layer to layer.
 
     It is part of the carry of the compiled loops, whose order is the order of these fields. Fields that a schedule does
-    not use stay empty. The first four groups and `parameter` are keyed by stage, like those of the training state.
+    not use stay empty. The groups of arrays are keyed by stage, like those of the training state.
 
     Attributes:
         ema: moving averages of the parameters.
@@ -75,7 +75,7 @@ class BackwardState:
     staged_layer: StagedLayer | None = None
     updated: jax.Array | None = None
 
-    def weights(self, stage: str) -> Weights:
+    def select_weights(self, stage: str) -> Weights:
         """Return the parameters that belong to a stage, or to a stack, all layers stacked."""
         return Weights(self.frozen.get(stage, {}), self.parameter.get(stage, {}))
 

@@ -61,7 +61,13 @@ def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memo
     platform = layout.mesh.devices.flat[0].platform
     check_platform(layout, memory, platform)
     learner.measure_localities()
-    prefetcher = _make_prefetcher(learner, layout, memory, platform)
+    # On CPU whole layers are moved because of the loop, not because of a link: XLA would copy a stack that one
+    # operation reads and another one writes.
+    moves_all = platform == "cpu" and (not memory.optimizer_state.uses_host or memory.prefetch == "layer")
+    # Without it, each update fetches its state chunk by chunk.
+    prefetcher = None
+    if moves_all or memory.prefetch == "layer":
+        prefetcher = OptimizerPrefetch(learner, layout, moves_all=moves_all)
 
     def step(state: State, batch: Nested) -> tuple[State, Metrics]:
         ctx = training_context(batch, state["counter"], model, layout, memory.remat)
@@ -99,15 +105,6 @@ def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memo
         return finish(learner, state, update, decision, loss, out, frozen=backward_state.frozen)
 
     return step
-
-
-def _make_prefetcher(learner: Learner, layout: StateLayout, memory: Memory, platform: str) -> OptimizerPrefetch | None:
-    """Return the prefetcher of whole layers' state, or None if each update fetches its state chunk by chunk."""
-    # On CPU whole layers are moved because of the loop, not because of a link: XLA would copy a stack that one
-    # operation reads and another one writes.
-    if platform == "cpu" and (not memory.optimizer_state.uses_host or memory.prefetch == "layer"):
-        return OptimizerPrefetch(learner, layout, moves_all=True)
-    return OptimizerPrefetch(learner, layout) if memory.prefetch == "layer" else None
 
 
 def _get_grad_stats(backward_state: BackwardState) -> GradStats:
