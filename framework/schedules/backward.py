@@ -75,7 +75,7 @@ def forward(
         ctx: the context of the batch.
         buffers: the model's buffers, by stage.
     """
-    specs = model.stage_specs(layout.specs["parameter"], layout.specs["frozen"])
+    specs = model.stage_specs(layout.specs.parameter, layout.specs.frozen)
     stages = StagePass(model, layout.mesh, specs, memory.activations.offloads_everything, weights, ctx, buffers)
     carry: Carry = None
     outs: dict[str, Out] = {}

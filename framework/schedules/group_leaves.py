@@ -56,8 +56,8 @@ def train_state_specs(layout: StateLayout, learner: Learner, group: ParamGroup, 
         gradients: specs of the group's gradients, which are returned unchanged.
     """
     specs = layout.specs
-    weights = learner.select(specs["parameter"], group)
+    weights = learner.select(specs.parameter, group)
     # Optimizer state is already keyed by stage and group; the others are selected from trees of all parameters.
-    entry = specs["optimizer"][group.stage][group.label]
-    average = learner.select(specs["ema"], group) if specs["ema"] else {}
+    entry = specs.optimizer[group.stage][group.label]
+    average = learner.select(specs.ema, group) if specs.ema else {}
     return weights, gradients, entry, average

@@ -14,7 +14,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from plimsoll.framework.layout import Nested, StateLayout
+from plimsoll.framework.layout import Nested, StateLayout, TrainState
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.update_types import Decision, LayerTrainState, LayerUpdate, LayerUpdateFn, ParamGroup
 from plimsoll.framework.models.chain import Chain
@@ -25,7 +25,7 @@ from plimsoll.framework.schedules.gradients import GradStats, add_grad_stats, ch
 from plimsoll.framework.schedules.group_leaves import GroupLeaves, train_state_specs
 from plimsoll.framework.schedules.memory import Memory
 from plimsoll.framework.schedules.optimizer_prefetch import OptimizerPrefetch
-from plimsoll.framework.schedules.step import Metrics, State, Step, finish, training_context
+from plimsoll.framework.schedules.step import Metrics, Step, finish, training_context
 from plimsoll.framework.schedules.streamed import check as check_platform
 
 
@@ -69,10 +69,10 @@ def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memo
     if moves_all or memory.prefetch == "layer":
         prefetcher = OptimizerPrefetch(learner, layout, moves_all=moves_all)
 
-    def step(state: State, batch: Nested) -> tuple[State, Metrics]:
-        ctx = training_context(batch, state["counter"], model, layout, memory.remat)
-        weights = BackwardState(parameter=state["parameter"], frozen=state["frozen"])
-        result = forward(model, layout, memory, weights, ctx, state["buffer"])
+    def step(state: TrainState, batch: Nested) -> tuple[TrainState, Metrics]:
+        ctx = training_context(batch, state.counter, model, layout, memory.remat)
+        weights = BackwardState(parameter=state.parameter, frozen=state.frozen)
+        result = forward(model, layout, memory, weights, ctx, state.buffer)
         loss = result.loss
         zero = jnp.zeros_like(loss)
         norm = zero
@@ -84,9 +84,9 @@ def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memo
             norm = jnp.sqrt(measured.squares)
         # In a single pass the norm is not known yet: it is set to zero, so that only the loss decides whether the
         # step counts.
-        decision = learner.decide(loss, norm, state["counter"])
+        decision = learner.decide(loss, norm, state.counter)
         backward_state = replace(
-            weights, optimizer=state["optimizer"], ema=state["ema"], ok=decision.ok, squares=zero, updated=jnp.int32(0)
+            weights, optimizer=state.optimizer, ema=state.ema, ok=decision.ok, squares=zero, updated=jnp.int32(0)
         )
         hooks = BackwardHooks(_UpdateHook(learner, layout, prefetcher, decision))
         if prefetcher is not None:

@@ -20,7 +20,7 @@ import numpy as np
 from plimsoll.framework.layers import remat
 from plimsoll.framework.layers.layer_range import LayerRange
 from plimsoll.framework.layers.stack import Stack
-from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, flatten
+from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, TrainState, flatten
 from plimsoll.framework.learner.update_types import unflatten_like
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.schedules.memory import Memory, Placement, count_repeats
@@ -196,8 +196,8 @@ class StackParts:
 
     # --- specs -------------------------------------------------------------------------------------------------------
 
-    def specs(self, whole: Nested) -> Nested:
-        """Convert specs of whole stacks, by group, to the specs of the state in parts."""
+    def specs(self, whole: TrainState) -> TrainState:
+        """Convert specs of whole stacks to the specs of the state in parts."""
         specs = {}
         for group, tree in whole.items():
             parts = {}
@@ -205,7 +205,7 @@ class StackParts:
                 if tree.get(part.stack):
                     parts[part] = self._part_specs(group, part, tree[part.stack])
             specs[group] = self._replace_stacks(tree, parts)
-        return specs
+        return TrainState(**specs)
 
     def _part_specs(self, group: str, part: StackPart, tree: Nested) -> Nested:
         """Return the specs of a part, given those of its whole stack; {} if it is not in the group."""
@@ -237,7 +237,7 @@ class StackParts:
                     replaced[part.stage] = parts[part]
         return replaced
 
-    def specs_before_split(self, layout: StateLayout) -> Nested:
+    def specs_before_split(self, layout: StateLayout) -> TrainState:
         """Return the specs that `split_state` expects: the stacks to be split are in host memory.
 
         Args:
@@ -252,12 +252,12 @@ class StackParts:
                     specs[group][stack] = jax.tree.map(
                         lambda spec: replace(spec, memory_kind="pinned_host"), tree[stack]
                     )
-        return specs
+        return TrainState(**specs)
 
     # --- inside jit --------------------------------------------------------------------------------------------------
 
-    def join_in_jit(self, state: Nested) -> Nested:
-        """Inside jit: join a state in parts, by group, into whole stacks, which are copies in addition to the parts."""
+    def join_in_jit(self, state: TrainState) -> TrainState:
+        """Inside jit: join a state in parts into whole stacks, which are copies in addition to the parts."""
         joined_state = {}
         for group, tree in state.items():
             part_stages = {part.stage for part in self.parts}
@@ -267,20 +267,22 @@ class StackParts:
                 if parts:
                     joined_tree[stack] = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
             joined_state[group] = joined_tree
-        return joined_state
+        return TrainState(**joined_state)
 
     # --- arrays ------------------------------------------------------------------------------------------------------
 
-    def join_stacks(self, state: Nested, layout: StateLayout) -> Nested:
+    def join_stacks(self, state: TrainState, layout: StateLayout) -> TrainState:
         """Join a state in parts into whole stacks, which are copies in host memory.
 
         Args:
-            state: the state in parts, by group.
+            state: the state in parts; empty groups stay empty.
             layout: the layout of the whole stacks.
         """
         joined_state = {}
         for group, tree in state.items():
             joined_state[group] = {}
+            if not tree:
+                continue
             # Counters have no stages.
             for stage, specs in layout.specs[group].items():
                 parts = self.list_parts(stage)
@@ -289,13 +291,13 @@ class StackParts:
                     joined_state[group][stage] = jax.tree.map(partial(_join_leaf, layout), specs, *part_trees)
                 else:
                     joined_state[group][stage] = tree[stage]
-        return joined_state
+        return TrainState(**joined_state)
 
-    def split_state(self, state: Nested, layout: StateLayout) -> Nested:
+    def split_state(self, state: TrainState, layout: StateLayout) -> TrainState:
         """Split a state of whole stacks in host memory into parts, and delete the whole stacks.
 
         Args:
-            state: the state of whole stacks, by group.
+            state: the state of whole stacks.
             layout: the layout of the parts.
         """
         split_state = {}
@@ -305,7 +307,7 @@ class StackParts:
                 if tree.get(stack):
                     parts |= self._split_stack(stack, tree[stack], layout.specs[group], layout)
             split_state[group] = self._replace_stacks(tree, parts)
-        return split_state
+        return TrainState(**split_state)
 
     def _split_stack(self, stack: str, tree: Nested, specs: Nested, layout: StateLayout) -> dict[StackPart, Nested]:
         """Return the tree of each part of a stack."""

@@ -18,7 +18,16 @@ import jax
 import jax.numpy as jnp
 
 from plimsoll.framework.layers.base import Context, Out
-from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, fetch_leaf, flatten, store_leaf, unflatten
+from plimsoll.framework.layout import (
+    Nested,
+    StateLayout,
+    TensorSpec,
+    TrainState,
+    fetch_leaf,
+    flatten,
+    store_leaf,
+    unflatten,
+)
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.update_types import (
     Decision,
@@ -37,11 +46,11 @@ from plimsoll.framework.schedules.chunked_update import update_group
 from plimsoll.framework.schedules.group_leaves import train_state_specs
 from plimsoll.framework.schedules.memory import Memory
 from plimsoll.framework.schedules.stack_layout import PLACED_FIELDS
-from plimsoll.framework.schedules.step import Metrics, State, Step, finish, microbatches, training_context
+from plimsoll.framework.schedules.step import Metrics, Step, finish, microbatches, training_context
 
 
 def update_in_chunks(
-    learner: Learner, layout: StateLayout, state: State, grads: Nested, decision: Decision
+    learner: Learner, layout: StateLayout, state: TrainState, grads: Nested, decision: Decision
 ) -> LayerUpdate:
     """Update in chunks, with the same results as `after_backward.update_whole`.
 
@@ -58,7 +67,7 @@ def update_in_chunks(
         specs = train_state_specs(layout, learner, group, group_grad_specs)
         return update_group(learner, layout.mesh, group, train_state, specs, decision)
 
-    return learner.update(state["parameter"], grads, state["optimizer"], state["ema"], decision, run)
+    return learner.update(state.parameter, grads, state.optimizer, state.ema, decision, run)
 
 
 def check(layout: StateLayout, memory: Memory, platform: str) -> None:
@@ -96,27 +105,26 @@ def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memo
         return after_backward.build_step(model, learner, layout, memory, update=update_in_chunks)
     accumulation = _GradientAccumulation(model, learner, layout, memory)
 
-    def step(state: State, batch: Nested) -> tuple[State, Metrics]:
-        ctx = training_context(batch, state["counter"], model, layout, memory.remat)
+    def step(state: TrainState, batch: Nested) -> tuple[TrainState, Metrics]:
+        ctx = training_context(batch, state.counter, model, layout, memory.remat)
         result = accumulation.run(state, ctx)
         grads = result.backward_state.gradient
-        changed = {"frozen": result.backward_state.frozen}
-        # Gradients on the device are not part of the state, so they are dropped here.
-        if "gradient" in state:
-            changed["gradient"] = {stage: grads[stage] for stage in state["gradient"]}
         with jax.named_scope("update"):
-            decision = learner.decide(result.loss, result.norm, state["counter"])
+            decision = learner.decide(result.loss, result.norm, state.counter)
             # The backward loop carries the weights and returns them, although nothing changed them.
-            state_after = {**state, "parameter": result.backward_state.parameter}
+            state_after = replace(state, parameter=result.backward_state.parameter)
             update = update_in_chunks(learner, layout, state_after, grads, decision)
-        return finish(learner, state, update, decision, result.loss, result.out, **changed)
+        # Gradients on the device are not part of the state, so they are dropped here.
+        gradient = {stage: grads[stage] for stage in state.gradient}
+        frozen = result.backward_state.frozen
+        return finish(learner, state, update, decision, result.loss, result.out, frozen=frozen, gradient=gradient)
 
     return step
 
 
 def _gradient_specs(learner: Learner, layout: StateLayout) -> Nested:
     """Return the specs of the buffers of all gradients; those in host memory are part of the state."""
-    return {**learner.gradient_specs(), **layout.specs.get("gradient", {})}
+    return {**learner.gradient_specs(), **layout.specs.gradient}
 
 
 @dataclass(frozen=True)
@@ -177,16 +185,16 @@ class _GradientAccumulation:
     layout: StateLayout
     memory: Memory
 
-    def run(self, state: State, ctx: Context) -> _Gradients:
+    def run(self, state: TrainState, ctx: Context) -> _Gradients:
         """Compute the gradients of ctx.batch."""
         count = self.learner.accumulate
-        offloaded_buffers = state.get("gradient", {})
+        offloaded_buffers = state.gradient
         buffers = dict(offloaded_buffers)
         for stage, specs in _gradient_specs(self.learner, self.layout).items():
             if stage not in offloaded_buffers:
                 buffers[stage] = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)
-        backward_state = BackwardState(parameter=state["parameter"], frozen=state["frozen"], gradient=buffers)
-        carry = backward_state, state["buffer"]
+        backward_state = BackwardState(parameter=state.parameter, frozen=state.frozen, gradient=buffers)
+        carry = backward_state, state.buffer
         accumulate = partial(self._accumulate_microbatch, ctx)
         if count == 1:
             micro = _Microbatch(ctx.batch, ctx.rows, jnp.int32(0))
