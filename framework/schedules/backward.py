@@ -425,8 +425,8 @@ class StackPass:
             next_fetched = self.layers.prefetch(stacks, first + jnp.minimum(i + 1, last_step))
             index = first + i
             weights, x = self.layers.take_weights(stacks, index, fetched, x)
-            y, out, residuals = self.layers.forward(weights, index, x)
-            return (y, next_fetched), (out, residuals)
+            result = self.layers.forward(weights, index, x)
+            return (result.output, next_fetched), (result.out, result.residuals)
 
         first, x = jax.lax.optimization_barrier((first, x))
         carry = (x, self.layers.prefetch(stacks, first))

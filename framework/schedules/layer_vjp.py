@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self, TypeAlias, TypeVar
+from typing import Self, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -121,7 +121,8 @@ class LayerResiduals:
         return cls(list(leaves), pull_back, loss, offloaded)
 
 
-class LayerForward(NamedTuple):
+@dataclass(frozen=True)
+class LayerForward:
     """The result of one layer's forward pass.
 
     Attributes:
@@ -337,12 +338,13 @@ class LayerPass:
         arguments = self._arguments(weights, index)
         if self.inverts:
             return self.layer.forward(arguments, x)
-        y, out, residuals = self.layer.forward_with_residuals(arguments, x)
+        result = self.layer.forward_with_residuals(arguments, x)
+        residuals = result.residuals
         # Residuals within a group stay on the device: the group's own backward pass needs them right away.
         moves = not self.in_groups
         offloaded = [moves and self.goes_to_host(leaf) for leaf in residuals.leaves]
         leaves = move_leaves(offloaded, residuals.leaves, to_host=True)
-        return LayerForward(y, out, replace(residuals, leaves=leaves, offloaded=tuple(offloaded)))
+        return replace(result, residuals=replace(residuals, leaves=leaves, offloaded=tuple(offloaded)))
 
     def backward(
         self, weights: Weights, residuals: LayerResiduals, index: jax.Array, y: Carry, ct: Cotangent
