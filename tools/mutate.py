@@ -92,14 +92,14 @@ MUTATIONS = (
     ),
     Mutation(
         "the same noise in every layer",
-        "framework/schedules/chunk_loop.py",
+        "framework/schedules/chunked_update.py",
         "layer=decision.layer + self.start + step // self.blocks",
         "layer=decision.layer",
         ("tests/schedules/test_rounding.py",),
     ),
     Mutation(
         "the noise of a block's own rows",
-        "framework/schedules/chunk_loop.py",
+        "framework/schedules/chunked_update.py",
         "decision._replace(origin=self._origin(step))",
         "decision",
         ("tests/schedules/test_rounding.py",),

@@ -39,8 +39,8 @@ from plimsoll.framework.program.batch_transform import BatchTransform, ForwardCo
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.program.rows import Batch
-from plimsoll.framework.schedules.layer_ranges import split_stacks
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker
+from plimsoll.framework.schedules.stack_layout import split_stacks
 
 _FILE = "rollouts.jsonl"
 # Number of data rows that the reward function is tried on before a run starts.

@@ -22,7 +22,7 @@ class TrainState:
 
     The leaves are arrays, or their specs (`TensorSpec`), shardings or abstract arrays. A group is a nested dict whose
     first level names the stages of the model: {"embed": ..., "stack": ..., "head": ...}. Below it, a leaf of a whole
-    stack has a leading axis of layers, [L, ...]; a stack in parts (`framework.schedules.stack_parts`) has an entry for
+    stack has a leading axis of layers, [L, ...]; a stack in parts (`framework.schedules.stack_layout`) has an entry for
     each part. `StateLayout` gives each leaf its dtype, sharding and memory kind ("device" or "pinned_host").
 
     The fields are in alphabetical order, which is the order of the arrays in the arguments of compiled programs.

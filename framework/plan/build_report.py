@@ -35,7 +35,7 @@ from plimsoll.framework.plan.suggest import estimate_for_target, state_bytes, su
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.program import Program
-from plimsoll.framework.schedules.layer_ranges import PLACED_FIELDS
+from plimsoll.framework.schedules.stack_layout import PLACED_FIELDS
 from plimsoll.framework.schedules.step import training_context
 from plimsoll.framework.terminal.phases import SHORT, phase
 from plimsoll.framework.terminal.tables import human_bytes

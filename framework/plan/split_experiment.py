@@ -9,8 +9,7 @@ from plimsoll.framework.layers.stack import Stack
 from plimsoll.framework.layout import TrainState
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.program.experiment import Experiment
-from plimsoll.framework.schedules.layer_ranges import split_stacks
-from plimsoll.framework.schedules.stack_parts import StackParts
+from plimsoll.framework.schedules.stack_layout import StackParts, split_stacks
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.initializer import StateInitializer
 from plimsoll.framework.program.rows import Batch, BatchRows
 from plimsoll.framework.schedules.layerwise.programs import Compile, LayerProgram, MemoryTracker
-from plimsoll.framework.schedules.stack_parts import StackParts
+from plimsoll.framework.schedules.stack_layout import StackParts
 from plimsoll.framework.schedules.step import Metrics
 
 

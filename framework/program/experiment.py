@@ -23,9 +23,8 @@ from plimsoll.framework.optimizers.schedule_steps import with_run_length
 from plimsoll.framework.processes.health import Health
 from plimsoll.framework.program.batch_transform import BatchTransform
 from plimsoll.framework.program.options import TrainerOptions
-from plimsoll.framework.schedules.layer_ranges import split_stacks
-from plimsoll.framework.schedules.memory import Memory
-from plimsoll.framework.schedules.placement import Placement
+from plimsoll.framework.schedules.memory import Memory, Placement
+from plimsoll.framework.schedules.stack_layout import split_stacks
 
 Part = TypeVar("Part")
 # Assumed number of steps while the steps per epoch are unknown. Bytes and FLOPs, which are needed by then, do not

@@ -22,9 +22,8 @@ from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.initializer import GroupedArrays, PlacedValues
 from plimsoll.framework.program.rows import Batch, BatchRows
 from plimsoll.framework.schedules import after_backward, in_backward, streamed
-from plimsoll.framework.schedules.layer_ranges import split_stacks
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker
-from plimsoll.framework.schedules.stack_parts import StackParts
+from plimsoll.framework.schedules.stack_layout import StackParts, split_stacks
 from plimsoll.framework.schedules.step import Metrics, evaluation_context, microbatches
 from plimsoll.framework.terminal.phases import SHORT, phase
 

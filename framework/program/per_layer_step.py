@@ -25,7 +25,7 @@ from plimsoll.framework.program.rows import Batch, BatchRows
 from plimsoll.framework.schedules.layerwise import schedule
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker, Programs
 from plimsoll.framework.schedules.layerwise.schedule import LayerPrograms
-from plimsoll.framework.schedules.stack_parts import FIRST, STACK, StackParts
+from plimsoll.framework.schedules.stack_layout import FIRST, STACK, StackParts
 from plimsoll.framework.schedules.step import Metrics
 from plimsoll.framework.terminal.phases import phase
 

@@ -29,10 +29,8 @@ from plimsoll.framework.layout import TrainState, flatten
 from plimsoll.framework.learner.rules import Rule
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.program.program import Program
-from plimsoll.framework.schedules.layer_ranges import PLACED_FIELDS
-from plimsoll.framework.schedules.memory import Memory
-from plimsoll.framework.schedules.placement import HOST
-from plimsoll.framework.schedules.stack_parts import StackParts
+from plimsoll.framework.schedules.memory import HOST, Memory
+from plimsoll.framework.schedules.stack_layout import PLACED_FIELDS, StackParts
 
 STEPS = 2
 NUM_LAYERS = 4

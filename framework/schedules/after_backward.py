@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +102,9 @@ def accumulate_gradients(
     if count == 1:
         return compute_grads(state.parameter, ctx, state.buffer)
 
-    def body(carry: tuple[Nested, Nested], micro: tuple[Nested, jax.Array]) -> Any:
+    def body(
+        carry: tuple[Nested, Nested], micro: tuple[Nested, jax.Array]
+    ) -> tuple[tuple[Nested, Nested], tuple[jax.Array, Metrics]]:
         grad_sums, buffers = carry
         batch, rows = micro
         micro_ctx = replace(ctx, batch=batch, rows=rows)

@@ -1,60 +1,64 @@
 """A stage-by-stage and layer-by-layer backward pass that passes each gradient to a hook as soon as it is computed.
 
-`jax.value_and_grad` returns all gradients together. Here stages run forward one after the other, stacks in a loop
-(`schedules/stack_pass.py`), and then backward, head first. Each gradient goes to an `on_grads` hook.
+`jax.value_and_grad` returns all gradients together. Here stages run forward one after the other, and then backward,
+head first. A stack runs in loops over its layers, or over groups of layers: `StackPass`, which runs one layer with
+`layer_vjp.LayerPass`. Each gradient goes to the `on_grads` hook, which may store it or update the layer.
+
+A "layer" is one iteration of the loop: one period of the stack's pattern. The forward scan saves the residuals that
+the remat policy selects. The carry of the backward loop holds the parameters, because hooks may change them.
+
+The residuals are the leaves of `jax.vjp`'s result that are not arguments of the layer. The arguments (above all the
+layer's weights) are put back in the backward loop, so no copies of them are stacked.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from plimsoll.framework.layers import grad_accumulation
+from plimsoll.framework.layers import grad_accumulation, remat
 from plimsoll.framework.layers.base import Context, Out
-from plimsoll.framework.layout import Nested, StateLayout
-from plimsoll.framework.models.chain import Chain
-from plimsoll.framework.schedules.backward_hooks import BackwardHooks, BackwardState, GradientHook, LayerHooks
-from plimsoll.framework.schedules.layer_computation import Carry, Cotangent
+from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.layout import Nested, PyTree, StateLayout, fetch_leaf, flatten, merge, unflatten
+from plimsoll.framework.learner.update_types import slice_layer
+from plimsoll.framework.models.chain import Chain, StageSpecs
+from plimsoll.framework.schedules.backward_state import BackwardHooks, BackwardState, Weights
+from plimsoll.framework.schedules.gradients import add_tied, shard_as_parameter, split_tied, with_tied_weights
+from plimsoll.framework.schedules.layer_vjp import (
+    Carry,
+    Cotangent,
+    LayerComputation,
+    LayerPass,
+    LayerResiduals,
+    move_leaves,
+    run_stage,
+)
 from plimsoll.framework.schedules.memory import Memory
-from plimsoll.framework.schedules.stack_pass import StackPass, StackPull
-from plimsoll.framework.schedules.stage_pass import StagePass, StagePull
 
-_NO_LAYER_HOOKS = LayerHooks()
+# --- the whole model -------------------------------------------------------------------------------------------------
 
 
-class Pull(Protocol):
-    """The backward pass that `forward` returns."""
-
-    def __call__(
-        self, backward_state: BackwardState, on_grads: GradientHook, layer_hooks: LayerHooks = ...
-    ) -> BackwardState:
-        """Run backward, head first, and return the backward state after all hooks.
-
-        Args:
-            backward_state: the weights, and everything else that the hooks need.
-            on_grads: the hook that receives the gradients.
-            layer_hooks: further hooks of the loops over layers.
-        """
-        ...
-
-
-class ChainForward(NamedTuple):
+@dataclass(frozen=True)
+class ChainForward:
     """The result of the forward pass.
 
     Attributes:
         loss: the objective without the losses of layers, f32 scalar.
         out: everything else that the model returns.
-        pull: `pull(backward_state, on_grads, layer_hooks)` runs backward, head first, and returns the backward state
-            after all hooks. The gradient of a tied parameter is passed to the hook together with its home stage's, as
-            the sum over all stages that read it.
+        pull: `pull(backward_state, hooks)` runs backward, head first, and returns the backward state after all hooks;
+            before, it holds the weights, and everything else that the hooks need. The gradient of a tied parameter is
+            passed to the hook together with its home stage's, as the sum over all stages that read it.
     """
 
     loss: jax.Array
     out: Out
-    pull: Pull
+    pull: Callable[[BackwardState, BackwardHooks], BackwardState]
 
 
 def forward(
@@ -67,73 +71,409 @@ def forward(
         layout: placement and sharding of the weights.
         memory: where residuals of an unsplit stack go; a range of layers has its own setting. The remat policy
             decides which residuals are saved.
-        weights: the groups "parameter" and "frozen".
+        weights: a state with the groups "parameter" and "frozen".
         ctx: the context of the batch.
         buffers: the model's buffers, by stage.
     """
-    stages = StagePass.build(model, layout, memory, weights, ctx, buffers)
+    specs = model.stage_specs(layout.specs.parameter, layout.specs.frozen)
+    stages = StagePass(model, layout.mesh, specs, memory.activations.offloads_everything, weights, ctx, buffers)
     carry: Carry = None
     outs: dict[str, Out] = {}
     stage_pulls: dict[str, StagePull] = {}
     stack_pulls: dict[str, StackPull] = {}
     for name in model.stages:
         if name in model.stacks:
-            stack = StackPass.build(stages, name, carry)
-            carry, outs[name], stack_pulls[name] = stack.forward(carry)
+            stack_result = StackPass.build(stages, name, carry).forward(carry)
+            carry = stack_result.output
+            outs[name] = stack_result.out
+            stack_pulls[name] = stack_result.pull
         else:
-            carry, outs[name], stage_pulls[name] = stages.forward(name, carry)
+            stage_result = stages.forward(name, carry)
+            carry = stage_result.output
+            outs[name] = stage_result.out
+            stage_pulls[name] = stage_result.pull
     out = model.merge_outs(outs)
     assert out.loss is not None
     # The last carry is the last stage's loss, where cotangents start. The objective also has the losses of the
     # stack's layers, which join the backward pass at their layers.
-    return ChainForward(out.loss, out, _ChainPull(stages, carry, stage_pulls, stack_pulls))
+    loss: jax.Array = carry
 
-
-@dataclass(frozen=True)
-class _ChainPull:
-    """The backward pass of `forward`.
-
-    Attributes:
-        stages: the forward pass through the stages.
-        loss: loss of the last stage.
-        stage_pulls: by name, the backward passes of the stages outside the stacks.
-        stack_pulls: by name, the backward passes of the stacks.
-    """
-
-    stages: StagePass
-    loss: jax.Array
-    stage_pulls: dict[str, StagePull]
-    stack_pulls: dict[str, StackPull]
-
-    def __call__(
-        self, backward_state: BackwardState, on_grads: GradientHook, layer_hooks: LayerHooks = _NO_LAYER_HOOKS
-    ) -> BackwardState:
-        """Run the backward pass; see `Pull`."""
-        stages = self.stages
-        first_stage = next(iter(stages.model.stages))
-        first_stack = next(iter(stages.model.stacks), None)
+    def pull(backward_state: BackwardState, hooks: BackwardHooks) -> BackwardState:
+        first_stage = next(iter(model.stages))
+        first_stack = next(iter(model.stacks), None)
         tie_grads: dict[str, jax.Array] = {}
         shared_sums: Nested = {}
-        ct: Cotangent = jnp.ones_like(self.loss)
-        for name in reversed(stages.model.stages):
-            if name in stages.model.stacks:
-                backward_state, ct, stack_sums = self.stack_pulls[name](
-                    backward_state, ct, BackwardHooks(on_grads, layer_hooks)
-                )
+        ct: Cotangent = jnp.ones_like(loss)
+        for name in reversed(model.stages):
+            if name in model.stacks:
+                result = stack_pulls[name](backward_state, ct, hooks)
+                backward_state = result.backward_state
+                ct = result.ct
                 # Layer ranges of one stack share these parameters, so their update waits for the first range.
-                shared_sums = grad_accumulation.add(shared_sums, stack_sums) if shared_sums else stack_sums
+                shared_sums = grad_accumulation.add(shared_sums, result.shared) if shared_sums else result.shared
                 if shared_sums and name == first_stack:
                     shared_grads = stages.shard_gradients("shared", shared_sums)
-                    backward_state = on_grads(backward_state, "shared", shared_grads, None)
+                    backward_state = hooks.on_grads(backward_state, "shared", shared_grads, None)
                 continue
-            stage_grads, ct = self.stage_pulls[name](ct)
-            grads, tie_grads = stages.resolve_ties(name, stage_grads, tie_grads)
+            stage_grads, ct = stage_pulls[name](ct)
+            # The backward pass runs head first, and a home stage precedes the stages that read its tied weights, so
+            # all gradients for this stage are complete.
+            tied = add_tied(name, split_tied(model.ties, name, stage_grads, tie_grads))
+            tie_grads = tied.ties
+            grads = stages.shard_gradients(name, tied.grads)
             if not grads:
                 continue
-            backward_state = on_grads(backward_state, name, grads, None)
+            backward_state = hooks.on_grads(backward_state, name, grads, None)
             if name != first_stage:
                 # The barrier makes the hook finish before the stack's loop starts: the head's update holds as much
                 # memory as its table.
-                stage_params, ct = jax.lax.optimization_barrier((backward_state["parameter"][name], ct))
-                backward_state = {**backward_state, "parameter": {**backward_state["parameter"], name: stage_params}}
+                stage_params, ct = jax.lax.optimization_barrier((backward_state.parameter[name], ct))
+                backward_state = replace(backward_state, parameter={**backward_state.parameter, name: stage_params})
         return backward_state
+
+    return ChainForward(out.loss, out, pull)
+
+
+# --- stages outside the stacks ---------------------------------------------------------------------------------------
+
+# cotangent of the stage's output -> (gradients of its parameters, cotangent of its input).
+StagePull = Callable[[Cotangent], tuple[Nested, Cotangent]]
+Pull = TypeVar("Pull")
+
+
+@dataclass(frozen=True)
+class StageForward(Generic[Pull]):
+    """The result of a stage's forward pass.
+
+    Attributes:
+        output: output of the stage; for the last stage, the loss.
+        out: metrics and buffers.
+        pull: the stage's backward pass: a `StagePull`, or a `StackPull` for a stack.
+    """
+
+    output: Carry
+    out: Out
+    pull: Pull
+
+
+@dataclass(frozen=True)
+class StagePass:
+    """One pass through a model's stages.
+
+    Attributes:
+        model: a chain of stages.
+        mesh: the device mesh of the layout.
+        specs: specs of the parameters that each stage reads, by stage and path.
+        offloads: whether residuals of layers go to host memory, for stacks that are not split into ranges.
+        weights: the groups "parameter" and "frozen".
+        ctx: the context of the batch.
+        buffers: the model's buffers, by stage.
+    """
+
+    model: Chain
+    mesh: Mesh
+    specs: StageSpecs
+    offloads: bool
+    weights: BackwardState
+    ctx: Context
+    buffers: Nested
+
+    def fetch_weights(self, name: str, carry: Carry) -> Weights:
+        """Fetch a stage's parameters, tied ones included, to the device once `carry` is ready."""
+        # The compiler would fetch offloaded weights as early as possible. So each is read at an index that is not
+        # known before `carry` is ready.
+        first, _ = jax.lax.optimization_barrier((jnp.int32(0), carry))
+        fetched = []
+        for params in (self.weights.parameter, self.weights.frozen):
+            weights = with_tied_weights(self.model.ties, name, params.get(name, {}), flatten(params))
+            device_leaves = {}
+            for path, leaf in flatten(weights).items():
+                spec = self.specs[name][path]
+                if spec.memory_kind != "device":
+                    # Viewed as a stack of one and indexed: a plain copy would not depend on the index.
+                    leaf = fetch_leaf(spec, slice_layer(leaf[None], first))
+                device_leaves[path] = leaf
+            fetched.append(unflatten(device_leaves))
+        trainable, frozen = fetched
+        return Weights(frozen, trainable)
+
+    def forward(self, name: str, carry: Carry) -> StageForward[StagePull]:
+        """Run a stage outside the stacks."""
+        weights = self.fetch_weights(name, carry)
+
+        def run(params: Nested, carry: Carry) -> tuple[Carry, Out]:
+            buffers = self.buffers.get(name, {})
+            return run_stage(self.model, name, merge(params, weights.frozen), carry, self.ctx, buffers)
+
+        y, pull, out = jax.vjp(run, weights.trainable, carry, has_aux=True)
+        return StageForward(y, out, pull)
+
+    def shard_gradients(self, name: str, grads: Nested) -> Nested:
+        """Constrain gradients of a stage, or of one layer of a stack, to the shardings of their parameters."""
+        specs = self.specs[name]
+        sharded_grads = {}
+        for path, grad in flatten(grads).items():
+            sharded_grads[path] = shard_as_parameter(grad, specs[path].mesh_axes, self.mesh)
+        return unflatten(sharded_grads)
+
+
+# --- stacks ----------------------------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StackGradients:
+    """The result of the backward pass over a stack, or over a group of its layers.
+
+    Attributes:
+        backward_state: the backward state after the hooks.
+        ct: the cotangent of the input.
+        shared: sum, over the layers so far, of the gradients of the parameters that all layers share.
+    """
+
+    backward_state: BackwardState
+    ct: Cotangent
+    shared: Nested
+
+
+# (backward state, cotangent of the stack's output, hooks) -> result.
+StackPull = Callable[[BackwardState, Cotangent, BackwardHooks], StackGradients]
+
+
+@dataclass(frozen=True)
+class _LayersForward:
+    """A group of layers, or all layers, after the forward pass.
+
+    Attributes:
+        output: output of the last layer.
+        outs: the layers' `Out`s, stacked.
+        residuals: the layers' residuals, stacked.
+    """
+
+    output: Carry
+    outs: Out
+    residuals: LayerResiduals
+
+
+@dataclass(frozen=True)
+class _GroupsForward:
+    """All layers after the forward pass in groups.
+
+    Attributes:
+        output: output of the last layer.
+        outs: the layers' `Out`s, stacked.
+        inputs: inputs of the groups, stacked.
+        offloaded: for each leaf of an input, whether it was moved to host memory.
+    """
+
+    output: Carry
+    outs: Out
+    inputs: Carry
+    offloaded: PyTree
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _BackwardCarry:
+    """The carry of the backward loop over layers.
+
+    Attributes:
+        backward_state: the weights, and the rest of the state that hooks change.
+        ct: the cotangent of the output of the layer that runs next.
+        shared_sums: sum of the shared parameters' gradients so far.
+        y: output of the layer that runs next, where layers are inverted; else None.
+        fetched: that layer's offloaded weights, which are being fetched, by path.
+    """
+
+    backward_state: BackwardState
+    ct: Cotangent
+    shared_sums: Nested
+    y: Carry
+    fetched: dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class StackPass:
+    """Layer-by-layer forward and backward pass of one stack.
+
+    Attributes:
+        stages: the pass through the model that contains this one.
+        name: the stack's stage name.
+        stack: the stack.
+        ctx: the stack's context.
+        layers: the pass of any one of its layers.
+        group_size: number of layers per group; without groups, all layers form one group.
+    """
+
+    stages: StagePass
+    name: str
+    stack: Stack
+    ctx: Context
+    layers: LayerPass
+    group_size: int
+
+    @staticmethod
+    def build(stages: StagePass, name: str, carry: Carry) -> StackPass:
+        """Create the pass of a stack.
+
+        Args:
+            stages: the pass through the model.
+            name: the stack's stage name.
+            carry: output of the previous stage; shared parameters are fetched when it is ready.
+        """
+        stack = stages.model.stacks[name]
+        ctx = stack.context(name, stages.ctx)
+        # Shared parameters are fetched once, before the loop: every layer needs all of them.
+        shared = stages.fetch_weights("shared", carry) if stack.shared else Weights({}, {})
+        stacks = stages.weights.select_weights(name)
+        function = stack.layer_function(merge(stacks.trainable, stacks.frozen), ctx)
+        group_size = remat.group_size(ctx.remat, stack.num_repeats) or stack.num_repeats
+        layers = LayerPass(
+            layer=LayerComputation(name, stack, function),
+            ctx=ctx,
+            buffers=stages.buffers.get(name, {}),
+            shared=shared,
+            specs=stages.specs[name],
+            mesh=stages.mesh,
+            offloads=stages.offloads if stack.layer_range is None else stack.layer_range.offloads,
+            in_groups=group_size < stack.num_repeats,
+        )
+        return StackPass(stages, name, stack, ctx, layers, group_size)
+
+    def forward(self, carry: Carry) -> StageForward[StackPull]:
+        """Run the stack on the output of the previous stage."""
+        x, pull_enter = jax.vjp(self.stack.enter, carry)
+        # Without groups nothing reads `group_starts`, and the compiler drops it.
+        group_starts = jnp.arange(0, self.stack.num_repeats, self.group_size)
+        stacks = self.stages.weights.select_weights(self.name)
+        if self.layers.in_groups:
+            result = self._run_groups_forward(x, stacks, group_starts)
+            pull_layers = partial(self._run_groups_backward, result, group_starts)
+        else:
+            result = self._run_layers_forward(x, stacks, jnp.int32(0))
+            pull_layers = partial(self._run_layers_backward, result, jnp.int32(0))
+        x, pull_leave = jax.vjp(lambda x: self.stack.leave(x, self.ctx), result.output)
+
+        def pull(backward_state: BackwardState, ct: Cotangent, hooks: BackwardHooks) -> StackGradients:
+            (ct,) = pull_leave(ct)
+            # At least float32: in bfloat16 each addition would lose up to 1/512 of the sum.
+            shared_sums = grad_accumulation.zeros(self.layers.shared.trainable)
+            gradients = pull_layers(StackGradients(backward_state, ct, shared_sums), hooks)
+            (ct,) = pull_enter(gradients.ct)
+            return replace(gradients, ct=ct)
+
+        return StageForward(x, self.stack.combine(result.outs), pull)
+
+    # --- groups of layers --------------------------------------------------------------------------------------------
+
+    def _run_groups_forward(self, x: Carry, stacks: Weights, group_starts: jax.Array) -> _GroupsForward:
+        """Run the stack group by group, saving only each group's input."""
+        offloaded = jax.tree.map(self.layers.goes_to_host, x)
+
+        def group(x: Carry, first: jax.Array) -> tuple[Carry, tuple[Out, Carry]]:
+            layers = self._run_layers_forward(x, stacks, first)
+            return layers.output, (layers.outs, move_leaves(offloaded, x, to_host=True))
+
+        x, (outs, group_inputs) = jax.lax.scan(group, x, group_starts)
+        # The scan over groups stacks the layers' results as [groups, layers per group, ...].
+        num_repeats = self.stack.num_repeats
+        outs = jax.tree.map(lambda leaf: leaf.reshape(num_repeats, *leaf.shape[2:]), outs)
+        return _GroupsForward(x, outs, group_inputs, offloaded)
+
+    def _run_groups_backward(
+        self, groups: _GroupsForward, group_starts: jax.Array, gradients: StackGradients, hooks: BackwardHooks
+    ) -> StackGradients:
+        """Run the stack backward group by group; each group first runs its layers forward again.
+
+        Args:
+            groups: the forward pass of all groups.
+            group_starts: index of each group's first layer.
+            gradients: result of the layers after these.
+            hooks: hooks that are called for each layer.
+        """
+
+        def body(step: jax.Array, gradients: StackGradients) -> StackGradients:
+            index = group_starts.size - 1 - step
+            x = move_leaves(groups.offloaded, slice_layer(groups.inputs, index), to_host=False)
+            x, ct = jax.lax.optimization_barrier((x, gradients.ct))
+            # Weights come from the loop carry: hooks have not changed this group's weights yet, and using the forward
+            # pass's stacks would keep a second copy of them alive.
+            stacks = gradients.backward_state.select_weights(self.name)
+            layers = self._run_layers_forward(x, stacks, group_starts[index])
+            return self._run_layers_backward(layers, group_starts[index], replace(gradients, ct=ct), hooks)
+
+        return jax.lax.fori_loop(0, group_starts.size, body, gradients)
+
+    # --- the layers of a group, or all of them -----------------------------------------------------------------------
+
+    def _run_layers_forward(self, x: Carry, stacks: Weights, first: jax.Array) -> _LayersForward:
+        """Run a group's layers forward.
+
+        Args:
+            x: input of the first layer.
+            stacks: the parameters of all layers, stacked.
+            first: index of the first layer.
+        """
+        last_step = self.group_size - 1
+
+        def body(
+            carry: tuple[Carry, dict[str, jax.Array]], i: jax.Array
+        ) -> tuple[tuple[Carry, dict[str, jax.Array]], tuple[Out, LayerResiduals]]:
+            x, fetched = carry
+            # The next layer's offloaded weights are fetched while this layer computes. The last layer's weights are
+            # fetched a second time, as every iteration of a loop does the same.
+            next_fetched = self.layers.prefetch(stacks, first + jnp.minimum(i + 1, last_step))
+            index = first + i
+            weights, x = self.layers.take_weights(stacks, index, fetched, x)
+            result = self.layers.forward(weights, index, x)
+            return (result.output, next_fetched), (result.out, result.residuals)
+
+        first, x = jax.lax.optimization_barrier((first, x))
+        carry = (x, self.layers.prefetch(stacks, first))
+        (output, _), (outs, residuals) = jax.lax.scan(body, carry, jnp.arange(self.group_size))
+        return _LayersForward(output, outs, residuals)
+
+    def _run_layers_backward(
+        self, layers: _LayersForward, first: jax.Array, gradients: StackGradients, hooks: BackwardHooks
+    ) -> StackGradients:
+        """Run a group's layers backward, and call the hooks for each.
+
+        Args:
+            layers: the group's forward pass.
+            first: index of the first layer.
+            gradients: result of the layers after these.
+            hooks: hooks that are called for each layer.
+        """
+        name = self.name
+        backward_state = gradients.backward_state
+        first, ct = jax.lax.optimization_barrier((first, gradients.ct))
+        fetched = self.layers.prefetch(backward_state.select_weights(name), first + self.group_size - 1)
+        last = first + self.group_size - 1
+        backward_state = hooks.begin_loop(backward_state, name, last)
+        output = layers.output if self.layers.inverts else None
+        carry = _BackwardCarry(backward_state, ct, gradients.shared, output, fetched)
+        body = partial(self._run_layer_backward, first, layers.residuals, hooks)
+        carry = jax.lax.fori_loop(0, self.group_size, body, carry)
+        backward_state = hooks.end_loop(carry.backward_state, name)
+        return StackGradients(backward_state, carry.ct, carry.shared_sums)
+
+    def _run_layer_backward(
+        self, first: jax.Array, residuals: LayerResiduals, hooks: BackwardHooks, step: jax.Array, carry: _BackwardCarry
+    ) -> _BackwardCarry:
+        """Run one iteration of the loop of `_run_layers_backward`; step 0 is the last layer."""
+        name = self.name
+        backward_state = carry.backward_state
+        i = self.group_size - 1 - step
+        # Offloaded weights of the layer below are fetched while this layer computes, as in the forward pass.
+        next_fetched = self.layers.prefetch(backward_state.select_weights(name), first + jnp.maximum(i - 1, 0))
+        # The hook runs first: it may write to the stacks from which this layer's weights are sliced.
+        backward_state = hooks.begin_layer(backward_state, name, first + i)
+        stacks = backward_state.select_weights(name)
+        weights, (ct, y) = self.layers.take_weights(stacks, first + i, carry.fetched, (carry.ct, carry.y))
+        result = self.layers.backward(weights, slice_layer(residuals, i), first + i, y, ct)
+        shared_sums = grad_accumulation.add(carry.shared_sums, result.shared_grads)
+        # A completely frozen stack has no gradients.
+        if result.grads:
+            grads = self.stages.shard_gradients(name, result.grads)
+            backward_state = hooks.on_grads(backward_state, name, grads, first + i)
+        return _BackwardCarry(backward_state, result.ct, shared_sums, result.x, next_fetched)

@@ -1,31 +1,132 @@
 """Updates a parameter group chunk by chunk; of its offloaded state, only two chunks are on the device.
 
-`update_chunks.py` splits a group into chunks. `chunk_update.py` and `chunk_loop.py` update a single chunk. This file
-runs the chunks one after the other.
+A chunk is the smallest part that the optimizer's update locality allows: rows of one tensor if the update is
+elementwise, one tensor if its elements depend on each other, otherwise a whole layer. Small parameters share one
+chunk. Chunks are updated one after the other: `split_into_chunks` makes them, `update_group` runs them, and
+`_ChunkLoop` updates one of them layer by layer, or row block by row block.
+
+Row blocks are taken inside `shard_map`, from each device's own shard: [L, R, C] is viewed as [L * blocks, R / blocks,
+C], which moves no data, and a block is one index of the leading dimension. (TPU can slice host memory only along one
+dimension.) Weights and state are the loop carry and are updated in place: a loop that only reads a stack might keep a
+copy of all of it in another layout. While one step updates its leaves, the next step's leaves are fetched.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import NamedTuple
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
-from plimsoll.framework.layout import Nested, flatten
+from plimsoll.framework.layout import Nested, OptStateSpec, TensorSpec, fetch_leaf, flatten, store_leaf, unflatten
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.update_types import Decision, LayerTrainState, LayerUpdate, ParamGroup, unflatten_like
-from plimsoll.framework.schedules.chunk_loop import update_in_loop, update_in_shards
-from plimsoll.framework.schedules.chunk_update import ChunkUpdate, Flat, FlatTrainState, FlatUpdate
-from plimsoll.framework.schedules.update_chunks import UpdateChunk, split_into_chunks
+from plimsoll.framework.learner.update_types import (
+    Decision,
+    LayerTrainState,
+    LayerUpdate,
+    LayerUpdateFn,
+    ParamGroup,
+    slice_layer,
+    unflatten_like,
+    update_all_layers,
+    write_layer,
+)
+from plimsoll.framework.optimizers.rounding import BlockOrigin
+from plimsoll.framework.optimizers.update_locality import UpdateLocality
+from plimsoll.framework.schedules.group_leaves import GroupLeaves, Leaf, is_offloaded
+
+# Maximum number of elements in a row block.
+BLOCK = 1 << 21
+# A layer's tensor below this size in bytes is not worth its own loop.
+_SMALL = 1 << 20
+# The rows of a block are a multiple of this: the tile of the narrowest dtype.
+_ROWS = 32
+
+Arrays = dict[str, jax.Array]  # leaves by path
+
+# --- chunks of a group -----------------------------------------------------------------------------------------------
 
 
-class _PreparedChunk(NamedTuple):
-    """The update of a chunk, and the chunk's leaves."""
+@dataclass(frozen=True)
+class UpdateChunk:
+    """A chunk of a parameter group.
 
-    update: ChunkUpdate
-    leaves: FlatTrainState
+    Attributes:
+        paths: paths of its parameters within the stage.
+        by: "all" updates all layers vmapped, "layer" one layer after the other, "rows" one row block after the other.
+    """
+
+    paths: tuple[str, ...]
+    by: Literal["all", "layer", "rows"]
+
+
+def split_into_chunks(learner: Learner, group: ParamGroup, specs: GroupLeaves[TensorSpec]) -> list[UpdateChunk]:
+    """Split a group into chunks.
+
+    Args:
+        learner: the learner, which knows the update locality of the group's optimizer.
+        group: the parameter group to split.
+        specs: specs of the weights, gradients, optimizer state and averages to update.
+    """
+    update_locality = learner.update_locality(group)
+    # Some optimizers name their state differently when they see only part of their parameters.
+    if update_locality == "layer" or not learner.get_group_state(group).separable():
+        return [UpdateChunk(group.paths, "layer")]
+    # Offloaded leaves always go through a loop; otherwise all of them would be on the device at the same time.
+    offloaded_paths = {
+        spec.owner for spec in specs.entry.values() if isinstance(spec, OptStateSpec) and is_offloaded(spec)
+    }
+    for part in (specs.weights, specs.grads, specs.average):
+        offloaded_paths |= {path for path, spec in part.items() if is_offloaded(spec)}
+    layer_specs: dict[str, TensorSpec] = flatten(learner.layer_specs(group))
+    small_paths = []
+    large_chunks = []
+    for path in group.paths:
+        layer_spec = layer_specs[path]
+        # Vectors are never worth their own loop.
+        is_large = len(layer_spec.shape) > 1 and layer_spec.num_bytes >= _SMALL
+        if path in offloaded_paths or is_large:
+            in_rows = _splits_by_rows(specs.weights[path], update_locality, is_stacked=group.length is not None)
+            large_chunks.append(UpdateChunk((path,), "rows" if in_rows else "layer"))
+        else:
+            small_paths.append(path)
+    small_chunks = [UpdateChunk(tuple(small_paths), "all")] if small_paths else []
+    return small_chunks + large_chunks
+
+
+def _splits_by_rows(spec: TensorSpec, update_locality: UpdateLocality, *, is_stacked: bool) -> bool:
+    """Return whether a tensor is updated in row blocks.
+
+    Args:
+        spec: spec of the parameter.
+        update_locality: update locality of the optimizer.
+        is_stacked: whether its axes are [layers, rows, columns] instead of [rows, columns].
+    """
+    column_axis = 2 if is_stacked else 1
+    # Blocks are taken inside `shard_map`, where a row that is sharded over devices is incomplete.
+    row_is_whole = not any(spec.mesh_axes[column_axis:])
+    return update_locality == "element" or (update_locality == "row" and row_is_whole)
+
+
+def num_blocks(shape: tuple[int, ...]) -> int:
+    """Return the smallest number of equal row blocks of at most BLOCK elements; 1 if rows do not divide evenly."""
+    rows = shape[0]
+    # Rounded up.
+    fewest = -(-math.prod(shape) // BLOCK)
+    if fewest <= 1:
+        return 1
+    for blocks in range(fewest, rows // _ROWS + 1):
+        if rows % blocks == 0 and rows // blocks % _ROWS == 0:
+            return blocks
+    return 1
+
+
+# --- the update of a group -------------------------------------------------------------------------------------------
 
 
 def update_group(
@@ -48,95 +149,313 @@ def update_group(
     """
     old_weights, _, old_entry, old_average = train_state
     # Every chunk starts from the old counters; chunks that share a counter all write the same value.
-    old = FlatTrainState(*(flatten(part) for part in train_state))
-    flat_specs = FlatTrainState(*(flatten(part) for part in specs))
-    updated = FlatUpdate(old.weights, old.entry, old.average)
+    old: GroupLeaves[jax.Array] = GroupLeaves.from_train_state(train_state)
+    flat_specs: GroupLeaves[TensorSpec] = GroupLeaves.from_train_state(specs)
+    weights = old.weights
+    entry = old.entry
+    average = old.average
     # New weights of the chunks that were updated in a loop so far.
-    updated_weights: list[Flat] = []
-    for chunk in split_into_chunks(learner, group, specs):
-        prepared = _prepare_chunk(learner, mesh, group, chunk, old_entry, old, flat_specs, single=index is not None)
+    looped_weights: list[Arrays] = []
+    for chunk in split_into_chunks(learner, group, flat_specs):
+        chunk_entry = learner.get_group_state(group).part(chunk.paths, old_entry)
+        update = ChunkUpdate(
+            update=learner.make_layer_update(group),
+            entry=chunk_entry,
+            specs=_select_leaves(flat_specs, chunk.paths, tuple(flatten(chunk_entry))),
+            stacked=group.length is not None,
+            rows=chunk.by == "rows",
+            single=index is not None,
+            writes_first=mesh.devices.flat[0].platform == "cpu",
+        )
+        leaves = _select_leaves(old, chunk.paths, tuple(update.specs.entry))
         if chunk.by == "all" and index is None:
             chunk_group = replace(group, paths=chunk.paths)
-            new = prepared.update.update_at_once(chunk_group, prepared.leaves, decision)
+            new = update.apply(partial(update_all_layers, chunk_group, update.update), leaves, decision)
         else:
-            last_but_one = updated_weights[-2] if len(updated_weights) > 1 else {}
-            new, last_but_one = _update_in_loop(prepared, mesh, decision, index, last_but_one)
-            updated = updated._replace(weights=updated.weights | last_but_one)
-            updated_weights.append(new.weights)
-        updated = FlatUpdate(*(leaves | new_leaves for leaves, new_leaves in zip(updated, new, strict=True)))
-    new_weights = unflatten_like(old_weights, updated.weights)
-    new_entry = unflatten_like(old_entry, updated.entry)
-    new_average = unflatten_like(old_average, updated.average)
+            # Double buffering: a chunk is fetched while the previous one is updated, and no earlier. The compiler
+            # would fetch everything as early as possible. State is fetched at the index `start`, which the barrier
+            # makes available only when the chunk's gradients are ready and the chunk before the previous one is done.
+            start = jnp.int32(0) if index is None else index
+            done = looped_weights[-2] if len(looped_weights) > 1 else {}
+            device_grads = {path: x for path, x in leaves.grads.items() if not is_offloaded(update.specs.grads[path])}
+            start, (device_grads, done) = jax.lax.optimization_barrier((start, (device_grads, done)))
+            weights = weights | done
+            leaves = replace(leaves, grads=leaves.grads | device_grads)
+            # Row blocks are taken from each device's own rows; the partitioner would all-gather the leaf to slice it.
+            if update.rows and mesh.size > 1:
+                new = _update_in_shards(update, mesh, leaves, decision, start)
+            else:
+                new = _update_in_loop(update, leaves, decision, start)
+            looped_weights.append(new.weights)
+        weights = weights | new.weights
+        entry = entry | new.entry
+        average = average | new.average
+    new_weights = unflatten_like(old_weights, weights)
+    new_entry = unflatten_like(old_entry, entry)
+    new_average = unflatten_like(old_average, average)
     return new_weights, new_entry, new_average
 
 
-def _update_in_loop(
-    prepared: _PreparedChunk, mesh: Mesh, decision: Decision, index: jax.Array | None, last_but_one: Flat
-) -> tuple[FlatUpdate, Flat]:
-    """Update a chunk layer by layer, or in row blocks: (new values, `last_but_one`).
+def _select_leaves(
+    leaves: GroupLeaves[Leaf], paths: tuple[str, ...], entry_paths: tuple[str, ...]
+) -> GroupLeaves[Leaf]:
+    """Select the leaves of some parameters.
 
     Args:
-        prepared: the chunk.
-        mesh: the device mesh of the layout.
-        decision, index: see `update_group`.
-        last_but_one: new weights of the chunk before the previous one; {} if there is none.
+        leaves: the leaves of a group.
+        paths: paths of the parameters.
+        entry_paths: paths of their optimizer state.
     """
-    update, leaves = prepared
-    # The compiler would fetch everything as early as possible. State is fetched at this index, which the barrier
-    # makes available only when its gradients are ready and the chunk before the previous one is done.
-    start = jnp.int32(0) if index is None else index
-    device_grads = update.select_device_grads(leaves.grads)
-    start, (device_grads, last_but_one) = jax.lax.optimization_barrier((start, (device_grads, last_but_one)))
-    leaves = leaves._replace(grads=leaves.grads | device_grads)
-    # Row blocks are taken from each device's own rows; the partitioner would all-gather the leaf to slice it.
-    if update.rows and mesh.size > 1:
-        new = update_in_shards(update, mesh, leaves, decision, start)
-    else:
-        new = update_in_loop(update, leaves, decision, start)
-    return new, last_but_one
-
-
-def _prepare_chunk(
-    learner: Learner,
-    mesh: Mesh,
-    group: ParamGroup,
-    chunk: UpdateChunk,
-    entry: Nested,
-    old: FlatTrainState,
-    specs: FlatTrainState,
-    *,
-    single: bool,
-) -> _PreparedChunk:
-    """Return the update of a chunk, and the chunk's leaves.
-
-    Args:
-        learner, mesh, group: the learner, the device mesh, and the parameter group.
-        chunk: a chunk of the group.
-        entry: the group's optimizer state.
-        old, specs: the group's leaves, and their TensorSpecs.
-        single: whether only one layer is updated.
-    """
-    chunk_entry = learner.get_group_state(group).part(chunk.paths, entry)
-    averaged_paths = tuple(path for path in chunk.paths if path in old.average)
-    paths = chunk.paths, chunk.paths, tuple(flatten(chunk_entry)), averaged_paths
-    update = ChunkUpdate(
-        update=learner.make_layer_update(group),
-        entry_structure=jax.tree.structure(chunk_entry),
-        specs=_select_leaves(specs, paths),
-        stacked=group.length is not None,
-        rows=chunk.by == "rows",
-        single=single,
-        writes_first=mesh.devices.flat[0].platform == "cpu",
+    return GroupLeaves(
+        weights={path: leaves.weights[path] for path in paths},
+        grads={path: leaves.grads[path] for path in paths},
+        entry={path: leaves.entry[path] for path in entry_paths},
+        average={path: leaves.average[path] for path in paths if path in leaves.average},
     )
-    return _PreparedChunk(update, _select_leaves(old, paths))
 
 
-def _select_leaves(flat: FlatTrainState, paths: tuple[tuple[str, ...], ...]) -> FlatTrainState:
-    """Select leaves by path.
+@dataclass(frozen=True)
+class ChunkUpdate:
+    """The update of one chunk.
+
+    Attributes:
+        update: the update of one layer.
+        entry: the chunk's optimizer state before the update, in its own structure.
+        specs: specs of the chunk's leaves.
+        stacked: whether leaves have a leading layer axis.
+        rows: whether the chunk is updated in row blocks.
+        single: whether only one layer is updated; its gradients then have no layer axis.
+        writes_first: whether a step's results are written before the next step's leaves are read. XLA for CPU would
+            copy a stack that is read while it is written.
+    """
+
+    update: LayerUpdateFn
+    entry: Nested
+    specs: GroupLeaves[TensorSpec]
+    stacked: bool
+    rows: bool
+    single: bool
+    writes_first: bool
+
+    def apply(
+        self,
+        update: Callable[[LayerTrainState, Decision], LayerUpdate],
+        leaves: GroupLeaves[jax.Array],
+        decision: Decision,
+    ) -> GroupLeaves[jax.Array]:
+        """Call `update` with nested trees; return the new leaves, without gradients."""
+        entry = unflatten_like(self.entry, leaves.entry)
+        # Optimizer state keeps its own structure (optax's NamedTuples); the others are nested dicts.
+        train_state = unflatten(leaves.weights), unflatten(leaves.grads), entry, unflatten(leaves.average)
+        new_weights, new_entry, new_average = update(train_state, decision)
+        return GroupLeaves(flatten(new_weights), {}, flatten(new_entry), flatten(new_average))
+
+
+# --- the update of a chunk in a loop ---------------------------------------------------------------------------------
+
+
+def _update_in_shards(
+    chunk: ChunkUpdate, mesh: Mesh, leaves: GroupLeaves[jax.Array], decision: Decision, start: jax.Array
+) -> GroupLeaves[jax.Array]:
+    """Update a chunk in row blocks; each device updates the rows of its own shard.
 
     Args:
-        flat: weights, gradients, optimizer state and averages, by path.
-        paths: the paths to select from each of these, in the same order.
+        chunk: the chunk's update.
+        mesh: the device mesh of the layout.
+        leaves, decision, start: see `_update_in_loop`.
     """
-    parts = zip(flat, paths, strict=True)
-    return FlatTrainState(*({path: leaves[path] for path in part_paths} for leaves, part_paths in parts))
+    axes = jax.tree.map(lambda spec: PartitionSpec(*spec.mesh_axes), chunk.specs)
+    replicated = PartitionSpec()
+    update = jax.shard_map(
+        partial(_update_in_loop, chunk, in_shards=True),
+        mesh=mesh,
+        in_specs=(axes, replicated, replicated),
+        out_specs=replace(axes, grads={}),
+        check_vma=False,
+    )
+    return update(leaves, decision, start)
+
+
+def _update_in_loop(
+    chunk: ChunkUpdate, leaves: GroupLeaves[jax.Array], decision: Decision, start: jax.Array, *, in_shards: bool = False
+) -> GroupLeaves[jax.Array]:
+    """Update a chunk layer by layer, or row block by row block; return its new leaves, without gradients.
+
+    Args:
+        chunk: the chunk's update.
+        leaves: the chunk's leaves, each in the memory of its spec.
+        decision: see `Learner.decide`.
+        start: index of the first layer, int32. All layers are updated, or only this one. It must not be a constant:
+            XLA would simplify a slice of host memory at a constant index to a slice in two dimensions.
+        in_shards: whether arrays are a device's own shards.
+    """
+    weight_path = next(iter(leaves.weights))
+    # A chunk that is split by rows has one parameter, whose shape determines the number of blocks.
+    shape = leaves.weights[weight_path].shape[chunk.stacked :]
+    blocks = num_blocks(shape) if chunk.rows else 1
+    # In row blocks, state that is not shaped like the parameter (a counter) belongs to the layer: each block reads
+    # and writes it.
+    layer_leaves = {}
+    if chunk.rows:
+        layer_leaves = {path: x for path, x in leaves.entry.items() if x.shape[chunk.stacked :] != shape}
+    split = partial(_split_into_blocks, blocks=blocks, stacked=chunk.stacked)
+    weights = {path: split(x) for path, x in leaves.weights.items()}
+    # The gradients of a single layer have no layer axis.
+    split_grad = partial(split, stacked=chunk.stacked and not chunk.single)
+    grads = {path: split_grad(x) for path, x in leaves.grads.items()}
+    entry = {path: x if path in layer_leaves else split(x) for path, x in leaves.entry.items()}
+    average = {path: split(x) for path, x in leaves.average.items()}
+    loop = _ChunkLoop(chunk, weight_path, shape, blocks, start, decision, grads, layer_leaves, in_shards)
+    new = loop.run(GroupLeaves(weights, {}, entry, average))
+    # Undo the split.
+    joined: dict[str, Arrays] = {}
+    for part, new_leaves in new.parts.items():
+        joined[part] = {path: x.reshape(leaves.parts[part][path].shape) for path, x in new_leaves.items()}
+    return GroupLeaves(**joined)
+
+
+@dataclass(frozen=True)
+class _ChunkLoop:
+    """The loop over the layers of a chunk, or over the blocks of their rows.
+
+    Attributes:
+        chunk: the chunk's update.
+        weight_path: path of the chunk's first parameter, which is the only one when it is split by rows.
+        shape: shape of that parameter without the layer axis; the shard's shape when in shards.
+        blocks: number of row blocks per layer.
+        start: index of the first layer.
+        decision: see `Learner.decide`.
+        grads: the gradients, [layers * blocks, ...].
+        layer_leaves: old leaves of the optimizer state that are not split into blocks. All blocks of a layer read
+            these old values, not the values that the previous block wrote.
+        in_shards: whether arrays are a device's own shards.
+    """
+
+    chunk: ChunkUpdate
+    weight_path: str
+    shape: tuple[int, ...]
+    blocks: int
+    start: jax.Array
+    decision: Decision
+    grads: Arrays
+    layer_leaves: Arrays
+    in_shards: bool
+
+    def run(self, state: GroupLeaves[jax.Array]) -> GroupLeaves[jax.Array]:
+        """Run all steps on `state`: leaves [layers * blocks, ...] of weights, optimizer state and averages."""
+        steps = next(iter(self.grads.values())).shape[0]
+        prefetched = self._fetch_leaves(state, jnp.int32(0), prefetched=True)
+        # With prefetching, the last step runs after the loop: inside the loop it would prefetch leaves that nothing
+        # uses.
+        num_iterations = steps if steps > 1 and not jax.tree.leaves(prefetched) else steps - 1
+        if num_iterations:
+            state, prefetched = jax.lax.fori_loop(0, num_iterations, self._body, (state, prefetched))
+        if num_iterations < steps:
+            state = self._step(jnp.int32(num_iterations), state, prefetched)
+        return state
+
+    def _body(
+        self, step: jax.Array, carry: tuple[GroupLeaves[jax.Array], GroupLeaves[jax.Array]]
+    ) -> tuple[GroupLeaves[jax.Array], GroupLeaves[jax.Array]]:
+        state, prefetched = carry
+        # Except on CPU, the next step's leaves are fetched while this step updates its own.
+        if self.chunk.writes_first:
+            state = self._step(step, state, prefetched)
+            return state, self._fetch_leaves(state, step + 1, prefetched=True)
+        next_prefetched = self._fetch_leaves(state, step + 1, prefetched=True)
+        return self._step(step, state, prefetched), next_prefetched
+
+    def _step(
+        self, step: jax.Array, state: GroupLeaves[jax.Array], prefetched: GroupLeaves[jax.Array]
+    ) -> GroupLeaves[jax.Array]:
+        """Update one layer or block; `prefetched` holds the leaves that the previous step prefetched."""
+        late = self._fetch_leaves(state, step, prefetched=False)
+        leaves = GroupLeaves(**{part: x | prefetched.parts[part] for part, x in late.parts.items()})
+        decision = self._decision_at(step)
+        new = self.chunk.apply(
+            lambda train_state, decision: self.chunk.update(*train_state, decision), leaves, decision
+        )
+        written: dict[str, Arrays] = {}
+        for part, new_leaves in new.parts.items():
+            specs = self.chunk.specs.parts[part]
+            stacks = state.parts[part]
+            written[part] = {}
+            for path, leaf in new_leaves.items():
+                stored_leaf = store_leaf(specs[path], leaf)
+                index = self._index(part, path, step)
+                written[part][path] = stored_leaf if index is None else write_layer(stacks[path], stored_leaf, index)
+        return GroupLeaves(**written)
+
+    def _fetch_leaves(
+        self, state: GroupLeaves[jax.Array], step: jax.Array, *, prefetched: bool
+    ) -> GroupLeaves[jax.Array]:
+        """Return a step's leaves on the device: the prefetched ones if `prefetched`, otherwise the others.
+
+        Offloaded leaves are fetched one step ahead, except those with one-byte elements, which some optimizers have.
+        XLA for TPU (libtpu 0.0.42) cannot prefetch these in a loop that writes them: "A cycle is detected while
+        visiting instruction %dynamic_slice".
+        """
+        # Each block uses the layer's old counter, whatever earlier blocks wrote.
+        sources = replace(state, grads=self.grads, entry=state.entry | self.layer_leaves)
+        fetched: dict[str, Arrays] = {}
+        for part, specs in self.chunk.specs.parts.items():
+            fetched[part] = {}
+            for path, spec in specs.items():
+                is_prefetched = is_offloaded(spec) and spec.dtype.itemsize > 1
+                if is_prefetched != prefetched:
+                    continue
+                index = self._index(part, path, step)
+                stack = sources.parts[part][path]
+                fetched[part][path] = fetch_leaf(spec, stack if index is None else slice_layer(stack, index))
+        return GroupLeaves(**fetched)
+
+    def _index(self, part: str, path: str, step: jax.Array) -> jax.Array | None:
+        """Return the index of a step's layer or rows in a leaf; None for a leaf that is not stacked and is used whole.
+
+        Args:
+            part: the leaf's part of `GroupLeaves`.
+            path: the leaf's path.
+            step: the step.
+        """
+        # On the device there are only the gradients of one layer if only one layer is updated.
+        if part == "grads" and not is_offloaded(self.chunk.specs.grads[path]):
+            return step
+        if part == "entry" and path in self.layer_leaves:
+            return self.start + step // self.blocks if self.chunk.stacked else None
+        return self.start * self.blocks + step
+
+    def _decision_at(self, step: jax.Array) -> Decision:
+        """Return the decision for the layer and block of a step.
+
+        Noise is drawn by layer and by the block's position in its tensor, so that the noise does not depend on
+        whether layers are updated separately, nor on blocks or shards.
+        """
+        decision = self.decision
+        if self.chunk.stacked:
+            decision = decision._replace(layer=decision.layer + self.start + step // self.blocks)
+        if self.chunk.rows:
+            decision = decision._replace(origin=self._origin(step))
+        return decision
+
+    def _origin(self, step: jax.Array) -> BlockOrigin:
+        """Return the position of a row block of the only parameter in a layer's whole tensor."""
+        spec = self.chunk.specs.weights[self.weight_path]
+        block_rows = self.shape[0] // self.blocks
+        first: list[jax.Array | int] = [step % self.blocks * block_rows]
+        first += [0] * len(self.shape[1:])
+        axes = spec.mesh_axes[self.chunk.stacked :] if self.in_shards else ()
+        # In shards, indices start at the shard's offset in the tensor.
+        for dim, names in enumerate(axes):
+            offset = jax.lax.axis_index(names) * self.shape[dim] if names else 0
+            first[dim] += offset
+        return BlockOrigin(tuple(first), spec.shape[self.chunk.stacked :])
+
+
+def _split_into_blocks(x: jax.Array, *, blocks: int, stacked: bool) -> jax.Array:
+    """View a leaf [layers, rows, ...], or [rows, ...] if not stacked, as [layers * blocks, rows per block, ...]."""
+    num_layers = x.shape[0] if stacked else 1
+    layer_shape = x.shape[1:] if stacked else x.shape
+    # Splitting a leading dimension moves no data.
+    if blocks == 1:
+        return x.reshape(num_layers, *layer_shape)
+    return x.reshape(num_layers * blocks, layer_shape[0] // blocks, *layer_shape[1:])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypedDict
+from dataclasses import dataclass
+from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from plimsoll.framework.learner.update_types import Decision
 # --- tied weights ----------------------------------------------------------------------------------------------------
 
 
-def with_tied_weights(ties: Mapping[str, str], stage: str, params: Nested, homes: Mapping[str, Any]) -> Nested:
+def with_tied_weights(ties: Mapping[str, str], stage: str, params: Nested, homes: Mapping[str, jax.Array]) -> Nested:
     """Add the tied weights that a stage reads to its own parameters.
 
     Args:
@@ -33,7 +34,8 @@ def with_tied_weights(ties: Mapping[str, str], stage: str, params: Nested, homes
     return weights
 
 
-class TiedGradients(NamedTuple):
+@dataclass(frozen=True)
+class TiedGradients:
     """A stage's gradients, with those of tied weights kept separate.
 
     Attributes:
@@ -114,7 +116,8 @@ class GradStats(TypedDict):
     updated: jax.Array
 
 
-class FiniteCheck(NamedTuple):
+@dataclass(frozen=True)
+class FiniteCheck:
     """Result of a finiteness check of one stage's or layer's gradients.
 
     Attributes:

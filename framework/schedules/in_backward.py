@@ -9,6 +9,7 @@ not finite, neither this layer nor the ones after it are updated. The layers bef
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +19,14 @@ from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.update_types import Decision, LayerTrainState, LayerUpdate, LayerUpdateFn, ParamGroup
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.schedules.backward import forward
-from plimsoll.framework.schedules.backward_hooks import BackwardState, GradientHook, LayerHooks
+from plimsoll.framework.schedules.backward_state import BackwardHooks, BackwardState, StagedLayer
 from plimsoll.framework.schedules.chunked_update import update_group
 from plimsoll.framework.schedules.gradients import GradStats, add_grad_stats, check_finite, with_grad_stats
+from plimsoll.framework.schedules.group_leaves import GroupLeaves, train_state_specs
 from plimsoll.framework.schedules.memory import Memory
-from plimsoll.framework.schedules.optimizer_prefetch import MovedLeaves, OptimizerPrefetch, PrefetchedState
+from plimsoll.framework.schedules.optimizer_prefetch import OptimizerPrefetch
 from plimsoll.framework.schedules.step import Metrics, Step, finish, training_context
 from plimsoll.framework.schedules.streamed import check as check_platform
-from plimsoll.framework.schedules.streamed import train_state_specs
-
-# Key of the backward state when layer state is prefetched: the PrefetchedState of the layer that was updated last.
-_LAYER_STATE = "staged layer state"
 
 
 def check(learner: Learner, setting: str = "memory.update = in_backward") -> None:
@@ -57,93 +55,78 @@ def check(learner: Learner, setting: str = "memory.update = in_backward") -> Non
         )
 
 
-def _make_layer_hooks(prefetcher: OptimizerPrefetch) -> LayerHooks:
-    """Return loop hooks that fetch and store layer state; the backward state holds that of the layer updated last."""
-
-    def begin_loop(backward_state: BackwardState, stack: str, index: jax.Array) -> BackwardState:
-        return {**backward_state, _LAYER_STATE: prefetcher.fetch(backward_state, stack, index)}
-
-    def begin_layer(backward_state: BackwardState, stack: str, index: jax.Array) -> BackwardState:
-        backward_state, layer_state = prefetcher.exchange(backward_state, stack, backward_state[_LAYER_STATE], index)
-        return {**backward_state, _LAYER_STATE: layer_state}
-
-    def end_loop(backward_state: BackwardState, stack: str) -> BackwardState:
-        store = prefetcher.store(backward_state, stack, backward_state[_LAYER_STATE])
-        # The next stack's layers have other shapes, so the key is dropped after the loop.
-        return {group: tree for group, tree in store.items() if group != _LAYER_STATE}
-
-    return LayerHooks(begin_loop, begin_layer, end_loop)
-
-
 def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memory) -> Step:
     """Return the training step; see `after_backward.build_step`, and `check` and `streamed.check` for the errors."""
     check(learner)
     platform = layout.mesh.devices.flat[0].platform
     check_platform(layout, memory, platform)
     learner.measure_localities()
-    prefetcher = _make_prefetcher(learner, layout, memory, platform)
-    layer_hooks = LayerHooks() if prefetcher is None else _make_layer_hooks(prefetcher)
+    # On CPU whole layers are moved because of the loop, not because of a link: XLA would copy a stack that one
+    # operation reads and another one writes.
+    moves_all = platform == "cpu" and (not memory.optimizer_state.uses_host or memory.prefetch == "layer")
+    # Without it, each update fetches its state chunk by chunk.
+    prefetcher = None
+    if moves_all or memory.prefetch == "layer":
+        prefetcher = OptimizerPrefetch(learner, layout, moves_all=moves_all)
 
     def step(state: TrainState, batch: Nested) -> tuple[TrainState, Metrics]:
         ctx = training_context(batch, state.counter, model, layout, memory.remat)
-        weights = {"parameter": state.parameter, "frozen": state.frozen}
-        loss, out, pull = forward(model, layout, memory, weights, ctx, state.buffer)
+        weights = BackwardState(parameter=state.parameter, frozen=state.frozen)
+        result = forward(model, layout, memory, weights, ctx, state.buffer)
+        loss = result.loss
         zero = jnp.zeros_like(loss)
         norm = zero
         if learner.clip_mode == "two_pass":
-            measured = pull({**weights, "squares": zero}, _make_norm_hook(learner))
+            measured = result.pull(replace(weights, squares=zero), BackwardHooks(partial(_add_squares, learner)))
+            assert measured.squares is not None
             # The backward loop carries the weights and returns them, although nothing changed them.
-            weights = {group: measured[group] for group in weights}
-            norm = jnp.sqrt(measured["squares"])
+            weights = BackwardState(parameter=measured.parameter, frozen=measured.frozen)
+            norm = jnp.sqrt(measured.squares)
         # In a single pass the norm is not known yet: it is set to zero, so that only the loss decides whether the
         # step counts.
         decision = learner.decide(loss, norm, state.counter)
-        backward_state = {
-            **weights,
-            "optimizer": state.optimizer,
-            "ema": state.ema,
-            **GradStats(ok=decision.ok, squares=zero, updated=jnp.int32(0)),
-        }
-        backward_state = pull(backward_state, _UpdateHook(learner, layout, prefetcher, decision), layer_hooks)
+        backward_state = replace(
+            weights, optimizer=state.optimizer, ema=state.ema, ok=decision.ok, squares=zero, updated=jnp.int32(0)
+        )
+        hooks = BackwardHooks(_UpdateHook(learner, layout, prefetcher, decision))
+        if prefetcher is not None:
+            hooks = replace(
+                hooks,
+                begin_loop=prefetcher.begin_loop,
+                begin_layer=prefetcher.begin_layer,
+                end_loop=prefetcher.end_loop,
+            )
+        backward_state = result.pull(backward_state, hooks)
         grad_stats = _get_grad_stats(backward_state)
         decision = with_grad_stats(decision, grad_stats)
-        metrics = {**out.metrics, "updated_units": grad_stats["updated"]}
-        update = backward_state["parameter"], backward_state["optimizer"], backward_state["ema"]
-        return finish(
-            learner, state, update, decision, loss, replace(out, metrics=metrics), frozen=backward_state["frozen"]
-        )
+        metrics = {**result.out.metrics, "updated_units": grad_stats["updated"]}
+        update = backward_state.parameter, backward_state.optimizer, backward_state.ema
+        out = replace(result.out, metrics=metrics)
+        return finish(learner, state, update, decision, loss, out, frozen=backward_state.frozen)
 
     return step
 
 
-def _make_prefetcher(learner: Learner, layout: StateLayout, memory: Memory, platform: str) -> OptimizerPrefetch | None:
-    """Return the prefetcher of whole layers' state, or None if each update fetches its state chunk by chunk."""
-    # On CPU whole layers are moved because of the loop, not because of a link: XLA would copy a stack that one
-    # operation reads and another one writes.
-    if platform == "cpu" and (not memory.optimizer_state.uses_host or memory.prefetch == "layer"):
-        return OptimizerPrefetch(learner, layout, moves_all=True)
-    return OptimizerPrefetch(learner, layout) if memory.prefetch == "layer" else None
-
-
 def _get_grad_stats(backward_state: BackwardState) -> GradStats:
     """Return the gradient statistics in the state of a backward pass that updates."""
-    return GradStats(ok=backward_state["ok"], squares=backward_state["squares"], updated=backward_state["updated"])
+    assert backward_state.ok is not None
+    assert backward_state.squares is not None
+    assert backward_state.updated is not None
+    return GradStats(ok=backward_state.ok, squares=backward_state.squares, updated=backward_state.updated)
 
 
-def _make_norm_hook(learner: Learner) -> GradientHook:
-    """Return a hook that adds a layer's squared gradient norm to the backward state, and drops the gradients."""
-
-    def on_grads(backward_state: BackwardState, stage: str, grads: Nested, index: jax.Array | None) -> BackwardState:
-        # The squared norms of the layers add up to the square of the global norm.
-        squares = backward_state["squares"] + jnp.square(learner.norm(grads))
-        return {**backward_state, "squares": squares}
-
-    return on_grads
+def _add_squares(
+    learner: Learner, backward_state: BackwardState, stage: str, grads: Nested, index: jax.Array | None
+) -> BackwardState:
+    """Add a layer's squared gradient norm to the backward state, and drop the gradients: a gradient hook."""
+    assert backward_state.squares is not None
+    # The squared norms of the layers add up to the square of the global norm.
+    return replace(backward_state, squares=backward_state.squares + jnp.square(learner.norm(grads)))
 
 
 @dataclass(frozen=True)
 class _UpdateHook:
-    """A hook that updates a layer by its gradients, unless these, or those of a layer before it, are not finite.
+    """A gradient hook that updates a layer, unless its gradients, or those of a layer before it, are not finite.
 
     Attributes:
         learner: the learner that updates.
@@ -160,19 +143,20 @@ class _UpdateHook:
     def __call__(
         self, backward_state: BackwardState, stage: str, grads: Nested, index: jax.Array | None
     ) -> BackwardState:
-        """Update the stage or layer; see `GradientHook`."""
+        """Update the stage or layer; see `BackwardHooks`."""
         learner = self.learner
-        finite_check = check_finite(learner, backward_state["ok"], grads)
-        leaving: dict[str, MovedLeaves] = {}
+        grad_stats = _get_grad_stats(backward_state)
+        finite_check = check_finite(learner, grad_stats["ok"], grads)
+        staged_layer = backward_state.staged_layer
+        leaving: dict[str, GroupLeaves[jax.Array]] = {}
 
         def run(
             group: ParamGroup, update: LayerUpdateFn, train_state: LayerTrainState, decision: Decision
         ) -> LayerUpdate:
             # Stages outside stacks have no layer whose state could be prefetched.
-            if self.prefetcher is not None and index is not None:
-                layer_state = backward_state[_LAYER_STATE]
+            if self.prefetcher is not None and staged_layer is not None:
                 new_stacks, leaving[group.label] = self.prefetcher.update(
-                    group, update, train_state, decision, layer_state
+                    group, update, train_state, decision, staged_layer
                 )
                 return new_stacks
             specs = train_state_specs(self.layout, learner, group, learner.layer_specs(group))
@@ -180,22 +164,22 @@ class _UpdateHook:
 
         with jax.named_scope("update"):
             params, optimizer, ema = learner.update(
-                backward_state["parameter"],
+                backward_state.parameter,
                 {stage: grads},
-                backward_state["optimizer"],
-                backward_state["ema"],
+                backward_state.optimizer,
+                backward_state.ema,
                 self.decision._replace(ok=finite_check.ok),
                 run,
                 stage,
             )
-        updated = {
-            **backward_state,
-            "parameter": params,
-            "optimizer": optimizer,
-            "ema": ema,
-            **add_grad_stats(_get_grad_stats(backward_state), finite_check),
-        }
         # The new state waits here until the next iteration of the loop stores it.
         if leaving and index is not None:
-            updated[_LAYER_STATE] = PrefetchedState(leaving, index)
-        return updated
+            staged_layer = StagedLayer(leaving, index)
+        return replace(
+            backward_state,
+            parameter=params,
+            optimizer=optimizer,
+            ema=ema,
+            staged_layer=staged_layer,
+            **add_grad_stats(grad_stats, finite_check),
+        )

@@ -1,17 +1,116 @@
-"""The `memory` section of the config: where state is stored, when the update happens, and what is recomputed."""
+"""The `memory` section of the config: where state is stored, when the update happens, and what is recomputed.
+
+A field of the section that says where arrays are stored is a `Placement`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+from dataclasses import dataclass
 from typing import Literal
 
 from plimsoll.framework.config import component
 from plimsoll.framework.layers import remat as remat_policies
-from plimsoll.framework.schedules.placement import Placement
+from plimsoll.framework.layers.stack import Stack
 from plimsoll.framework.schedules.traits import SCHEDULES, ScheduleName, ScheduleTraits
 
+DEVICE = "device"
+HOST = "pinned_host"
+_EXPECTED = "expected device, pinned_host, pinned_host:LAYERS or pinned_host:FRACTION (of the stack's layers)"
 # The value of memory.gradients with which no gradients are stored.
 AT_ONCE = "none"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The placement of a group of arrays in device or host memory.
+
+    Without `layers` and `fraction`, everything is in one memory, including the stages outside the stacks. With
+    either, those stages stay on the device.
+
+    Attributes:
+        text: the value in the config.
+        layers: how many layers, from the first, are in host memory.
+        fraction: the same as a fraction of the stack's layers, over 0 and up to 1.
+    """
+
+    text: str = DEVICE
+    layers: int | None = None
+    fraction: float | None = None
+
+    @staticmethod
+    def parse(field: str, text: str) -> Placement:
+        """Parse "device", "pinned_host", "pinned_host:20" (layers) or "pinned_host:0.6" (a fraction of the layers).
+
+        Raises:
+            ValueError: the text is none of these; the error names the field.
+        """
+        memory_kind, _, number = text.partition(":")
+        if text in (DEVICE, HOST):
+            return Placement(text)
+        if memory_kind == HOST and re.fullmatch(r"[1-9]\d*", number):
+            return Placement(text, layers=int(number))
+        if memory_kind == HOST and re.fullmatch(r"\d*\.\d+", number) and 0.0 < float(number) <= 1.0:
+            return Placement(text, fraction=float(number))
+        raise ValueError(f"memory.{field}: {_EXPECTED}, given {text!r}")
+
+    @property
+    def uses_host(self) -> bool:
+        """Return whether anything is in host memory."""
+        return self.text.startswith(HOST)
+
+    @property
+    def is_partial(self) -> bool:
+        """Return whether only some layers of the stacks are in host memory."""
+        return self.layers is not None or self.fraction is not None
+
+    @property
+    def offloads_everything(self) -> bool:
+        """Return whether the stages outside the stacks are in host memory too."""
+        return self.text == HOST
+
+    def num_offloaded(self, field: str, stack: Stack) -> int:
+        """Return how many iterations of a stack's loop, from the first, are in host memory.
+
+        Args:
+            field: name of the config field, for the error message.
+            stack: the stack; each iteration of its loop is one period of the layer pattern.
+
+        Raises:
+            ValueError: the stack has fewer layers than the number, or the number splits a period of the pattern.
+        """
+        if not self.is_partial:
+            return stack.num_repeats if self.offloads_everything else 0
+        if stack.is_first:
+            # Layer counts refer to the main stack; the layers before it follow the main stack's first layer.
+            return stack.num_repeats
+        if self.fraction is not None:
+            return round(self.fraction * stack.num_repeats)
+        assert self.layers is not None
+        return count_repeats(f"memory.{field} = {self.text}", self.layers, stack)
+
+
+def count_repeats(setting: str, layers: int, stack: Stack) -> int:
+    """Convert a number of layers to a number of repetitions of the layer pattern.
+
+    Args:
+        setting: the setting that contains the number, for the error message.
+        layers: the number of layers.
+        stack: the stack with these layers.
+
+    Raises:
+        ValueError: the stack has fewer layers, or the number splits a repetition of the pattern.
+    """
+    pattern_length = len(stack.pattern.layers)
+    num_layers = stack.num_repeats * pattern_length
+    if layers > num_layers:
+        raise ValueError(f"{setting}: the stack has {num_layers} layers; expected at most {num_layers}")
+    if layers % pattern_length:
+        below = layers // pattern_length * pattern_length
+        nearest = [number for number in (below, below + pattern_length) if number]
+        raise ValueError(f"{setting}: the pattern has {pattern_length} layers, which stay together; nearest: {nearest}")
+    return layers // pattern_length
 
 
 @component
@@ -71,10 +170,7 @@ class Memory:
         self.prefetch: str = prefetch
         self.remat = remat
         self.auto = auto
-        _check_needs_own_backward("parameters", self.parameters, update)
-        _check_needs_own_backward("activations", self.activations, update)
-        _check_prefetch(prefetch, update, self.optimizer_state)
-        _check_remat(remat, self.activations, update)
+        _check(self)
 
     @property
     def traits(self) -> ScheduleTraits:
@@ -106,40 +202,35 @@ def _parse_gradients(text: str, update: str) -> Placement:
     return placement
 
 
-def _check_needs_own_backward(name: str, placement: Placement, update: str) -> None:
-    """Raise ValueError if a field uses host memory without the layer-by-layer backward pass that this needs."""
-    if placement.uses_host and not SCHEDULES[update].needs_stack:
-        raise ValueError(
-            f"memory.{name} = {placement.text} needs memory.update = streamed, in_backward or layer_programs: "
-            "after_backward keeps everything on the device"
-        )
-
-
-def _check_prefetch(prefetch: str, update: str, optimizer_state: Placement) -> None:
-    """Raise ValueError if whole layers are to be prefetched without state that this could fetch."""
+def _check(memory: Memory) -> None:
+    """Raise ValueError if settings do not work with each other, or the remat policies are invalid."""
+    traits = SCHEDULES[memory.update]
+    # Weights and residuals can be in host memory only with a layer-by-layer backward pass.
+    for name, placement in (("parameters", memory.parameters), ("activations", memory.activations)):
+        if placement.uses_host and not traits.needs_stack:
+            raise ValueError(
+                f"memory.{name} = {placement.text} needs memory.update = streamed, in_backward or layer_programs: "
+                "after_backward keeps everything on the device"
+            )
     # Only state in host memory needs fetching, and only in_backward can fetch it layer by layer.
-    if prefetch == "layer" and not (SCHEDULES[update].can_prefetch_layers and optimizer_state.uses_host):
+    if memory.prefetch == "layer" and not (traits.can_prefetch_layers and memory.optimizer_state.uses_host):
         raise ValueError(
             "memory.prefetch = layer needs memory.update = in_backward and memory.optimizer_state = pinned_host, "
-            f"given {update} and {optimizer_state.text}"
+            f"given {memory.update} and {memory.optimizer_state.text}"
         )
-
-
-def _check_remat(remat: str, activations: Placement, update: str) -> None:
-    """Raise ValueError if the remat policies are invalid, or do not work with the other memory settings."""
     # The error names the field, which the check of the policies does not know.
     try:
-        spans = remat_policies.parse_policies(remat)
+        spans = remat_policies.parse_policies(memory.remat)
     except ValueError as error:
         raise ValueError(f"remat: {error}") from None
     inverts = [span.policy == "invert" for span in spans]
-    if any(inverts) and activations.uses_host:
+    if any(inverts) and memory.activations.uses_host:
         raise ValueError(
-            f"memory.activations = {activations.text} with memory.remat = {remat}: inverted layers save no residuals "
-            "that could be offloaded; expected memory.activations = device"
+            f"memory.activations = {memory.activations.text} with memory.remat = {memory.remat}: inverted layers save "
+            "no residuals that could be offloaded; expected memory.activations = device"
         )
-    if any(inverts) and not all(inverts) and SCHEDULES[update].is_many_programs:
+    if any(inverts) and not all(inverts) and traits.is_many_programs:
         raise ValueError(
-            f"memory.remat = {remat} with memory.update = layer_programs: it inverts all layers or none; expected "
-            "memory.remat = invert for all layers, or another memory.update"
+            f"memory.remat = {memory.remat} with memory.update = layer_programs: it inverts all layers or none; "
+            "expected memory.remat = invert for all layers, or another memory.update"
         )

@@ -7,17 +7,16 @@ in-place update does (with 256 layers the step took nine times as long).
 Each iteration of the backward loop starts with two transfers: the previous layer's new state goes to the host, and
 this layer's old state comes from the host. The layer's whole backward pass hides both transfers. The layer is then
 updated with arrays that are already on the device, and its new state waits for the next iteration. This keeps the
-state of two layers on the device, whereas `memory.prefetch = piece` keeps two chunks.
+state of two layers on the device, whereas `memory.prefetch = chunk` keeps two chunks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
 
 import jax
 
-from plimsoll.framework.layout import Nested, StateLayout, fetch_leaf, flatten, store_leaf
+from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, fetch_leaf, flatten, store_leaf
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.update_types import (
     Decision,
@@ -29,34 +28,18 @@ from plimsoll.framework.learner.update_types import (
     unflatten_like,
     write_layer,
 )
-from plimsoll.framework.schedules.streamed import train_state_specs
+from plimsoll.framework.schedules.backward_state import BackwardState, StagedLayer
+from plimsoll.framework.schedules.group_leaves import GroupLeaves, is_offloaded, train_state_specs
 
-Flat = dict[str, Any]
-
-
-class MovedLeaves(NamedTuple):
-    """The leaves, or specs, of one layer's weights and state that are moved, for one parameter group, by path."""
-
-    weights: Flat
-    entry: Flat  # optimizer state
-    average: Flat
-
-
-class PrefetchedState(NamedTuple):
-    """The moved state of one layer, on the device.
-
-    Attributes:
-        groups: the moved leaves, by the label of the parameter group.
-        index: int32 scalar, index of the layer.
-    """
-
-    groups: dict[str, MovedLeaves]
-    index: jax.Array
+Arrays = dict[str, jax.Array]  # leaves by path
+Specs = dict[str, TensorSpec]
 
 
 @dataclass(frozen=True)
 class OptimizerPrefetch:
     """Moves the state of single layers between the stacks, which may be in host memory, and the device.
+
+    `begin_loop`, `begin_layer` and `end_loop` are hooks, see `BackwardHooks`.
 
     Attributes:
         learner: the learner whose optimizer state is moved.
@@ -69,72 +52,62 @@ class OptimizerPrefetch:
     layout: StateLayout
     moves_all: bool = False
 
-    def fetch(self, backward_state: Nested, stack: str, index: jax.Array) -> PrefetchedState:
-        """Start fetching the state of the layer at `index` to the device.
-
-        Args:
-            backward_state: the state of the backward pass, which holds the stacks.
-            stack: name of the stack.
-            index: index of the layer, int32.
-        """
+    def begin_loop(self, backward_state: BackwardState, stack: str, index: jax.Array) -> BackwardState:
+        """Start fetching the state of the first layer to the device."""
         groups = {}
-        for group, specs in self._groups(stack):
-            stacks = self._stacks(backward_state, group)
-            groups[group.label] = MovedLeaves(
-                _fetch_leaves(specs.weights, stacks.weights, index),
-                _fetch_leaves(specs.entry, stacks.entry, index),
-                _fetch_leaves(specs.average, stacks.average, index),
-            )
-        return PrefetchedState(groups, index)
+        for group, specs in self._list_groups(stack):
+            stacks = self._select_stacks(backward_state, group).parts
+            arriving = {part: _fetch(part_specs, stacks[part], index) for part, part_specs in specs.parts.items()}
+            groups[group.label] = GroupLeaves(**arriving)
+        return replace(backward_state, staged_layer=StagedLayer(groups, index))
 
-    def store(self, backward_state: Nested, stack: str, layer_state: PrefetchedState) -> Nested:
-        """Start writing a layer's new state to the stacks; return the new backward state.
+    def begin_layer(self, backward_state: BackwardState, stack: str, index: jax.Array) -> BackwardState:
+        """Start writing the new state of the layer that was updated last, and fetching that of the layer at `index`.
 
-        Args:
-            backward_state: the state of the backward pass, which holds the stacks.
-            stack: name of the stack.
-            layer_state: the layer's new state, on the device.
+        No stack is read and written at the same time, because the compiler does not know that two layers do not
+        overlap. For transfers to and from the host, half of the bytes are read first and the other half is written
+        first, which keeps the link busy in both directions.
         """
+        staged_layer = backward_state.staged_layer
+        assert staged_layer is not None
         new_stacks = {}
-        for group, specs in self._groups(stack):
-            stacks = self._stacks(backward_state, group)
-            leaving = layer_state.groups[group.label]
-            new_stacks[group.label] = MovedLeaves(
-                _store_leaves(specs.weights, stacks.weights, leaving.weights, layer_state.index),
-                _store_leaves(specs.entry, stacks.entry, leaving.entry, layer_state.index),
-                _store_leaves(specs.average, stacks.average, leaving.average, layer_state.index),
-            )
-        return _with_stacks(backward_state, stack, new_stacks)
-
-    def exchange(
-        self, backward_state: Nested, stack: str, layer_state: PrefetchedState, index: jax.Array
-    ) -> tuple[Nested, PrefetchedState]:
-        """Start writing one layer's new state to the stacks, and fetching another layer's state from them.
-
-        Args:
-            backward_state: the state of the backward pass, which holds the stacks.
-            stack: name of the stack.
-            layer_state: new state of the layer that was updated last.
-            index: index of the layer whose state is fetched, int32.
-
-        Returns:
-            (new backward state, state of the layer at `index`).
-        """
-        new_stacks = {}
-        arriving = {}
-        for group, specs in self._groups(stack):
-            stacks = self._stacks(backward_state, group)
-            leaving = layer_state.groups[group.label]
-            part_stacks: list[Flat] = []
-            part_leaves: list[Flat] = []
+        groups = {}
+        for group, specs in self._list_groups(stack):
+            stacks = self._select_stacks(backward_state, group).parts
+            leaving = staged_layer.groups[group.label].parts
+            changed: dict[str, Arrays] = {}
+            arriving: dict[str, Arrays] = {}
             # Weights, optimizer state and averages are exchanged separately; each moves half of its own bytes first.
-            for part in zip(specs, stacks, leaving, strict=True):
-                changed_stacks, arriving_leaves = self._exchange(*part, layer_state.index, index)
-                part_stacks.append(changed_stacks)
-                part_leaves.append(arriving_leaves)
-            new_stacks[group.label] = MovedLeaves(*part_stacks)
-            arriving[group.label] = MovedLeaves(*part_leaves)
-        return _with_stacks(backward_state, stack, new_stacks), PrefetchedState(arriving, index)
+            for part, part_specs in specs.parts.items():
+                # If everything is moved, nothing crosses a link: all leaves are written before any is read.
+                arrives_first = set[str]() if self.moves_all else _choose_half(part_specs)
+                first_specs = {path: spec for path, spec in part_specs.items() if path in arrives_first}
+                last_specs = {path: spec for path, spec in part_specs.items() if path not in arrives_first}
+                fetched = _fetch(first_specs, stacks[part], index)
+                changed[part] = _store(part_specs, stacks[part], leaving[part], staged_layer.index)
+                # Reading from the new stacks forces the compiler to write first.
+                fetched |= _fetch(last_specs, changed[part], index)
+                # In the order of the specs, whichever was fetched first.
+                arriving[part] = {path: fetched[path] for path in part_specs}
+            new_stacks[group.label] = GroupLeaves(**changed)
+            groups[group.label] = GroupLeaves(**arriving)
+        backward_state = _replace_stacks(backward_state, stack, new_stacks)
+        return replace(backward_state, staged_layer=StagedLayer(groups, index))
+
+    def end_loop(self, backward_state: BackwardState, stack: str) -> BackwardState:
+        """Start writing the last layer's new state to the stacks."""
+        staged_layer = backward_state.staged_layer
+        assert staged_layer is not None
+        new_stacks = {}
+        for group, specs in self._list_groups(stack):
+            stacks = self._select_stacks(backward_state, group).parts
+            leaving = staged_layer.groups[group.label].parts
+            changed = {}
+            for part, part_specs in specs.parts.items():
+                changed[part] = _store(part_specs, stacks[part], leaving[part], staged_layer.index)
+            new_stacks[group.label] = GroupLeaves(**changed)
+        # The next stack's layers have other shapes, so nothing is staged after the loop.
+        return replace(_replace_stacks(backward_state, stack, new_stacks), staged_layer=None)
 
     def update(
         self,
@@ -142,8 +115,8 @@ class OptimizerPrefetch:
         update: LayerUpdateFn,
         train_state: LayerTrainState,
         decision: Decision,
-        state: PrefetchedState,
-    ) -> tuple[LayerUpdate, MovedLeaves]:
+        staged_layer: StagedLayer,
+    ) -> tuple[LayerUpdate, GroupLeaves[jax.Array]]:
         """Update one layer whose state has arrived, with the same numbers as `update_all_layers`.
 
         Args:
@@ -151,90 +124,62 @@ class OptimizerPrefetch:
             update: the update of one layer.
             train_state: stacked weights, the gradients of only that layer, stacked optimizer state and averages.
             decision: see `Learner.decide`.
-            state: the layer's moved state.
+            staged_layer: the layer's moved state.
 
         Returns:
             (new stacks of weights, optimizer state and averages, in which moved leaves still have their old values;
             the layer's new moved leaves, to be stored later).
         """
         weights, layer_grads, entry, average = train_state
-        weight_specs, entry_specs, average_specs = self._specs(group)
-        arrived = state.groups[group.label]
-        index = state.index
+        specs: GroupLeaves[TensorSpec] = GroupLeaves.from_train_state(
+            train_state_specs(self.layout, self.learner, group, {})
+        )
+        arrived = staged_layer.groups[group.label]
+        index = staged_layer.index
         new_weights, new_entry, new_average = update(
             # Offloaded weights are fetched here: they are prefetched only if everything is, on CPU.
-            _fetch_layer(weight_specs, weights, arrived.weights, index),
+            _complete_layer(specs.weights, weights, arrived.weights, index),
             layer_grads,
-            _fetch_layer(entry_specs, entry, arrived.entry, index),
-            _fetch_layer(average_specs, average, arrived.average, index),
+            _complete_layer(specs.entry, entry, arrived.entry, index),
+            _complete_layer(specs.average, average, arrived.average, index),
             decision._replace(layer=decision.layer + index),
         )
         # Leaves that stay on the device are written immediately; moved leaves are written in the next iteration.
-        new_stacks = (
-            _write_resident(weight_specs, weights, new_weights, arrived.weights, index),
-            _write_resident(entry_specs, entry, new_entry, arrived.entry, index),
-            _write_resident(average_specs, average, new_average, arrived.average, index),
-        )
-        leaving = MovedLeaves(
-            _select_moved(new_weights, arrived.weights),
-            _select_moved(new_entry, arrived.entry),
-            _select_moved(new_average, arrived.average),
-        )
-        return new_stacks, leaving
+        weight_stacks, leaving_weights = _store_resident(specs.weights, weights, new_weights, arrived.weights, index)
+        entry_stacks, leaving_entry = _store_resident(specs.entry, entry, new_entry, arrived.entry, index)
+        average_stacks, leaving_average = _store_resident(specs.average, average, new_average, arrived.average, index)
+        leaving = GroupLeaves(leaving_weights, {}, leaving_entry, leaving_average)
+        return (weight_stacks, entry_stacks, average_stacks), leaving
 
-    def _exchange(
-        self, specs: Flat, stacks: Flat, leaving: Flat, leaving_index: jax.Array, arriving_index: jax.Array
-    ) -> tuple[Flat, Flat]:
-        """Write the leaving layer's leaves, and fetch the arriving layer's: (new stacks, arriving leaves).
-
-        No stack is read and written at the same time, because the compiler does not know that two layers do not
-        overlap. For transfers to and from the host, half of the bytes are read first and the other half is written
-        first, which keeps the link busy in both directions.
-        """
-        # If everything is moved, nothing crosses a link: all leaves are written before any is read.
-        arrives_first = set[str]() if self.moves_all else _choose_half(specs)
-        first_specs = {path: specs[path] for path in specs if path in arrives_first}
-        arriving = _fetch_leaves(first_specs, stacks, arriving_index)
-        new_stacks = _store_leaves(specs, stacks, leaving, leaving_index)
-        # Reading from the new stacks forces the compiler to write first.
-        last_specs = {path: specs[path] for path in specs if path not in arrives_first}
-        arriving |= _fetch_leaves(last_specs, new_stacks, arriving_index)
-        # In the order of the specs, whichever was fetched first.
-        return new_stacks, {path: arriving[path] for path in specs}
-
-    def _groups(self, stack: str) -> list[tuple[ParamGroup, MovedLeaves]]:
+    def _list_groups(self, stack: str) -> list[tuple[ParamGroup, GroupLeaves[TensorSpec]]]:
         """Return the groups of a stack's parameters, with the specs of their moved leaves."""
-
-        def select_moving(specs: Nested) -> Flat:
-            flat_specs = flatten(specs)
-            if self.moves_all:
-                return flat_specs
-            return {path: spec for path, spec in flat_specs.items() if spec.memory_kind != "device"}
-
         groups = []
         for group in self.learner.groups:
             if group.stage != stack:
                 continue
-            weight_specs, entry_specs, average_specs = self._specs(group)
-            moving_weights = select_moving(weight_specs) if self.moves_all else {}
-            moving_state = MovedLeaves(moving_weights, select_moving(entry_specs), select_moving(average_specs))
-            groups.append((group, moving_state))
+            specs: GroupLeaves[TensorSpec] = GroupLeaves.from_train_state(
+                train_state_specs(self.layout, self.learner, group, {})
+            )
+            if not self.moves_all:
+                specs = GroupLeaves(
+                    weights={},
+                    entry={path: spec for path, spec in specs.entry.items() if is_offloaded(spec)},
+                    average={path: spec for path, spec in specs.average.items() if is_offloaded(spec)},
+                )
+            groups.append((group, specs))
         return groups
 
-    def _specs(self, group: ParamGroup) -> tuple[Nested, Nested, Nested]:
-        """Return the specs of the stacks of weights, of optimizer state and of averages."""
-        weight_specs, _, entry_specs, average_specs = train_state_specs(self.layout, self.learner, group, {})
-        return weight_specs, entry_specs, average_specs
-
-    def _stacks(self, backward_state: Nested, group: ParamGroup) -> MovedLeaves:
+    def _select_stacks(self, backward_state: BackwardState, group: ParamGroup) -> GroupLeaves[jax.Array]:
         """Return all stacks of a group's weights and state, moved or not."""
-        weights = self.learner.select(backward_state["parameter"], group)
-        entry = backward_state["optimizer"][group.stage][group.label]
-        average = self.learner.select(backward_state["ema"], group) if backward_state["ema"] else {}
-        return MovedLeaves(flatten(weights), flatten(entry), flatten(average))
+        weights = self.learner.select(backward_state.parameter, group)
+        entry = backward_state.optimizer[group.stage][group.label]
+        average = self.learner.select(backward_state.ema, group) if backward_state.ema else {}
+        return GroupLeaves(flatten(weights), {}, flatten(entry), flatten(average))
 
 
-def _with_stacks(backward_state: Nested, stack: str, stacks: dict[str, MovedLeaves]) -> Nested:
+def _replace_stacks(
+    backward_state: BackwardState, stack: str, stacks: dict[str, GroupLeaves[jax.Array]]
+) -> BackwardState:
     """Return the backward state with other values for one stack.
 
     Args:
@@ -246,70 +191,56 @@ def _with_stacks(backward_state: Nested, stack: str, stacks: dict[str, MovedLeav
     if not stacks:
         return backward_state
     # Leaves that do not belong to these groups keep their values.
-    weights = flatten(backward_state["parameter"][stack])
-    entries = dict(backward_state["optimizer"][stack])
-    averages = flatten(backward_state["ema"].get(stack, {}))
+    weights = flatten(backward_state.parameter[stack])
+    entries = dict(backward_state.optimizer[stack])
+    averages = flatten(backward_state.ema.get(stack, {}))
     for label, group_stacks in stacks.items():
         weights |= group_stacks.weights
         entries[label] = unflatten_like(entries[label], group_stacks.entry)
         averages |= group_stacks.average
-    ema = backward_state["ema"]
+    ema = backward_state.ema
     if averages:
-        stack_averages = unflatten_like(backward_state["ema"][stack], averages)
-        ema = {**backward_state["ema"], stack: stack_averages}
-    stack_weights = unflatten_like(backward_state["parameter"][stack], weights)
-    return {
-        **backward_state,
-        "parameter": {**backward_state["parameter"], stack: stack_weights},
-        "optimizer": {**backward_state["optimizer"], stack: entries},
-        "ema": ema,
-    }
+        ema = {**ema, stack: unflatten_like(ema[stack], averages)}
+    stack_weights = unflatten_like(backward_state.parameter[stack], weights)
+    return replace(
+        backward_state,
+        parameter={**backward_state.parameter, stack: stack_weights},
+        optimizer={**backward_state.optimizer, stack: entries},
+        ema=ema,
+    )
 
 
-def _fetch_layer(specs: Nested, stacks: Nested, arrived: Flat, index: jax.Array) -> Nested:
+def _complete_layer(specs: Specs, stacks: Nested, arrived: Arrays, index: jax.Array) -> Nested:
     """Return one layer of some stacks: its prefetched leaves as they are, the other leaves fetched now."""
-    flat_specs = flatten(specs)
-
-    layer_leaves = {}
-    for path, stack in flatten(stacks).items():
-        if path in arrived:
-            layer_leaves[path] = arrived[path]
-        else:
-            layer_leaves[path] = fetch_leaf(flat_specs[path], slice_layer(stack, index))
-    return unflatten_like(stacks, layer_leaves)
+    flat_stacks = flatten(stacks)
+    late_specs = {path: specs[path] for path in flat_stacks if path not in arrived}
+    return unflatten_like(stacks, _fetch(late_specs, flat_stacks, index) | arrived)
 
 
-def _write_resident(specs: Nested, stacks: Nested, layer_state: Nested, arrived: Flat, index: jax.Array) -> Nested:
-    """Write a layer's new leaves into the stacks, except prefetched ones, which the next iteration writes."""
-    staying = {path: leaf for path, leaf in flatten(layer_state).items() if path not in arrived}
-    new_stacks = _store_leaves(flatten(specs), flatten(stacks), staying, index)
-    return unflatten_like(stacks, new_stacks)
+def _store_resident(
+    specs: Specs, stacks: Nested, new: Nested, arrived: Arrays, index: jax.Array
+) -> tuple[Nested, Arrays]:
+    """Write a layer's new leaves into the stacks, except prefetched ones: (new stacks, those new leaves)."""
+    new_leaves = flatten(new)
+    staying = {path: leaf for path, leaf in new_leaves.items() if path not in arrived}
+    leaving = {path: leaf for path, leaf in new_leaves.items() if path in arrived}
+    return unflatten_like(stacks, _store(specs, flatten(stacks), staying, index)), leaving
 
 
-def _select_moved(layer_state: Nested, arrived: Flat) -> Flat:
-    """Return the new values of a layer's prefetched leaves."""
-    return {path: leaf for path, leaf in flatten(layer_state).items() if path in arrived}
-
-
-def _fetch_leaves(specs: Flat, stacks: Flat, index: jax.Array) -> Flat:
+def _fetch(specs: Specs, stacks: Arrays, index: jax.Array) -> Arrays:
     """Start fetching one layer's leaves to the device."""
-    layer_leaves = {}
-    for path, spec in specs.items():
-        leaf = slice_layer(stacks[path], index)
-        layer_leaves[path] = fetch_leaf(spec, leaf)
-    return layer_leaves
+    return {path: fetch_leaf(spec, slice_layer(stacks[path], index)) for path, spec in specs.items()}
 
 
-def _store_leaves(specs: Flat, stacks: Flat, layer_state: Flat, index: jax.Array) -> Flat:
+def _store(specs: Specs, stacks: Arrays, layer_leaves: Arrays, index: jax.Array) -> Arrays:
     """Write a layer's leaves into the stacks; leaves of offloaded stacks are transferred to the host."""
     new_stacks = dict(stacks)
-    for path, leaf in layer_state.items():
-        stored_leaf = store_leaf(specs[path], leaf)
-        new_stacks[path] = write_layer(stacks[path], stored_leaf, index)
+    for path, leaf in layer_leaves.items():
+        new_stacks[path] = write_layer(stacks[path], store_leaf(specs[path], leaf), index)
     return new_stacks
 
 
-def _choose_half(specs: Flat) -> set[str]:
+def _choose_half(specs: Specs) -> set[str]:
     """Choose paths that make up about half of the bytes, including the largest leaf."""
     taken_bytes = 0
     left_bytes = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from plimsoll.framework.learner.update_types import Decision, LayerUpdate
 from plimsoll.framework.models.chain import Chain
 
 Metrics = dict[str, jax.Array]
+Batch = TypeVar("Batch")  # arrays [B, ...] in any tree
 Step = Callable[[TrainState, Nested], tuple[TrainState, Metrics]]
 
 
@@ -65,7 +66,7 @@ def evaluation_context(batch: Nested, model: Chain, layout: StateLayout) -> Cont
     )
 
 
-def microbatches(batch: Any, count: int, ctx: Context) -> Any:
+def microbatches(batch: Batch, count: int, ctx: Context) -> Batch:
     """Split arrays [B, ...] into [count, B / count, ...].
 
     The split is strided: each device keeps its own rows, and every microbatch holds an equal share of them.

@@ -12,13 +12,22 @@ checkpoints.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from plimsoll.framework.layers.base import Context, Out
-from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, TrainState, fetch_leaf, store_leaf
+from plimsoll.framework.layout import (
+    Nested,
+    StateLayout,
+    TensorSpec,
+    TrainState,
+    fetch_leaf,
+    flatten,
+    store_leaf,
+    unflatten,
+)
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.update_types import (
     Decision,
@@ -32,10 +41,11 @@ from plimsoll.framework.learner.update_types import (
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.schedules import after_backward
 from plimsoll.framework.schedules.backward import forward
-from plimsoll.framework.schedules.backward_hooks import BackwardState, GradientHook
+from plimsoll.framework.schedules.backward_state import BackwardHooks, BackwardState
 from plimsoll.framework.schedules.chunked_update import update_group
-from plimsoll.framework.schedules.layer_ranges import PLACED_FIELDS
+from plimsoll.framework.schedules.group_leaves import train_state_specs
 from plimsoll.framework.schedules.memory import Memory
+from plimsoll.framework.schedules.stack_layout import PLACED_FIELDS
 from plimsoll.framework.schedules.step import Metrics, Step, finish, microbatches, training_context
 
 
@@ -58,22 +68,6 @@ def update_in_chunks(
         return update_group(learner, layout.mesh, group, train_state, specs, decision)
 
     return learner.update(state.parameter, grads, state.optimizer, state.ema, decision, run)
-
-
-def train_state_specs(layout: StateLayout, learner: Learner, group: ParamGroup, gradients: Nested) -> LayerTrainState:
-    """Return the specs of a group's weights, gradients, optimizer state and averages.
-
-    Args:
-        layout, learner: the layout of the training state, and the learner.
-        group: the parameter group.
-        gradients: specs of the group's gradients, which are returned unchanged.
-    """
-    specs = layout.specs
-    weights = learner.select(specs.parameter, group)
-    # Optimizer state is already keyed by stage and group; the others are selected from trees of all parameters.
-    entry = specs.optimizer[group.stage][group.label]
-    average = learner.select(specs.ema, group) if specs.ema else {}
-    return weights, gradients, entry, average
 
 
 def check(layout: StateLayout, memory: Memory, platform: str) -> None:
@@ -109,20 +103,21 @@ def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memo
     # If nothing has to move during the backward pass, jax.value_and_grad computes the gradients.
     if not (weights_are_offloaded or gradients_are_offloaded or memory.activations.uses_host):
         return after_backward.build_step(model, learner, layout, memory, update=update_in_chunks)
-    backward_pass = _GradientAccumulation(model, learner, layout, memory)
+    accumulation = _GradientAccumulation(model, learner, layout, memory)
 
     def step(state: TrainState, batch: Nested) -> tuple[TrainState, Metrics]:
         ctx = training_context(batch, state.counter, model, layout, memory.remat)
-        loss, out, norm, backward_state = backward_pass(state, ctx)
-        grads = backward_state["gradient"]
+        result = accumulation.run(state, ctx)
+        grads = result.backward_state.gradient
         with jax.named_scope("update"):
-            decision = learner.decide(loss, norm, state.counter)
-            weights = backward_state["parameter"]
-            update = update_in_chunks(learner, layout, replace(state, parameter=weights), grads, decision)
+            decision = learner.decide(result.loss, result.norm, state.counter)
+            # The backward loop carries the weights and returns them, although nothing changed them.
+            state_after = replace(state, parameter=result.backward_state.parameter)
+            update = update_in_chunks(learner, layout, state_after, grads, decision)
         # Gradients on the device are not part of the state, so they are dropped here.
         gradient = {stage: grads[stage] for stage in state.gradient}
-        frozen = backward_state["frozen"]
-        return finish(learner, state, update, decision, loss, out, frozen=frozen, gradient=gradient)
+        frozen = result.backward_state.frozen
+        return finish(learner, state, update, decision, result.loss, result.out, frozen=frozen, gradient=gradient)
 
     return step
 
@@ -132,14 +127,15 @@ def _gradient_specs(learner: Learner, layout: StateLayout) -> Nested:
     return {**learner.gradient_specs(), **layout.specs.gradient}
 
 
-class _Gradients(NamedTuple):
+@dataclass(frozen=True)
+class _Gradients:
     """The result of a step's backward pass.
 
     Attributes:
         loss: f32 scalar, of the whole batch.
         out: metrics of the whole batch, and the buffers after it.
         norm: f32 scalar, norm of all gradients together.
-        backward_state: the gradients, as "gradient", and the groups of the state that the backward pass carries.
+        backward_state: the gradients, and the weights, which the backward pass carries.
     """
 
     loss: jax.Array
@@ -148,27 +144,36 @@ class _Gradients(NamedTuple):
     backward_state: BackwardState
 
 
-class _Microbatch(NamedTuple):
-    """One microbatch: its arrays, its rows' numbers in the global batch, and its index, int32."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Microbatch:
+    """One microbatch.
+
+    Attributes:
+        batch: its arrays.
+        rows: its rows' numbers in the global batch.
+        number: its index, int32.
+    """
 
     batch: Nested
     rows: jax.Array | None
     number: jax.Array
 
 
-class _MicrobatchResult(NamedTuple):
-    """Loss and metrics of one microbatch, and the sum of squares of the gradients accumulated so far."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _MicrobatchResult:
+    """The result of one microbatch.
+
+    Attributes:
+        loss: f32 scalar.
+        metrics: metrics of the microbatch.
+        squares: f32 scalar, sum of the squares of the gradients accumulated so far.
+    """
 
     loss: jax.Array
     metrics: Metrics
     squares: jax.Array
-
-
-class _SummedLeaf(NamedTuple):
-    """A gradient, summed with those of earlier microbatches, and the buffer that holds the sum."""
-
-    grad: jax.Array
-    buffer: jax.Array
 
 
 @dataclass(frozen=True)
@@ -180,7 +185,7 @@ class _GradientAccumulation:
     layout: StateLayout
     memory: Memory
 
-    def __call__(self, state: TrainState, ctx: Context) -> _Gradients:
+    def run(self, state: TrainState, ctx: Context) -> _Gradients:
         """Compute the gradients of ctx.batch."""
         count = self.learner.accumulate
         offloaded_buffers = state.gradient
@@ -188,26 +193,21 @@ class _GradientAccumulation:
         for stage, specs in _gradient_specs(self.learner, self.layout).items():
             if stage not in offloaded_buffers:
                 buffers[stage] = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)
-        backward_state = {"parameter": state.parameter, "frozen": state.frozen, "gradient": buffers}
-
-        def accumulate(
-            carry: tuple[BackwardState, Nested], micro: _Microbatch
-        ) -> tuple[tuple[BackwardState, Nested], _MicrobatchResult]:
-            return self._accumulate_microbatch(ctx, carry, micro)
-
+        backward_state = BackwardState(parameter=state.parameter, frozen=state.frozen, gradient=buffers)
         carry = backward_state, state.buffer
+        accumulate = partial(self._accumulate_microbatch, ctx)
         if count == 1:
             micro = _Microbatch(ctx.batch, ctx.rows, jnp.int32(0))
-            (backward_state, layer_state), (loss, metrics, squares) = accumulate(carry, micro)
+            (backward_state, layer_state), result = accumulate(carry, micro)
         else:
             batch_parts, rows_parts = microbatches((ctx.batch, ctx.rows), count, ctx)
             parts = _Microbatch(batch_parts, rows_parts, jnp.arange(count))
             (backward_state, layer_state), results = jax.lax.scan(accumulate, carry, parts)
             loss, metrics = jax.tree.map(jnp.sum, (results.loss, results.metrics))
             # Each microbatch measures the sum so far, so the last one has the total.
-            squares = results.squares[-1]
-        out = Out(metrics=metrics, layer_state=layer_state)
-        return _Gradients(loss, out, jnp.sqrt(squares), backward_state)
+            result = _MicrobatchResult(loss, metrics, results.squares[-1])
+        out = Out(metrics=result.metrics, layer_state=layer_state)
+        return _Gradients(result.loss, out, jnp.sqrt(result.squares), backward_state)
 
     def _accumulate_microbatch(
         self, ctx: Context, carry: tuple[BackwardState, Nested], micro: _Microbatch
@@ -215,40 +215,38 @@ class _GradientAccumulation:
         """Add one microbatch's gradients to those of earlier ones, and measure the sum."""
         backward_state, buffers = carry
         micro_ctx = replace(ctx, batch=micro.batch, rows=micro.rows)
-        loss, out, pull = forward(self.model, self.layout, self.memory, backward_state, micro_ctx, buffers)
-        backward_state = pull(
-            {**backward_state, "squares": jnp.zeros_like(loss)}, self._make_gradient_hook(micro.number)
-        )
+        result = forward(self.model, self.layout, self.memory, backward_state, micro_ctx, buffers)
+        hooks = BackwardHooks(partial(self._add_gradients, micro.number))
+        backward_state = result.pull(replace(backward_state, squares=jnp.zeros_like(result.loss)), hooks)
+        squares = backward_state.squares
+        assert squares is not None
         # Not part of the scan's carry: each microbatch starts a new sum.
-        squares = backward_state.pop("squares")
-        return (backward_state, out.layer_state), _MicrobatchResult(loss, out.metrics, squares)
+        backward_state = replace(backward_state, squares=None)
+        return (backward_state, result.out.layer_state), _MicrobatchResult(result.loss, result.out.metrics, squares)
 
-    def _make_gradient_hook(self, number: jax.Array) -> GradientHook:
-        """Return the hook that adds a layer's gradients to their buffers, for the microbatch with that index."""
-        specs = _gradient_specs(self.learner, self.layout)
-
-        def on_grads(
-            backward_state: BackwardState, stage: str, grads: Nested, index: jax.Array | None
-        ) -> BackwardState:
-            def add(spec: TensorSpec, buffer: jax.Array, grad: jax.Array) -> _SummedLeaf:
-                return self._add_gradient(spec, buffer, grad, number, index)
-
-            with jax.named_scope("gradient"):
-                added = jax.tree.map(add, specs[stage], backward_state["gradient"][stage], grads)
-                summed_grads = jax.tree.map(lambda _, leaf: leaf.grad, specs[stage], added)
-                new_buffers = jax.tree.map(lambda _, leaf: leaf.buffer, specs[stage], added)
-                squares = backward_state["squares"] + jnp.square(self.learner.norm(summed_grads))
+    def _add_gradients(
+        self, number: jax.Array, backward_state: BackwardState, stage: str, grads: Nested, index: jax.Array | None
+    ) -> BackwardState:
+        """Add a layer's gradients to their buffers: the gradient hook of the microbatch with the index `number`."""
+        assert backward_state.squares is not None
+        specs = _gradient_specs(self.learner, self.layout)[stage]
+        buffers = flatten(backward_state.gradient[stage])
+        grad_by_path = flatten(grads)
+        with jax.named_scope("gradient"):
+            for path, spec in flatten(specs).items():
+                grad_by_path[path], buffers[path] = self._add_gradient(
+                    spec, buffers[path], grad_by_path[path], number, index
+                )
             # The sum of squares of all gradients is the sum over their parts, so no separate pass over them is
             # needed.
-            gradient = {**backward_state["gradient"], stage: new_buffers}
-            return {**backward_state, "gradient": gradient, "squares": squares}
-
-        return on_grads
+            squares = backward_state.squares + jnp.square(self.learner.norm(unflatten(grad_by_path)))
+        gradient = {**backward_state.gradient, stage: unflatten(buffers)}
+        return replace(backward_state, gradient=gradient, squares=squares)
 
     def _add_gradient(
         self, spec: TensorSpec, buffer: jax.Array, grad: jax.Array, number: jax.Array, index: jax.Array | None
-    ) -> _SummedLeaf:
-        """Add a gradient to its buffer; for a stack, at the layer's index.
+    ) -> tuple[jax.Array, jax.Array]:
+        """Add a gradient to its buffer, for a stack at the layer's index: (sum of the microbatches, new buffer).
 
         Args:
             spec: spec of the buffer.
@@ -264,11 +262,11 @@ class _GradientAccumulation:
             # Buffers are not cleared between steps, so the first microbatch treats their contents as zero.
             grad = grad + jnp.where(number == 0, jnp.zeros_like(stored_sum), stored_sum)
         if index is not None:
-            return _SummedLeaf(grad, write_layer(buffer, store_leaf(spec, grad), index))
+            return grad, write_layer(buffer, store_leaf(spec, grad), index)
         shard_rows = self.layout.sharding(spec).shard_shape(spec.shape)[0]
         has_halves = shard_rows >= max(2, spec.shape[0])
         if spec.memory_kind == "device" or not has_halves:
-            return _SummedLeaf(grad, store_leaf(spec, grad))
+            return grad, store_leaf(spec, grad)
         # Written in two halves, at an index that is not a constant: a single write would create a new array in
         # addition to the old one.
         start, _ = jax.lax.optimization_barrier((jnp.int32(0), grad))
@@ -276,4 +274,4 @@ class _GradientAccumulation:
         half = grad.shape[0] // 2
         for first_row, rows in ((start, grad[:half]), (start + half, grad[half:])):
             buffer = jax.lax.dynamic_update_slice_in_dim(buffer, store_leaf(spec, rows), first_row, 0)
-        return _SummedLeaf(grad, buffer)
+        return grad, buffer

@@ -9,8 +9,8 @@ from plimsoll.framework.config import Config
 from plimsoll.framework.config.config import Config as StoredConfig
 from plimsoll.framework.layout import flatten
 from plimsoll.framework.program.program import Program
-from plimsoll.framework.schedules.layer_ranges import split_stacks
 from plimsoll.framework.schedules.memory import Memory
+from plimsoll.framework.schedules.stack_layout import split_stacks
 from tests.support import exact, small
 from tests.support.exact import ExactnessCase
 

@@ -14,7 +14,7 @@ from plimsoll.framework import layout
 from plimsoll.framework.config import Config
 from plimsoll.framework.layers.base import BATCH_AXES
 from plimsoll.framework.plan import memory_budget
-from plimsoll.framework.schedules.layer_computation import LayerResiduals
+from plimsoll.framework.schedules.layer_vjp import LayerResiduals
 from plimsoll.framework.schedules.layerwise import programs
 from plimsoll.framework.schedules.layerwise.result_specs import ResultSpecs
 from plimsoll.framework.schedules.layerwise.save_policy import SavePolicy

@@ -9,7 +9,7 @@ import pytest
 
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.learner.rules import Rule
-from plimsoll.framework.schedules import update_chunks
+from plimsoll.framework.schedules import chunked_update
 from tests.support import small
 
 OFFLOADED = {"update": "streamed", "gradients": "pinned_host", "optimizer_state": "pinned_host"}
@@ -107,7 +107,7 @@ def test_nonfinite_gradient_skips_its_layer_and_all_later_ones():
 
 def test_rows_with_any_shape_are_split_evenly():
     for shape in ((4096, 11008), (11008, 4096), (32000, 4096), (32000, 512), (2048,), (50257, 768), (64, 8)):
-        blocks = update_chunks.num_blocks(shape)
+        blocks = chunked_update.num_blocks(shape)
         assert shape[0] % blocks == 0
         assert blocks == 1 or (shape[0] // blocks % 32 == 0 and np.prod(shape) // blocks <= 2 << 20)
 
@@ -115,15 +115,15 @@ def test_rows_with_any_shape_are_split_evenly():
 @pytest.mark.pairs
 def test_row_blocks_equal_the_whole_update(monkeypatch: pytest.MonkeyPatch):
     """Row blocks of 4096 instead of two million elements give the same numbers as one block, also on a mesh."""
-    monkeypatch.setattr(update_chunks, "_SMALL", 1)
-    monkeypatch.setattr(update_chunks, "_ROWS", 4)
+    monkeypatch.setattr(chunked_update, "_SMALL", 1)
+    monkeypatch.setattr(chunked_update, "_ROWS", 4)
     states = {}
     for size in (1 << 21, 4096):
-        monkeypatch.setattr(update_chunks, "BLOCK", size)
+        monkeypatch.setattr(chunked_update, "BLOCK", size)
         for mesh in (None, {"fsdp": 2, "data": 2, "model": 2}):
             config = experiment({"update": "streamed"}, layers=2, mesh=mesh)
             states[size, mesh is None] = small.arrays(small.run(small.program(config), 2)[0])
-    assert update_chunks.num_blocks((32, 512)) > 1
+    assert chunked_update.num_blocks((32, 512)) > 1
     for single in (True, False):
         small.assert_close(states[4096, single], states[1 << 21, single], 1e-6)
 

@@ -33,7 +33,7 @@ from plimsoll.framework.optimizers.partition import PartitionedGradientTransform
 from plimsoll.framework.optimizers.rounding import fold, fold_name
 from plimsoll.framework.program.per_layer_step import PerLayerStep
 from plimsoll.framework.program.program import Program
-from plimsoll.framework.schedules import update_chunks
+from plimsoll.framework.schedules import chunked_update
 from tests.support import small
 from tests.support.latent import with_latents
 from tests.support.layers import Recurrent, Twins
@@ -332,7 +332,7 @@ def cover_each_value(cases: list[ExactnessCase]) -> list[ExactnessCase]:
 def enable_exact_numerics() -> Iterator[None]:
     """Enable float64, and lower thresholds: offload leaves from 256 bytes, split into row blocks from 256 elements."""
     threshold = mock.patch.dict(layout.move_to_host.__kwdefaults__, min_bytes=256)
-    with jax.enable_x64(True), threshold, mock.patch.multiple(update_chunks, _SMALL=256, BLOCK=256, _ROWS=4):
+    with jax.enable_x64(True), threshold, mock.patch.multiple(chunked_update, _SMALL=256, BLOCK=256, _ROWS=4):
         yield
 
 

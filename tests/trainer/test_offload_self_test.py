@@ -17,7 +17,7 @@ from plimsoll.framework.layout import StateLayout
 from plimsoll.framework.learner.rules import Rule
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.run import offload_self_test
-from plimsoll.framework.schedules import chunk_loop
+from plimsoll.framework.schedules import chunked_update
 from plimsoll.framework.schedules.memory import Memory
 from tests.support import small
 from tests.support.runs import train
@@ -125,7 +125,7 @@ def test_wrong_gradient_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize(("memory", "module"), [(OFFLOADED, layout.table), (STREAMED, chunk_loop)])
+@pytest.mark.parametrize(("memory", "module"), [(OFFLOADED, layout.table), (STREAMED, chunked_update)])
 def test_wrong_transfer_is_detected(monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any], module: Any) -> None:
     fetch = module.fetch_leaf
     monkeypatch.setattr(

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from plimsoll.framework.layout import Nested
 from plimsoll.framework.learner.update_types import Decision
 from plimsoll.framework.schedules.gradients import GradStats
-from plimsoll.framework.schedules.layer_computation import Carry, Cotangent
+from plimsoll.framework.schedules.layer_vjp import Carry, Cotangent
 from plimsoll.framework.schedules.layerwise.functions import LayerFunctions
 from plimsoll.framework.schedules.layerwise.passes import NO_LAYER, Pass, Residuals
 from plimsoll.framework.schedules.layerwise.save_policy import LayerGroup
 from plimsoll.framework.schedules.layerwise.update_functions import LossAndMetrics
 from plimsoll.framework.schedules.layerwise.update_pass import UpdatePass
 from plimsoll.framework.schedules.layerwise.update_units import UpdateUnit
-from plimsoll.framework.schedules.stack_parts import FIRST, STACK
+from plimsoll.framework.schedules.stack_layout import FIRST, STACK
 
 
 class Purpose(NamedTuple):

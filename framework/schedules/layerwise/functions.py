@@ -18,7 +18,7 @@ from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.update_types import slice_layer
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.schedules.gradients import GradStats, TiedGradients, add_tied, split_tied
-from plimsoll.framework.schedules.layer_computation import (
+from plimsoll.framework.schedules.layer_vjp import (
     Carry,
     Cotangent,
     LayerArguments,
@@ -27,12 +27,11 @@ from plimsoll.framework.schedules.layer_computation import (
     LayerResiduals,
     run_stage,
 )
-from plimsoll.framework.schedules.layer_ranges import policies
 from plimsoll.framework.schedules.layerwise.result_specs import ResultSpecs
 from plimsoll.framework.schedules.layerwise.save_policy import ResidualPlan, SavePolicy
 from plimsoll.framework.schedules.layerwise.update_functions import LossAndMetrics, UpdateFunctions
 from plimsoll.framework.schedules.memory import Memory
-from plimsoll.framework.schedules.stack_parts import FIRST, STACK
+from plimsoll.framework.schedules.stack_layout import FIRST, STACK, policies
 from plimsoll.framework.schedules.step import evaluation_context, microbatches, training_context
 
 Weights = dict[str, Nested]  # "parameter" and "frozen", of one stage or of one layer
@@ -213,9 +212,11 @@ class LayerFunctions:
         """
         layer, arguments = self._prepare_layer(STACK, weights, shared, buffers, inputs, index, save_policy.policy)
         if save_policy.what in ("all", "now"):
-            y, out, residuals = layer.forward_with_residuals(arguments, x)
+            result = layer.forward_with_residuals(arguments, x)
         else:
-            y, out, residuals = layer.forward(arguments, x)
+            result = layer.forward(arguments, x)
+        out = result.out
+        residuals = result.residuals
         if save_policy.what == "input":
             residuals = residuals.with_leaves(jax.tree.leaves(x))
         moved_leaves = []
@@ -224,7 +225,7 @@ class LayerFunctions:
                 leaf = jax.device_put(leaf, jax.memory.Space.Host)
             moved_leaves.append(leaf)
         new_buffers = _with_axis(out.layer_state)
-        return y, residuals.with_leaves(moved_leaves), (out.loss, out.metrics), new_buffers
+        return result.output, residuals.with_leaves(moved_leaves), (out.loss, out.metrics), new_buffers
 
     def layer_backward(
         self,
@@ -285,7 +286,9 @@ class LayerFunctions:
             weights, buffers, x, inputs, index: as in `layer_forward`.
         """
         layer, arguments = self._prepare_layer(FIRST, weights, _NO_WEIGHTS, buffers, inputs, index, self._first_policy)
-        y, out, _ = layer.forward(arguments, x)
+        result = layer.forward(arguments, x)
+        y = result.output
+        out = result.out
         if is_last:
             y = self._between_stacks(y, inputs)
         return y, (out.loss, out.metrics), _with_axis(out.layer_state)
@@ -311,11 +314,11 @@ class LayerFunctions:
             ct, grad_sums, grad_stats: as in `layer_backward`.
         """
         layer, arguments = self._prepare_layer(FIRST, weights, _NO_WEIGHTS, buffers, inputs, index, self._first_policy)
-        y, _, residuals = layer.forward_with_residuals(arguments, x)
+        forward = layer.forward_with_residuals(arguments, x)
         if is_last:
-            _, pull = jax.vjp(lambda y: self._between_stacks(y, inputs), y)
+            _, pull = jax.vjp(lambda y: self._between_stacks(y, inputs), forward.output)
             (ct,) = pull(ct)
-        result = layer.backward(arguments, residuals, ct)
+        result = layer.backward(arguments, forward.residuals, ct)
         grads = self.updates.add_gradients(FIRST, _with_axis(result.grads), grad_sums)
         return result.ct, grads, self.updates.update_stats(grad_stats, grads)
 

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 
 from plimsoll.framework.layout import Nested, TrainState, flatten
 from plimsoll.framework.schedules.gradients import with_tied_weights
-from plimsoll.framework.schedules.layer_computation import Carry, LayerResiduals
+from plimsoll.framework.schedules.layer_vjp import Carry, LayerResiduals
 from plimsoll.framework.schedules.layerwise.functions import EvaluationFunctions, Inputs, LayerFunctions, Weights
 from plimsoll.framework.schedules.layerwise.programs import Programs
 from plimsoll.framework.schedules.layerwise.save_policy import SAVE_NOTHING, SavePolicy
 from plimsoll.framework.schedules.layerwise.transfers import TransferQueue
 from plimsoll.framework.schedules.layerwise.update_functions import LossAndMetrics
 from plimsoll.framework.schedules.layerwise.update_units import UpdateUnit
-from plimsoll.framework.schedules.stack_parts import FIRST, STACK
+from plimsoll.framework.schedules.stack_layout import FIRST, STACK
 from plimsoll.framework.schedules.step import Metrics
 
 Functions = TypeVar("Functions", bound=LayerFunctions)

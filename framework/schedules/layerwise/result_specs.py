@@ -9,7 +9,7 @@ import jax
 
 from plimsoll.framework.layers.base import BATCH_AXES
 from plimsoll.framework.layout import MemoryKind, Nested, StateLayout, TensorSpec, flatten, unflatten
-from plimsoll.framework.schedules.layer_computation import LayerResiduals
+from plimsoll.framework.schedules.layer_vjp import LayerResiduals
 from plimsoll.framework.schedules.layerwise.save_policy import SavePolicy
 
 

@@ -8,9 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 from plimsoll.framework.layers.remat import group_size
 from plimsoll.framework.layers.stack import Stack
-from plimsoll.framework.schedules.layer_computation import is_worth_offloading
-from plimsoll.framework.schedules.layer_ranges import policies
+from plimsoll.framework.schedules.layer_vjp import is_worth_offloading
 from plimsoll.framework.schedules.memory import Memory
+from plimsoll.framework.schedules.stack_layout import policies
 
 # "all" residuals of the layer's backward pass; "now", the same, but used so soon that offloading is not worth it;
 # only the layer's "input"; or "nothing".

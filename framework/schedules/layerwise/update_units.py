@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from plimsoll.framework.layout import Nested
 from plimsoll.framework.schedules.layerwise.transfers import TransferKey
-from plimsoll.framework.schedules.stack_parts import STACK
+from plimsoll.framework.schedules.stack_layout import STACK
 
 
 class UpdateUnit(NamedTuple):

@@ -1,26 +1,32 @@
-"""Conversion between whole stacks and stacks stored in parts.
+"""How a run stores the stacks of a model: whole, or in parts that differ in their memory settings.
 
-Checkpoints hold whole stacks. A run stores a stack in parts when its layers are not all in the same memory. With
-`memory.update = layer_programs` a group of the state holds each stack as a list of trees, one per layer. Otherwise it
-holds one tree per range of layers with the same memory settings, under the range's name. Each part's leaves have a
-leading layer axis. Conversion goes through host memory, one leaf at a time.
+`split_stacks` splits the stacks of the model into ranges of layers that share the same memory settings. `StackParts`
+converts the state between whole stacks, which checkpoints hold, and these parts. With `memory.update = layer_programs`
+a group of the state holds each stack as a list of trees, one per layer. Otherwise it holds one tree per range of
+layers, under the range's name. Each part's leaves have a leading layer axis. Conversion goes through host memory, one
+leaf at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from plimsoll.framework.layers import remat
 from plimsoll.framework.layers.layer_range import LayerRange
+from plimsoll.framework.layers.stack import Stack
 from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, TrainState, flatten
+from plimsoll.framework.learner.update_types import unflatten_like
 from plimsoll.framework.models.chain import Chain
-from plimsoll.framework.schedules.memory import Memory
+from plimsoll.framework.schedules.memory import Memory, Placement, count_repeats
 
+# The fields of `Memory` that are placements.
+PLACED_FIELDS = ("parameters", "gradients", "optimizer_state", "activations")
 STACK = "stack"
 # The stage of the layers before the stack, see `framework.models.causal_lm`.
 FIRST = "first"
@@ -33,8 +39,79 @@ _PLACEMENT_FIELDS = {
     "gradient": "gradients",
 }
 
+# --- ranges of layers -------------------------------------------------------------------------------------------------
 
-class StackPart(NamedTuple):
+
+def policies(memory: Memory, stack: Stack) -> list[str]:
+    """Return the remat policy of each layer of a whole stack, in order.
+
+    Raises:
+        ValueError: memory.remat covers more or fewer layers than the stack has, or its numbers split a repetition of
+            the layer pattern.
+    """
+    layer_policies: list[str] = []
+    num_repeats = stack.num_repeats
+    if stack.is_first:
+        # Layer counts refer to the main stack; the layers before it follow the main stack's first layer.
+        return [stack.policy(remat.parse_policies(memory.remat)[0].policy)] * num_repeats
+    setting = f"memory.remat = {memory.remat}"
+    for span in remat.parse_policies(memory.remat):
+        rest = num_repeats - len(layer_policies)
+        count = rest if span.layers is None else count_repeats(setting, span.layers, stack)
+        if not 0 < count <= rest:
+            num_layers = num_repeats * len(stack.pattern.layers)
+            raise ValueError(f"{setting}: the stack has only {num_layers} layers; reduce the layer counts")
+        layer_policies += [span.policy] * count
+    if len(layer_policies) < num_repeats:
+        missing_layers = (num_repeats - len(layer_policies)) * len(stack.pattern.layers)
+        raise ValueError(f"{setting}: no policy covers the last {missing_layers} layers; add one for them")
+    return layer_policies
+
+
+def split_stacks(model: Chain, memory: Memory) -> list[LayerRange]:
+    """Split all stacks into ranges of layers with the same placements and remat policy.
+
+    Args:
+        model: the model with whole stacks.
+        memory: the placements, and the remat policies.
+
+    Returns:
+        The ranges of all stacks, in order; [] if no stack needs a range of its own.
+
+    Raises:
+        ValueError: the placements or policies name other numbers of layers than a stack has.
+    """
+    layer_ranges = []
+    for name, stack in model.stacks.items():
+        layer_policies = policies(memory, stack)
+        placements: dict[str, Placement] = {field: getattr(memory, field) for field in PLACED_FIELDS}
+        num_offloaded = {field: placement.num_offloaded(field, stack) for field, placement in placements.items()}
+        cuts = {0, stack.num_repeats, *num_offloaded.values()}
+        for index in range(1, stack.num_repeats):
+            if layer_policies[index] != layer_policies[index - 1]:
+                cuts.add(index)
+        for first, end in itertools.pairwise(sorted(cuts)):
+            layer_range = LayerRange(
+                home=name,
+                first=first,
+                count=end - first,
+                total=stack.num_repeats,
+                remat=layer_policies[first],
+                offloads=end <= num_offloaded["activations"],
+            )
+            layer_ranges.append(layer_range)
+    is_cut = not all(layer_range.is_whole for layer_range in layer_ranges)
+    # An unsplit stack also needs a range if its settings come from layer counts: neither the context's policy nor the
+    # stages outside the stack have them.
+    counts_layers = remat.parse_policies(memory.remat) != [remat.PolicyRange(memory.remat, None)]
+    return layer_ranges if is_cut or counts_layers or memory.activations.is_partial else []
+
+
+# --- parts of the state -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StackPart:
     """Consecutive layers of a stack that a run stores together.
 
     Attributes:
@@ -121,16 +198,17 @@ class StackParts:
 
     def specs(self, whole: TrainState) -> TrainState:
         """Convert specs of whole stacks to the specs of the state in parts."""
-        return TrainState(**{group: self._build_group_specs(group, tree) for group, tree in whole.items()})
+        specs = {}
+        for group, tree in whole.items():
+            parts = {}
+            for part in self.parts:
+                if tree.get(part.stack):
+                    parts[part] = self._part_specs(group, part, tree[part.stack])
+            specs[group] = self._replace_stacks(tree, parts)
+        return TrainState(**specs)
 
-    def _build_group_specs(self, group: str, tree: Nested) -> Nested:
-        parts = {}
-        for part in self.parts:
-            if tree.get(part.stack):
-                parts[part] = self._build_part_specs(group, part, tree[part.stack])
-        return self._replace_stacks(tree, parts)
-
-    def _build_part_specs(self, group: str, part: StackPart, tree: Nested) -> Nested:
+    def _part_specs(self, group: str, part: StackPart, tree: Nested) -> Nested:
+        """Return the specs of a part, given those of its whole stack; {} if it is not in the group."""
         num_offloaded = self.num_offloaded.get((group, part.stack))
         is_offloaded = num_offloaded is None or part.first + part.count <= num_offloaded
         # Gradient buffers are part of the state only in host memory: on the device they exist only within a step.
@@ -166,13 +244,14 @@ class StackParts:
             layout: the layout of the whole stacks.
         """
 
-        def move_specs_to_host(tree: Nested) -> Nested:
-            return jax.tree.map(lambda spec: replace(spec, memory_kind="pinned_host"), tree)
-
         specs = {}
         for group, tree in layout.checkpoint_specs.items():
-            whole_stacks = {stack: move_specs_to_host(tree[stack]) for stack in self.stacks if tree.get(stack)}
-            specs[group] = {**tree, **whole_stacks}
+            specs[group] = dict(tree)
+            for stack in self.stacks:
+                if tree.get(stack):
+                    specs[group][stack] = jax.tree.map(
+                        lambda spec: replace(spec, memory_kind="pinned_host"), tree[stack]
+                    )
         return TrainState(**specs)
 
     # --- inside jit --------------------------------------------------------------------------------------------------
@@ -201,22 +280,18 @@ class StackParts:
         """
         joined_state = {}
         for group, tree in state.items():
-            joined_state[group] = self._join_group(tree, layout.specs[group], layout) if tree else {}
+            joined_state[group] = {}
+            if not tree:
+                continue
+            # Counters have no stages.
+            for stage, specs in layout.specs[group].items():
+                parts = self.list_parts(stage)
+                if parts and specs:
+                    part_trees = [part.select(tree) for part in parts]
+                    joined_state[group][stage] = jax.tree.map(partial(_join_leaf, layout), specs, *part_trees)
+                else:
+                    joined_state[group][stage] = tree[stage]
         return TrainState(**joined_state)
-
-    def _join_group(self, tree: Nested, specs: Nested, layout: StateLayout) -> Nested:
-        def join(spec: TensorSpec, *leaves: jax.Array) -> jax.Array:
-            return _join_leaf(spec, leaves, layout)
-
-        # Counters have no stages.
-        joined_stages = {}
-        for stage in specs:
-            parts = self.list_parts(stage)
-            if parts and specs[stage]:
-                joined_stages[stage] = jax.tree.map(join, specs[stage], *[part.select(tree) for part in parts])
-            else:
-                joined_stages[stage] = tree[stage]
-        return joined_stages
 
     def split_state(self, state: TrainState, layout: StateLayout) -> TrainState:
         """Split a state of whole stacks in host memory into parts, and delete the whole stacks.
@@ -225,20 +300,17 @@ class StackParts:
             state: the state of whole stacks.
             layout: the layout of the parts.
         """
-        split_groups = {group: self._split_group(tree, layout.specs[group], layout) for group, tree in state.items()}
-        return TrainState(**split_groups)
+        split_state = {}
+        for group, tree in state.items():
+            parts: dict[StackPart, Nested] = {}
+            for stack in self.stacks:
+                if tree.get(stack):
+                    parts |= self._split_stack(stack, tree[stack], layout.specs[group], layout)
+            split_state[group] = self._replace_stacks(tree, parts)
+        return TrainState(**split_state)
 
-    def _split_group(self, tree: Nested, specs: Nested, layout: StateLayout) -> Nested:
-        parts = {}
-        for stack in self.stacks:
-            if tree.get(stack):
-                parts |= dict(self._split_stack(stack, tree[stack], specs, layout))
-        return self._replace_stacks(tree, parts)
-
-    def _split_stack(
-        self, stack: str, tree: Nested, specs: Nested, layout: StateLayout
-    ) -> Iterator[tuple[StackPart, Nested]]:
-        """Yield the parts of a stack, each with its tree."""
+    def _split_stack(self, stack: str, tree: Nested, specs: Nested, layout: StateLayout) -> dict[StackPart, Nested]:
+        """Return the tree of each part of a stack."""
         parts = self.list_parts(stack)
         specs_by_part = {part: flatten(part.select(specs)) for part in parts}
         leaves_by_part: dict[StackPart, dict[str, jax.Array]] = {part: {} for part in parts}
@@ -247,9 +319,7 @@ class StackParts:
                 leaves_by_part[part][path] = _slice_leaf(leaf, part, specs_by_part[part][path], layout)
             # Freed leaf by leaf, so that host memory need not hold all whole stacks and all parts at the same time.
             leaf.delete()
-        for part in parts:
-            leaves = [leaves_by_part[part][path] for path in specs_by_part[part]]
-            yield part, jax.tree.unflatten(jax.tree.structure(part.select(specs)), leaves)
+        return {part: unflatten_like(part.select(specs), leaves_by_part[part]) for part in parts}
 
 
 def _count_offloaded_layers(model: Chain, memory: Memory) -> dict[tuple[str, str], int]:
@@ -262,7 +332,7 @@ def _count_offloaded_layers(model: Chain, memory: Memory) -> dict[tuple[str, str
     return num_offloaded
 
 
-def _join_leaf(spec: TensorSpec, parts: tuple[jax.Array, ...], layout: StateLayout) -> jax.Array:
+def _join_leaf(layout: StateLayout, spec: TensorSpec, *parts: jax.Array) -> jax.Array:
     """Join the parts of a leaf into a leaf of the whole stack, in host memory."""
     sharding = layout.sharding(replace(spec, memory_kind="pinned_host"))
     shards_by_part = [[shard.data for shard in part.addressable_shards] for part in parts]
