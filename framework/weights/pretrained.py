@@ -20,8 +20,7 @@ from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.program.backend import StepBackend
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.schedules.step import State
-from plimsoll.framework.terminal.phase_tracker import Phase
-from plimsoll.framework.terminal.phases import SHORT, phase
+from plimsoll.framework.terminal.phases import SHORT, Phase, phase
 from plimsoll.framework.weights.check_tensors import check_tensors
 from plimsoll.framework.weights.directory import Directory
 from plimsoll.framework.weights.family import ModelFamily
