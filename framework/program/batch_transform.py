@@ -10,11 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jax.sharding import Mesh
 
 from plimsoll.framework.data.batches import Shapes
 from plimsoll.framework.program.rows import Batch
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker
+
+if TYPE_CHECKING:
+    # These modules import this one.
+    from plimsoll.framework.program.experiment import Experiment
+    from plimsoll.framework.program.program import Program
 
 Log = Callable[[str], None]
 
@@ -45,13 +52,9 @@ class ForwardCost(NamedTuple):
 
 
 class BatchTransform:
-    """Base class of batch transforms; building one touches no device and no file.
+    """Base class of batch transforms; building one touches no device and no file."""
 
-    `experiment` is a `plimsoll.Experiment` and `program` a `framework.program.program.Program`.
-    Those modules import this one, so their types are not named here. Subclasses name them.
-    """
-
-    def join(self, experiment: Any) -> None:
+    def join(self, experiment: Experiment) -> None:
         """Receive the experiment that this transform belongs to, as soon as its other parts are built."""
 
     def arrays(self, delivered: Shapes, *, evaluation: bool = False) -> Shapes:
@@ -63,10 +66,10 @@ class BatchTransform:
         """
         raise NotImplementedError
 
-    def check(self, experiment: Any) -> None:
+    def check(self, experiment: Experiment) -> None:
         """Raise ValueError if the transform does not fit model, data or memory. Reads nothing."""
 
-    def check_files(self, program: Any, workdir: Path, *, is_new_run: bool) -> None:
+    def check_files(self, program: Program, workdir: Path, *, is_new_run: bool) -> None:
         """Check the files that the transform needs, once the data is set up and before anything is compiled.
 
         Loads no weights. Every process calls this.
@@ -78,7 +81,7 @@ class BatchTransform:
             FileNotFoundError, ValueError: files are missing, or belong to another model or other data.
         """
 
-    def open(self, program: Any, workdir: Path, *, is_new_run: bool, log: Log) -> None:
+    def open(self, program: Program, workdir: Path, *, is_new_run: bool, log: Log) -> None:
         """Prepare the transform.
 
         Called once the data is set up and before the program's state exists, so the devices are empty. Every process
@@ -94,11 +97,13 @@ class BatchTransform:
             FileNotFoundError, ValueError: a required file is missing or belongs to another model.
         """
 
-    def is_open(self, program: Any) -> bool:
+    def is_open(self, program: Program) -> bool:
         """Return whether `complete_batch` can be called: `open` was called with this program, or is not needed."""
         return True
 
-    def complete_batch(self, program: Any, state: dict[str, Any], batch: Batch, *, group: str = "parameter") -> Batch:
+    def complete_batch(
+        self, program: Program, state: dict[str, Any], batch: Batch, *, group: str = "parameter"
+    ) -> Batch:
         """Return the batch with all arrays of `arrays`.
 
         Args:
@@ -109,11 +114,11 @@ class BatchTransform:
         """
         raise NotImplementedError
 
-    def host_bytes(self, program: Any) -> int:
+    def host_bytes(self, program: Program) -> int:
         """Return the bytes of one device's host memory that the transform occupies between steps."""
         return 0
 
-    def passes(self, experiment: Any, mesh: Any) -> ForwardCost:
+    def passes(self, experiment: Experiment, mesh: Mesh) -> ForwardCost:
         """Estimate analytically what `complete_batch` runs for a training step. Opens and traces nothing.
 
         Args:
@@ -122,7 +127,7 @@ class BatchTransform:
         """
         return ForwardCost()
 
-    def dry_run(self, program: Any, compile: Compile) -> dict[str, MemoryTracker]:
+    def dry_run(self, program: Program, compile: Compile) -> dict[str, MemoryTracker]:
         """Compile the programs of `complete_batch`, also for an absent machine. Opens nothing.
 
         Args:
