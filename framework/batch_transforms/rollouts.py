@@ -326,7 +326,7 @@ class Rollouts(BatchTransform):
             words = state["counter"]["rng"]
         draws = SamplingInputs(words, *jax.device_put(host_draws, program.replicated))
         answers = sampler((weights, state["buffer"]), batch["prompts"], batch["lengths"], draws)
-        return SampledAnswers(*jax.device_get(answers))
+        return jax.device_get(answers)
 
     def _rewards(self, data: Prompts, host_batch: dict[str, np.ndarray], texts: list[str]) -> np.ndarray:
         """Return the rewards, f32[B]; rows without a prompt get 0 without calling the reward function."""

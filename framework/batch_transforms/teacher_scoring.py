@@ -27,7 +27,7 @@ from plimsoll.framework.data.files import compute_digest
 from plimsoll.framework.data.packing import Batch
 from plimsoll.framework.data.pipeline import DataPipeline
 from plimsoll.framework.data.sources import LeafSource
-from plimsoll.framework.inference.generation import InferenceForward
+from plimsoll.framework.inference.generation import InferenceForward, ModelArrays
 from plimsoll.framework.layers.base import Context, batch_shards
 from plimsoll.framework.layers.chunked_loss import by_position
 from plimsoll.framework.layers.head import LMHead
@@ -215,10 +215,10 @@ class TeacherScorer:
         forward = InferenceForward(program, weights)
         top_k_function = make_top_k_function(facts.top_k, facts.vocab_size)
 
-        def score(arrays: tuple[Nested, Nested], batch: Nested) -> dict[str, jax.Array]:
+        def score(arrays: ModelArrays, batch: Nested) -> dict[str, jax.Array]:
             ctx = program.evaluation_context(batch)
-            x_BSD, head_weights, _ = forward(arrays, ctx)
-            return top_k_function(forward.model.language_head, head_weights, x_BSD, ctx)
+            out = forward(arrays, ctx)
+            return top_k_function(forward.model.language_head, out.head_weights, out.x_BSD, ctx)
 
         self._score = program.jit(score, out_shardings=program.replicated)
 
