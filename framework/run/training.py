@@ -16,7 +16,7 @@ from plimsoll.framework.files.workdir import write_json
 from plimsoll.framework.layers.experts.router import Router
 from plimsoll.framework.metrics.image_grid import save_grid
 from plimsoll.framework.metrics.plot import plot_experts, plot_losses, plot_objective
-from plimsoll.framework.metrics.tracking_services import check_installed
+from plimsoll.framework.metrics.writers import check_installed
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.plan import device_budget, host_budget
