@@ -25,7 +25,7 @@ from plimsoll.framework.families.published import shape_url
 from plimsoll.framework.files import hub_models
 from plimsoll.framework.layers.base import Context, batch_specs
 from plimsoll.framework.layers.head import LMHead
-from plimsoll.framework.layout import Group, MemoryKind, Nested, StateLayout, flatten, merge
+from plimsoll.framework.layout import Group, MemoryKind, Nested, StateLayout, TrainState, flatten, merge
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.program.batch_transform import ForwardCost
@@ -88,7 +88,7 @@ class AuxiliaryForward:
         # The devices of a CPU share a thread pool, so two concurrent programs with collectives could deadlock.
         self._runs_alone = program.mesh.size > 1 and program.mesh.devices.flat[0].platform == "cpu"
 
-    def __call__(self, state: Nested, batch: Batch, after: object = ()) -> Batch:
+    def __call__(self, state: TrainState, batch: Batch, after: object = ()) -> Batch:
         """Return the function's results for the rows of the batch, on the devices.
 
         Args:
@@ -156,7 +156,7 @@ class AuxiliaryForward:
         model = self.model
         layout = self.program.layout
         ctx = self.program.evaluation_context(batch)
-        storage_specs = model.stage_specs(layout.specs[self._groups[0]], layout.specs["frozen"])
+        storage_specs = model.stage_specs(layout.specs[self._groups[0]], layout.specs.frozen)
         x_BSD = None
         # Not `model.compute_hidden`, which does not handle a stack that is split into layer ranges.
         for stage in model.stages:
@@ -205,7 +205,7 @@ class AuxiliaryModel:
             raise self._name_option(error) from None
         accumulate = program.experiment.learner.accumulate
         self._forward = AuxiliaryForward(self.program, function, what=what, accumulate=accumulate)
-        self._state: Nested | None = None
+        self._state: TrainState | None = None
 
     def _name_option(self, error: FileNotFoundError | ValueError) -> FileNotFoundError | ValueError:
         """Prefix the error with the option that names the directory; return it unchanged if there is no path."""
@@ -271,7 +271,7 @@ class AuxiliaryModel:
                 state = experiment.pretrained.init(self.program)
             else:
                 state = self.program.init()
-        self._state = {group: state[group] for group in _WEIGHT_GROUPS}
+        self._state = state.select(_WEIGHT_GROUPS)
 
     @property
     def is_loaded(self) -> bool:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,8 +31,6 @@ _OMPI_URI = "OMPI_MCA_orte_hnp_uri"
 # If the scheduler does not specify the coordinator's port, it is one of the last 2**12, as in JAX.
 _NUM_PORTS = 2**12
 _FIRST_PORT = 65535 - _NUM_PORTS + 1
-
-_Json = TypeVar("_Json")
 
 
 @dataclass(frozen=True)
@@ -274,7 +272,7 @@ def reduce_max(number: int) -> int:
     return int(np.max(numbers))
 
 
-def broadcast_from_primary(value: _Json) -> _Json:
+def broadcast_from_primary(value: object) -> Any:
     """Return the primary process's JSON value in every process. Collective."""
     if jax.process_count() == 1:
         return value

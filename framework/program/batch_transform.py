@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jax.sharding import Mesh
 
 from plimsoll.framework.data.batches import Shapes
+from plimsoll.framework.layout import TrainState
 from plimsoll.framework.program.rows import Batch
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker
 
@@ -101,9 +102,7 @@ class BatchTransform:
         """Return whether `complete_batch` can be called: `open` was called with this program, or is not needed."""
         return True
 
-    def complete_batch(
-        self, program: Program, state: dict[str, Any], batch: Batch, *, group: str = "parameter"
-    ) -> Batch:
+    def complete_batch(self, program: Program, state: TrainState, batch: Batch, *, group: str = "parameter") -> Batch:
         """Return the batch with all arrays of `arrays`.
 
         Args:

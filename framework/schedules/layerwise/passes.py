@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from plimsoll.framework.layout import Nested, flatten
+from plimsoll.framework.layout import Nested, TrainState, flatten
 from plimsoll.framework.schedules.gradients import with_tied_weights
 from plimsoll.framework.schedules.layer_computation import Carry, LayerResiduals
 from plimsoll.framework.schedules.layerwise.functions import EvaluationFunctions, Inputs, LayerFunctions, Weights
@@ -57,7 +57,7 @@ class Pass(Generic[Functions]):
         self.f = functions
         self.numbers = numbers
         self.run = TransferQueue(programs)
-        self.state: Nested = {}
+        self.state = TrainState()
         # Buffers before the microbatch, and after it.
         self.buffers: Nested = {}
         self.new_buffers: Nested = {}
@@ -222,11 +222,11 @@ class Evaluation(Pass[EvaluationFunctions]):
 
     keeps_inputs = False
 
-    def __call__(self, weights: Weights, buffers: Nested, batch: Nested) -> Metrics:
+    def __call__(self, weights: TrainState, buffers: Nested, batch: Nested) -> Metrics:
         """Return sums over the batch.
 
         Args:
-            weights: "parameter" and "frozen", by stage.
+            weights: a state with the groups parameter and frozen.
             buffers: the model's buffers, by stage.
             batch: arrays of the global batch.
         """

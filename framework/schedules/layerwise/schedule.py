@@ -17,16 +17,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from plimsoll.framework.layout import Nested, StateLayout, TensorSpec
+from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, TrainState
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.schedules import in_backward
-from plimsoll.framework.schedules.layerwise.functions import EvaluationFunctions, LayerFunctions, Weights
+from plimsoll.framework.schedules.layerwise.functions import EvaluationFunctions, LayerFunctions
 from plimsoll.framework.schedules.layerwise.passes import Evaluation
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker, Programs
 from plimsoll.framework.schedules.layerwise.step import LayerwiseStep
 from plimsoll.framework.schedules.memory import Memory
-from plimsoll.framework.schedules.step import Metrics, State
+from plimsoll.framework.schedules.step import Metrics
 
 
 def check(learner: Learner, memory: Memory) -> None:
@@ -86,20 +86,20 @@ class LayerPrograms:
         """
         self.programs.compile = compile or self.programs.compile
 
-        def step(numbers: list[Any], *trees: Any) -> tuple[State, Metrics]:
+        def step(numbers: list[Any], *trees: Any) -> tuple[TrainState, Metrics]:
             return LayerwiseStep(self._functions, self.programs, numbers)(*trees)
 
         return self.programs.dry_run(step, self._numbers, state, batch)
 
-    def __call__(self, state: State, batch: Nested) -> tuple[State, Metrics]:
+    def __call__(self, state: TrainState, batch: Nested) -> tuple[TrainState, Metrics]:
         """Run one step; the old state is invalid afterwards."""
         return LayerwiseStep(self._functions, self.programs, self._numbers)(state, batch)
 
-    def evaluate(self, weights: Weights, buffers: Nested, batch: Nested, compile: Compile | None = None) -> Any:
+    def evaluate(self, weights: TrainState, buffers: Nested, batch: Nested, compile: Compile | None = None) -> Any:
         """Return sums over a batch, see `Program.evaluate`.
 
         Args:
-            weights, buffers, batch: arrays, or specs for a dry run.
+            weights, buffers, batch: arrays, or specs for a dry run; of the state only the groups parameter and frozen.
             compile: compiles the programs of a dry run, whose memory is then returned instead of sums.
         """
         programs = self._evaluation

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from plimsoll.framework.layout import Nested
+from plimsoll.framework.layout import Nested, TrainState
 from plimsoll.framework.learner.update_types import Decision, select_updated
 from plimsoll.framework.schedules.gradients import GradStats
 from plimsoll.framework.schedules.layerwise.backward_pass import BackwardStart, LayerwiseBackward, Purpose
 from plimsoll.framework.schedules.layerwise.passes import NO_LAYER, copy_containers
 from plimsoll.framework.schedules.layerwise.update_pass import UpdatePass
-from plimsoll.framework.schedules.step import Metrics, State
+from plimsoll.framework.schedules.step import Metrics
 
 
 class LayerwiseStep(LayerwiseBackward):
     """A single training step."""
 
-    def __call__(self, state: State, batch: Nested) -> tuple[State, Metrics]:
+    def __call__(self, state: TrainState, batch: Nested) -> tuple[TrainState, Metrics]:
         """Run the whole step."""
-        # The parts of stacks are replaced one by one below, in lists that belong to the step. The caller's dict would
+        # The parts of stacks are replaced one by one below, in lists that belong to the step. The caller's state would
         # keep the old parts alive.
-        self.state = {group: copy_containers(tree) for group, tree in state.items()}
+        self.state = TrainState(**{group: copy_containers(tree) for group, tree in state.items()})
         del state
         self.at_once = self.f.memory.updates_at_once
         self.updates = UpdatePass(self.f, self.run, self.numbers, self.state)
@@ -54,9 +55,9 @@ class LayerwiseStep(LayerwiseBackward):
         """
         f = self.f
         total: Any = None
-        self.new_buffers = self.state["buffer"]
+        self.new_buffers = self.state.buffer
         for number in range(f.learner.accumulate):
-            self.begin(self.new_buffers, (batch, self.state["counter"], self.numbers[number]))
+            self.begin(self.new_buffers, (batch, self.state.counter, self.numbers[number]))
             x, residuals, parts = self.forward(f.residual_plan.forward_save_policy)
             # Where layers are inverted, only the last layer's output is saved.
             if f.residual_plan.inverts:
@@ -77,10 +78,10 @@ class LayerwiseStep(LayerwiseBackward):
     def decide(self, total: Nested, squares: jax.Array) -> tuple[Decision, GradStats]:
         """Return (the decision, initial gradient statistics)."""
         f = self.f
-        counter = self.state["counter"]
+        counter = self.state.counter
         return self.run("decide", f.updates.decide, total["loss"], squares, counter, out=f.specs.everywhere)
 
-    def finish_step(self, decision: Decision, total: Nested, grad_stats: GradStats) -> tuple[State, Metrics]:
+    def finish_step(self, decision: Decision, total: Nested, grad_stats: GradStats) -> tuple[TrainState, Metrics]:
         """Return the new state and the metrics.
 
         Args:
@@ -90,15 +91,15 @@ class LayerwiseStep(LayerwiseBackward):
         """
         f = self.f
         finish = partial(f.updates.finish, at_once=self.at_once)
-        counter = self.state["counter"]
+        counter = self.state.counter
         counter, metrics = self.run("finish", finish, counter, decision, total, grad_stats, out=f.specs.everywhere)
         self.updates.finalize()
         ok = grad_stats["ok"] if self.at_once else decision.ok
         for stage, new_buffers in self.new_buffers.items():
             finalize = partial(self.run, f"buffer {stage}", select_updated, ok, out=f.specs.everywhere)
-            old_buffers = self.state["buffer"][stage]
+            old_buffers = self.state.buffer[stage]
             if isinstance(new_buffers, list):
-                self.state["buffer"][stage] = list(map(finalize, new_buffers, old_buffers))
+                self.state.buffer[stage] = list(map(finalize, new_buffers, old_buffers))
             else:
-                self.state["buffer"][stage] = finalize(new_buffers, old_buffers)
-        return {**self.state, "counter": counter}, metrics
+                self.state.buffer[stage] = finalize(new_buffers, old_buffers)
+        return replace(self.state, counter=counter), metrics

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from plimsoll.framework.layers.base import Out
-from plimsoll.framework.layout import Nested, StateLayout, flatten, unflatten
+from plimsoll.framework.layout import Nested, StateLayout, TrainState, flatten, unflatten
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.update_types import Decision, LayerTrainState, LayerUpdate, LayerUpdateFn, ParamGroup
 from plimsoll.framework.models.causal_lm import CausalLM
@@ -138,7 +138,7 @@ class UpdateFunctions:
             decision = with_grad_stats(decision, grad_stats)
             metrics = {**metrics, "updated_units": grad_stats["updated"]}
         # This program only returns counters and metrics; other programs return parameters and buffers.
-        state = {"counter": counter, "buffer": {}}
+        state = TrainState(counter=counter)
         no_update = {}, {}, {}
         new_state, metrics = finish(self.learner, state, no_update, decision, total["loss"], Out(metrics=metrics))
-        return new_state["counter"], metrics
+        return new_state.counter, metrics

@@ -5,12 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from plimsoll.framework.layout import Nested
+from plimsoll.framework.layout import Nested, TrainState
 from plimsoll.framework.learner.update_types import Decision
 from plimsoll.framework.schedules.layerwise.functions import LayerFunctions
 from plimsoll.framework.schedules.layerwise.transfers import TransferQueue
 from plimsoll.framework.schedules.layerwise.update_units import UpdateUnit
-from plimsoll.framework.schedules.step import State
 
 
 class UpdatePass:
@@ -23,7 +22,7 @@ class UpdatePass:
         state: the step's state, in containers that belong to the step.
     """
 
-    def __init__(self, functions: LayerFunctions, run: TransferQueue, numbers: list[Any], state: State):
+    def __init__(self, functions: LayerFunctions, run: TransferQueue, numbers: list[Any], state: TrainState):
         self.f = functions
         self.run = run
         self.numbers = numbers
@@ -47,7 +46,7 @@ class UpdatePass:
 
     def _get_host_buffers(self, update_unit: UpdateUnit) -> Nested:
         """Return the buffers in host memory for an update unit's gradients; {} if they stay on the device."""
-        return update_unit.select(self.state.get("gradient", {}))
+        return update_unit.select(self.state.gradient)
 
     def _get_stored_gradients(self, update_unit: UpdateUnit) -> Nested:
         """Return stored gradients, in the memory in which they are stored."""
@@ -71,7 +70,7 @@ class UpdatePass:
 
     def _get_stored_state(self, update_unit: UpdateUnit) -> tuple[Nested, Nested]:
         """Return optimizer state and averages, in the memory in which they are stored."""
-        return update_unit.select(self.state["optimizer"]), update_unit.select(self.state["ema"])
+        return update_unit.select(self.state.optimizer), update_unit.select(self.state.ema)
 
     def request_state(self, update_unit: UpdateUnit) -> None:
         """Request that the next program fetches optimizer state and averages."""
@@ -89,7 +88,7 @@ class UpdatePass:
         if update_unit.index is not None:
             decision = decision._replace(layer=self.numbers[update_unit.index])
         run = self.run
-        stored_params = update_unit.select(self.state["parameter"])
+        stored_params = update_unit.select(self.state.parameter)
         stored_state = self._get_stored_state(update_unit)
         if params is None:
             params = run.take(update_unit.old_parameters, stored_params)
@@ -118,7 +117,7 @@ class UpdatePass:
             stored_grads = self.gradients.pop(update_unit)
             # Buffers in host memory are part of the state; gradients on the device are dropped here.
             if self._get_host_buffers(update_unit):
-                update_unit.put(self.state["gradient"], stored_grads)
+                update_unit.put(self.state.gradient, stored_grads)
             del stored_grads
             if update_unit.index is not None and number + 1 < len(update_units):
                 self._request_update(update_units[number + 1])
@@ -128,7 +127,7 @@ class UpdatePass:
     def _request_update(self, update_unit: UpdateUnit) -> None:
         """Request that the next program fetches all inputs of an update."""
         self.request_gradients(update_unit)
-        self.run.request(update_unit.old_parameters, update_unit.select(self.state["parameter"]))
+        self.run.request(update_unit.old_parameters, update_unit.select(self.state.parameter))
         self.request_state(update_unit)
 
     def finalize(self) -> None:
