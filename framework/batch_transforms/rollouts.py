@@ -241,7 +241,13 @@ class Rollouts(BatchTransform):
         answers = self._answers(program, state, batch, host_batch, step, group)
         self._timer.lap("sampling")
         texts = decode_answers(data, host_batch, answers)
-        rewards_B = self._rewards(data, host_batch, texts)
+        # Rows without a prompt get reward 0 without calling the reward function.
+        rewards_B = np.zeros(len(texts), np.float32)
+        judged = np.flatnonzero(host_batch["lengths"]).tolist()
+        if judged:
+            rows = [get_row(data, host_batch, index) for index in judged]
+            prompts = [prompt_text(row["prompt"]) for row in rows]
+            rewards_B[judged] = self.reward(prompts, [texts[index] for index in judged], rows)
         self._timer.lap("rewards")
         self._show(program, step, host_batch, texts, rewards_B)
         group_size = 1 if host_batch["sources"].any() else data.group_size
@@ -325,17 +331,6 @@ class Rollouts(BatchTransform):
         draws = SamplingInputs(words, *jax.device_put(host_draws, program.replicated))
         answers = sampler((weights, state.buffer), batch["prompts"], batch["lengths"], draws)
         return jax.device_get(answers)
-
-    def _rewards(self, data: Prompts, host_batch: dict[str, np.ndarray], texts: list[str]) -> np.ndarray:
-        """Return the rewards, f32[B]; rows without a prompt get 0 without calling the reward function."""
-        rewards_B = np.zeros(len(texts), np.float32)
-        judged = np.flatnonzero(host_batch["lengths"]).tolist()
-        if not judged:
-            return rewards_B
-        rows = [get_row(data, host_batch, index) for index in judged]
-        prompts = [prompt_text(row["prompt"]) for row in rows]
-        rewards_B[judged] = self.reward(prompts, [texts[index] for index in judged], rows)
-        return rewards_B
 
     def _show(
         self,

@@ -108,7 +108,17 @@ class Teacher(BatchTransform):
         """See `BatchTransform`: check the folder's facts and rows, or the weight files and tokenizer of a model."""
         if self.kind == "stored":
             self._rows = self._open_rows(program)
-            self._check_rows(self._rows, program.experiment)
+            data = program.experiment.data
+            assert isinstance(data, DataPipeline)
+            # Look up some of the run's rows, evenly from the first to the last one.
+            row_list = list_rows(program.experiment, data, "run", at_most=_CHECKED_ROWS)
+            num_checked = len(row_list.row_ids_N2)
+            num_missing = sum(row_key(row_list.read(number)) not in self._rows for number in range(num_checked))
+            if num_missing:
+                raise ValueError(
+                    f"batch_transform.path = {self.path}: of the {num_checked:,} checked rows of this run, "
+                    f"{num_missing:,} are not among its {self._rows.num_rows:,} stored rows; {_SCORE_AGAIN}"
+                )
         else:
             self._get_live_model(program).check_files()
         if not is_new_run:
@@ -244,19 +254,6 @@ class Teacher(BatchTransform):
                     "folder of `plimsoll score` on this config"
                 )
         return rows
-
-    def _check_rows(self, rows: TeacherRows, experiment: Experiment) -> None:
-        """Raise ValueError if some of the run's rows are not stored; samples rows evenly from first to last."""
-        data = experiment.data
-        assert isinstance(data, DataPipeline)
-        row_list = list_rows(experiment, data, "run", at_most=_CHECKED_ROWS)
-        num_checked = len(row_list.row_ids_N2)
-        num_missing = sum(row_key(row_list.read(number)) not in rows for number in range(num_checked))
-        if num_missing:
-            raise ValueError(
-                f"batch_transform.path = {self.path}: of the {num_checked:,} checked rows of this run, "
-                f"{num_missing:,} are not among its {rows.num_rows:,} stored rows; {_SCORE_AGAIN}"
-            )
 
     def _load_stored(self, program: Program, batch: Batch) -> dict[str, np.ndarray]:
         """Return the teacher arrays of this process's rows of a batch, on the host."""

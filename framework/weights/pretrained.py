@@ -203,15 +203,12 @@ def _read_value(directory: Directory, program: Program, path: str, sources: list
     if spec.num_layers is not None and by_layer:
         axes = spec.mesh_axes[1:]
 
-    def read_layer(source: Source, index: Index) -> np.ndarray:
-        return np.ascontiguousarray(source.read(directory.tensor, shape, index))
-
     def read(index: Index | None) -> np.ndarray:
         assert index is not None
         if not is_stacked:
-            return read_layer(sources[0], index)
-        layers = [read_layer(source, index[1:]) for source in sources[index[0]]]
-        return np.stack(layers)
+            return np.ascontiguousarray(sources[0].read(directory.tensor, shape, index))
+        layers = [source.read(directory.tensor, shape, index[1:]) for source in sources[index[0]]]
+        return np.stack([np.ascontiguousarray(layer) for layer in layers])
 
     array_shape = (len(sources), *shape) if is_stacked else shape
     # The sharding does not depend on the dtype.
