@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import signal
 import sys
@@ -72,7 +73,7 @@ class Session:
         if not numbers:
             raise cli.UsageError("/take: there is no answer yet")
         number = int(cli.choose("answer", text, numbers))
-        self.turns[-1] = self.turns[-1]._replace(answer=self.samples[number - 1])
+        self.turns[-1] = dataclasses.replace(self.turns[-1], answer=self.samples[number - 1])
         log(f"the conversation continues from answer {number}")
 
 

@@ -292,11 +292,10 @@ def _parse_conversation(body: bytes) -> tuple[str | None, list[ChatTurn], str]:
     pairs = fields.get("turns", [])
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise ValueError(expected)
-    turns = [ChatTurn(*pair) for pair in pairs]
-    texts = [system or "", question, *(text for turn in turns for text in turn)]
+    texts = [system or "", question, *(text for pair in pairs for text in pair)]
     if not all(isinstance(text, str) for text in texts) or not question.strip():
         raise ValueError(expected)
-    return system, turns, question
+    return system, [ChatTurn(*pair) for pair in pairs], question
 
 
 def _hash_sources(tag: str, page: str) -> list[str]:

@@ -34,8 +34,7 @@ from plimsoll.framework import families
 from plimsoll.framework.layers.base import Context
 from plimsoll.framework.layout import unflatten
 from plimsoll.framework.models.causal_lm import CausalLM
-from plimsoll.framework.weights.check_tensors import check_tensors
-from plimsoll.framework.weights.directory import Directory
+from plimsoll.framework.weights.directory import Directory, check_tensors
 from plimsoll.framework.weights.family import ModelFamily
 from plimsoll.framework.weights.source import layer_shape
 from tools.peers.alterations import SEQ_LEN, Alteration, alterations, base_facts

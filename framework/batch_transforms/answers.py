@@ -117,22 +117,19 @@ class SamplingTimer:
         self._seconds = {"sampling": 0.0, "rewards": 0.0}
 
     def begin(self) -> None:
+        """Start the clock of a batch."""
         self._now = time.perf_counter()
 
-    def _lap(self, name: str) -> None:
+    def lap(self, name: Literal["sampling", "rewards"]) -> None:
+        """Count the time since `begin` or the previous lap."""
         now = time.perf_counter()
         # The first batch includes the sampler's compilation, so it does not count.
         if self._start is not None:
             self._seconds[name] += now - self._now
         self._now = now
 
-    def end_sampling(self) -> None:
-        self._lap("sampling")
-
-    def end_rewards(self) -> None:
-        self._lap("rewards")
-
     def end(self) -> None:
+        """End a batch. The total time starts at the end of the first one."""
         if self._start is None:
             self._start = time.perf_counter()
 

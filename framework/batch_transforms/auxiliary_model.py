@@ -1,4 +1,4 @@
-"""A second, frozen model next to the one being trained.
+"""A second, frozen model next to the one being trained: its weights, its forward pass, and the cost of that pass.
 
 It is either the run's own model with its initial weights (a reference), or a published model (a reference or teacher).
 Its weights are normally offloaded: the devices hold only one layer, or one table, of them at a time.
@@ -6,28 +6,165 @@ Its weights are normally offloaded: the devices hold only one layer, or one tabl
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from plimsoll.framework import families
-from plimsoll.framework.batch_transforms.forward import AuxiliaryForward, HeadFunction
 from plimsoll.framework.config import config_for
 from plimsoll.framework.data.files import FileHashes, compute_digest, find
 from plimsoll.framework.data.pretrained_tokenizer import PretrainedTokenizer
 from plimsoll.framework.data.tokenizers import Tokenizer
+from plimsoll.framework.devices.executables import HostBytes, compile_or_load
 from plimsoll.framework.families.published import shape_url
 from plimsoll.framework.files import hub_models
-from plimsoll.framework.layout import TrainState, flatten
+from plimsoll.framework.layers.base import Context, batch_specs
+from plimsoll.framework.layers.head import LMHead
+from plimsoll.framework.layout import Group, MemoryKind, Nested, StateLayout, TrainState, flatten, merge
 from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.program.batch_transform import ForwardCost
 from plimsoll.framework.program.experiment import Experiment
-from plimsoll.framework.program.program import Program
+from plimsoll.framework.program.jit_step import JitStep
+from plimsoll.framework.program.program import Program, offload_stages
 from plimsoll.framework.program.rows import Batch
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker
 from plimsoll.framework.schedules.memory import Memory
+from plimsoll.framework.schedules.step import microbatches
 from plimsoll.framework.terminal.phases import SHORT, phase
 from plimsoll.framework.weights.directory import Directory
+
+# (head, its prepared weights, x_BSD before the final norm, context) -> {name: array [B, S, ...]}.
+HeadFunction = Callable[[LMHead, Nested, jax.Array, Context], dict[str, jax.Array]]
+_WEIGHT_GROUPS: tuple[Group, ...] = ("parameter", "frozen", "buffer")
+
+
+class AuxiliaryForward:
+    """The forward pass of a program's model, compiled once, over batches as the data pipeline delivers them.
+
+    The batch is split into the same number of microbatches as in training, because the whole batch might not fit. The
+    results keep the row order of the batch.
+
+    Args:
+        program: program with the model and its layout; its step must be a single program (`JitStep`).
+        function: computes the results from the input of the head.
+        what: name of the model in status and error messages, such as "the reference".
+        group: state group to take the weights from: "parameter" or "ema".
+        change: function applied to all parameters before use, inside jit.
+        accumulate: number of microbatches per batch.
+
+    Raises:
+        ValueError: the model is not a language model, or the step consists of several programs.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        function: HeadFunction,
+        *,
+        what: str,
+        group: str = "parameter",
+        change: Callable[[Nested], Nested] = lambda params: params,
+        accumulate: int = 1,
+    ):
+        backend = program.backend
+        if not isinstance(backend, JitStep):
+            raise ValueError(f"memory.update = layer_programs: {what} needs a model that runs as one program")
+        model = backend.running.model
+        if not isinstance(model, CausalLM):
+            raise ValueError(f"model is a {type(model).__name__}; {what} needs a language model (CausalLM)")
+        self.model = model
+        self.program = program
+        self._function = function
+        self._what = what
+        self._groups: tuple[Group, ...] = ("ema" if group == "ema" else "parameter", "frozen", "buffer")
+        self._change = change
+        self._accumulate = accumulate
+        # The devices of a CPU share a thread pool, so two concurrent programs with collectives could deadlock.
+        self._runs_alone = program.mesh.size > 1 and program.mesh.devices.flat[0].platform == "cpu"
+
+    def __call__(self, state: TrainState, batch: Batch, after: object = ()) -> Batch:
+        """Return the function's results for the rows of the batch, on the devices.
+
+        Args:
+            state: state with the groups of weights and buffers; it is not donated.
+            batch: batch with at least the arrays that the data pipeline delivers for training.
+            after: results of programs that were started earlier; waited for where programs must run one at a time.
+        """
+        weights = [state[group] for group in self._groups]
+        delivered = {name: batch[name] for name in self.program.experiment.data.sequence_arrays()}
+        if not self._runs_alone:
+            return self._compiled(*weights, delivered)
+        jax.block_until_ready(after)
+        return jax.block_until_ready(self._compiled(*weights, delivered))
+
+    def weight_bytes(self, memory_kind: MemoryKind) -> int:
+        """Return the bytes of the weights per device in its own memory ("device") or offloaded ("pinned_host")."""
+        return sum(self.program.layout.bytes_per_device(group, memory_kind) for group in self._groups)
+
+    def dry_run(self, compile: Compile, *, other_bytes: int) -> MemoryTracker:
+        """Compile the function with `compile` and return the memory that a call needs.
+
+        Args:
+            compile: see `Compile`. If it compiles for the attached devices, later calls run that executable.
+            other_bytes: bytes on a device that are allocated during the call in addition to its arguments.
+        """
+        offloaded = self.weight_bytes("pinned_host")
+        run = compile(self._lower(), HostBytes(arguments=offloaded))
+        if run.run is not None:
+            # Fill the cached property, so that calls run this executable instead of compiling again.
+            self.__dict__["_compiled"] = run.run
+        tracker = MemoryTracker()
+        tracker.count(run, run.peak + other_bytes)
+        tracker.host_peak = run.host_temp
+        # Each offloaded weight is copied to the device once per microbatch.
+        tracker.moved = max(run.moved, offloaded * self._accumulate)
+        return tracker
+
+    @cached_property
+    def _compiled(self) -> Callable[..., Batch]:
+        return compile_or_load(self._lower(), self.program.backend.compiler_options, what=self._what)
+
+    def _lower(self) -> jax.stages.Lowered:
+        """Lower the function from specs only, without arrays."""
+        layout = self.program.layout
+        abstract_weights = [layout.abstract(layout.specs[group]) for group in self._groups]
+        delivered = layout.abstract(batch_specs(self.program.experiment.data.sequence_arrays()))
+        results = jax.eval_shape(self._run_batch, *abstract_weights, delivered)
+        shapes = {name: (x.shape, str(x.dtype)) for name, x in results.items()}
+        shardings = {name: layout.sharding(spec) for name, spec in batch_specs(shapes).items()}
+        return self.program.jit(self._run_batch, out_shardings=shardings).lower(*abstract_weights, delivered)
+
+    def _run_batch(self, params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> dict[str, jax.Array]:
+        """Compute the results of a whole batch from weights and the batch."""
+        params = self._change(merge(params, frozen))
+        if self._accumulate == 1:
+            return self._run_microbatch(params, buffers, batch)
+        ctx = self.program.evaluation_context(batch)
+        parts = microbatches(batch, self._accumulate, ctx)
+        results = jax.lax.map(lambda part: self._run_microbatch(params, buffers, part), parts)
+        # The inverse of `microbatches`: [count, B / count, ...] -> [B, ...].
+        return {name: jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:]) for name, x in results.items()}
+
+    def _run_microbatch(self, params: Nested, buffers: Nested, batch: Nested) -> dict[str, jax.Array]:
+        """Compute the results of one microbatch."""
+        model = self.model
+        layout = self.program.layout
+        ctx = self.program.evaluation_context(batch)
+        storage_specs = model.stage_specs(layout.specs[self._groups[0]], layout.specs.frozen)
+        x_BSD = None
+        # Not `model.compute_hidden`, which does not handle a stack that is split into layer ranges.
+        for stage in model.stages:
+            if stage != "head":
+                x_BSD, _ = model.run(stage, params, x_BSD, ctx, buffers, storage_specs)
+        assert x_BSD is not None
+        weights = model.head_weights(params, ctx, storage_specs)
+        return self._function(model.language_head, weights, x_BSD, ctx)
 
 
 class AuxiliaryModel:
@@ -35,7 +172,7 @@ class AuxiliaryModel:
 
     Args:
         program: program of the run.
-        function: computes the results from the input of the model's head; see `framework.batch_transforms.forward`.
+        function: computes the results from the input of the model's head, see `HeadFunction`.
         path: directory of a published model, or hf://ORG/NAME; None for the run's own model with its initial weights.
         name: option that names the model, such as "batch_transform.pretrained"; error messages start with it.
         what: name of the model in messages, such as "the reference".
@@ -83,8 +220,8 @@ class AuxiliaryModel:
         Args:
             hashes: cache of file checksums.
         """
-        experiment: Any = self.program.experiment
-        facts: list[Any] = [experiment.trainer.seed]
+        experiment = self.program.experiment
+        facts: list[object] = [experiment.trainer.seed]
         if experiment.pretrained is not None:
             directory = Directory(experiment.pretrained.path)
             names = sorted(set(directory.home.values()))
@@ -107,8 +244,22 @@ class AuxiliaryModel:
                 experiment.pretrained.places(experiment.language_model)
             except (FileNotFoundError, ValueError) as error:
                 raise self._name_option(error) from None
-            if self.path is not None:
-                self._check_tokenizer(experiment.pretrained.path)
+            if self.path is None:
+                return
+            # Only pipelines with a tokenizer are used with published models.
+            tokenizer: Tokenizer = self.run.experiment.data.tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+            if not tokenizer.has_text:
+                return
+            vocab_size = experiment.language_model.vocab_size
+            other = PretrainedTokenizer(path=experiment.pretrained.path, vocab_size=vocab_size)
+            other.prepare(Path(hub_models.folder(experiment.pretrained.path)), None, write=False)
+            # The vocabularies may be padded to different sizes, so compare only the ids that both have.
+            for token, (ours, theirs) in enumerate(zip(tokenizer.table, other.table, strict=False)):
+                if ours != theirs:
+                    raise ValueError(
+                        f"{self.name} = {self.path}: token {token} is {theirs!r} there and {ours!r} in "
+                        "data.tokenizer; expected a model with the same vocabulary"
+                    )
 
     def load(self) -> None:
         """Read or initialize the weights; with offloading the devices hold one layer. Every process calls this."""
@@ -120,7 +271,7 @@ class AuxiliaryModel:
                 state = experiment.pretrained.init(self.program)
             else:
                 state = self.program.init()
-        self._state = state.select(("parameter", "frozen", "buffer"))
+        self._state = state.select(_WEIGHT_GROUPS)
 
     @property
     def is_loaded(self) -> bool:
@@ -142,7 +293,7 @@ class AuxiliaryModel:
     @property
     def offloaded_bytes(self) -> int:
         """The bytes of the offloaded weights in host memory, per device."""
-        return self._forward.offloaded_bytes
+        return self._forward.weight_bytes("pinned_host")
 
     def dry_run(self, compile: Compile, *, other_bytes: int) -> MemoryTracker:
         """Return the device and host memory that a call needs, including all weights; nothing is loaded.
@@ -152,25 +303,8 @@ class AuxiliaryModel:
             other_bytes: bytes on a device that are allocated as well, such as the training state.
         """
         tracker = self._forward.dry_run(compile, other_bytes=other_bytes)
-        tracker.host_peak += self._forward.offloaded_bytes
+        tracker.host_peak += self.offloaded_bytes
         return tracker
-
-    def _check_tokenizer(self, path: str) -> None:
-        """Raise ValueError if a token id stands for different text in the run's tokenizer and the directory's."""
-        data: Any = self.run.experiment.data
-        tokenizer: Tokenizer = data.tokenizer
-        if not tokenizer.has_text:
-            return
-        vocab_size = self.program.experiment.language_model.vocab_size
-        other = PretrainedTokenizer(path=path, vocab_size=vocab_size)
-        other.prepare(Path(hub_models.folder(path)), None, write=False)
-        # The vocabularies may be padded to different sizes, so compare only the ids that both have.
-        for token, (ours, theirs) in enumerate(zip(tokenizer.table, other.table, strict=False)):
-            if ours != theirs:
-                raise ValueError(
-                    f"{self.name} = {self.path}: token {token} is {theirs!r} there and {ours!r} in data.tokenizer; "
-                    "expected a model with the same vocabulary"
-                )
 
 
 def auxiliary_experiment(run: Experiment, path: str | None) -> Experiment:
@@ -204,3 +338,46 @@ def auxiliary_experiment(run: Experiment, path: str | None) -> Experiment:
     # Assigned as an instance, because the run's config is not available here.
     experiment.pretrained = pretrained
     return experiment
+
+
+def estimate_forward(run: Experiment, model: Experiment, mesh: Mesh, *, offloaded: bool) -> ForwardCost:
+    """Estimate one forward pass over the batch of a step, split into the step's number of microbatches.
+
+    Args:
+        run: experiment whose batches are processed.
+        model: experiment with the model that processes them.
+        mesh: device mesh.
+        offloaded: the model's weights are offloaded; each microbatch copies them to the device once.
+    """
+    specs = model.state_specs()
+    if offloaded:
+        specs = offload_stages(specs, {*model.model.stages, "shared"})
+    layout = StateLayout(specs, mesh)
+    offloaded_bytes = sum(layout.bytes_per_device(group, "pinned_host") for group in _WEIGHT_GROUPS)
+    parts = run.learner.accumulate
+    tokens = run.data.global_batch_size * run.data.seq_len
+    return ForwardCost(
+        flops=model.model.forward_flops_per_token(run.data.seq_len) * tokens,
+        read_bytes=parts * sum(layout.bytes_per_device(group) for group in _WEIGHT_GROUPS),
+        offloaded_bytes=offloaded_bytes,
+        moved_bytes=parts * offloaded_bytes,
+    )
+
+
+def estimate_sampling(run: Experiment, mesh: Mesh, *, answer_tokens: int) -> ForwardCost:
+    """Estimate sampling an answer to each row's prompt with the run's own weights, which are read once per token.
+
+    Reads of the KV cache are not counted.
+
+    Args:
+        run: experiment whose model answers.
+        mesh: device mesh.
+        answer_tokens: number of tokens of the longest answer.
+    """
+    forward = estimate_forward(run, run, mesh, offloaded=False)
+    # Offloaded weights are copied in for each token, but in host memory they are part of the run's own state.
+    return ForwardCost(
+        flops=forward.flops,
+        read_bytes=forward.read_bytes // run.learner.accumulate * answer_tokens,
+        moved_bytes=forward.offloaded_bytes * answer_tokens,
+    )

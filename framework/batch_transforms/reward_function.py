@@ -32,6 +32,7 @@ class RewardFunction:
 
     def __init__(self, name: str):
         self.name = name
+        self._label = f"batch_transform.reward = {name}"
         self._function: Function | None = None
 
     def __call__(self, prompts: list[str], answers: list[str], rows: list[dict[str, Any]]) -> list[float]:
@@ -61,10 +62,6 @@ class RewardFunction:
                     f"to {prompts[number]!r}"
                 )
         return rewards
-
-    @property
-    def _label(self) -> str:
-        return f"batch_transform.reward = {self.name}"
 
     def check(self) -> None:
         """Check that the function exists, without running any of the user's code.

@@ -10,11 +10,14 @@ Random draws are keyed by (seed of the run, step, row), so a run that is killed 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from plimsoll.framework.batch_transforms.answers import (
     SamplingTimer,
@@ -24,7 +27,7 @@ from plimsoll.framework.batch_transforms.answers import (
     encode_demonstrations,
     get_row,
 )
-from plimsoll.framework.batch_transforms.cost_estimates import estimate_sampling
+from plimsoll.framework.batch_transforms.auxiliary_model import estimate_sampling
 from plimsoll.framework.batch_transforms.reference import Reference
 from plimsoll.framework.batch_transforms.reward_function import RewardFunction
 from plimsoll.framework.config import Config, NonNegativeInt, PositiveInt, component
@@ -86,7 +89,8 @@ class Rollouts(BatchTransform):
         self.greedy_evaluation = greedy_evaluation
         self.table_every = table_every
         self.table_rows = table_rows
-        self._samplers: dict[str, Any] = {}
+        # Compiled samplers by the group of weights that they read.
+        self._samplers: dict[str, Callable[..., SampledAnswers]] = {}
         self._log: Log | None = None
         self._file: Path | None = None
         self._timer = SamplingTimer()
@@ -171,20 +175,15 @@ class Rollouts(BatchTransform):
 
     def check_files(self, program: Program, workdir: Path, *, is_new_run: bool) -> None:
         """See `BatchTransform`: calls the reward function once, and checks the files of a reference."""
-        self._try_reward(_prompts(program.experiment))
-        if self.reference is not None:
-            self.reference.check_files(program, workdir, is_new_run=is_new_run)
-
-    def _try_reward(self, data: Prompts) -> None:
-        """Call the reward function on the first rows of the data, with their correct answers if they have any.
-
-        Raises:
-            ValueError: it failed. Otherwise the failure would show only after the demonstrations or the first answers.
-        """
+        data = _prompts(program.experiment)
+        # Try it on the first rows, with their correct answers if they have any. Otherwise, a failure would show only
+        # after the demonstrations or the first sampled answers.
         rows = [data.row(0, index) for index in range(min(_TRIED_ROWS, len(data.sets[0].rows)))]
         prompts = [prompt_text(row["prompt"]) for row in rows]
         answers = [str(row.get("answer", "")) for row in rows]
         self.reward(prompts, answers, rows)
+        if self.reference is not None:
+            self.reference.check_files(program, workdir, is_new_run=is_new_run)
 
     def open(self, program: Program, workdir: Path, *, is_new_run: bool, log: Log) -> None:
         """See `BatchTransform`. Raises ValueError with several processes, or if the reward function does not exist."""
@@ -214,20 +213,16 @@ class Rollouts(BatchTransform):
         step = int(state.counter["step"]) if state.counter else None
         is_training = not host_batch["sources"].any()
         if is_training and step is not None and step < self.demonstrations:
-            arrays = self._build_demonstrations(_prompts(program.experiment), host_batch)
+            answers = encode_demonstrations(_prompts(program.experiment), host_batch)
+            arrays = build_answer_rows(host_batch, answers)
+            zeros_BS = np.zeros_like(arrays["weights"])
+            arrays = {**arrays, "advantages": arrays["weights"], "rewards": zeros_BS, "spreads": zeros_BS}
         else:
             arrays = self._sample_rollouts(program, state, batch, host_batch, step, group)
         complete_batch = program.put(arrays)
         if self.reference is not None:
             complete_batch = self.reference.complete_batch(program, state, complete_batch, group=group)
         return complete_batch
-
-    def _build_demonstrations(self, data: Prompts, host_batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the arrays of a batch with the correct answers, each with advantage 1."""
-        answers = encode_demonstrations(data, host_batch)
-        arrays = build_answer_rows(host_batch, answers)
-        zeros_BS = np.zeros_like(arrays["weights"])
-        return {**arrays, "advantages": arrays["weights"], "rewards": zeros_BS, "spreads": zeros_BS}
 
     def _sample_rollouts(
         self,
@@ -244,10 +239,16 @@ class Rollouts(BatchTransform):
         jax.block_until_ready(state.parameter)
         self._timer.begin()
         answers = self._answers(program, state, batch, host_batch, step, group)
-        self._timer.end_sampling()
+        self._timer.lap("sampling")
         texts = decode_answers(data, host_batch, answers)
-        rewards_B = self._rewards(data, host_batch, texts)
-        self._timer.end_rewards()
+        # Rows without a prompt get reward 0 without calling the reward function.
+        rewards_B = np.zeros(len(texts), np.float32)
+        judged = np.flatnonzero(host_batch["lengths"]).tolist()
+        if judged:
+            rows = [get_row(data, host_batch, index) for index in judged]
+            prompts = [prompt_text(row["prompt"]) for row in rows]
+            rewards_B[judged] = self.reward(prompts, [texts[index] for index in judged], rows)
+        self._timer.lap("rewards")
         self._show(program, step, host_batch, texts, rewards_B)
         group_size = 1 if host_batch["sources"].any() else data.group_size
         arrays = build_answer_rows(host_batch, answers)
@@ -258,7 +259,7 @@ class Rollouts(BatchTransform):
         self._timer.end()
         return arrays
 
-    def passes(self, experiment: Experiment, mesh: Any) -> ForwardCost:
+    def passes(self, experiment: Experiment, mesh: Mesh) -> ForwardCost:
         """See `BatchTransform`: token-by-token sampling of the answers, then the reference's pass over them."""
         sampling = estimate_sampling(experiment, mesh, answer_tokens=_prompts(experiment).answer_tokens)
         if self.reference is None:
@@ -274,13 +275,13 @@ class Rollouts(BatchTransform):
         groups = layout.abstract(layout.specs.select(weight_groups))
         weights = merge(groups.parameter, groups.frozen)
         batch = layout.abstract(program.delivered_specs)
-        words = layout.abstract(layout.specs.counter)["rng"]
-
-        def everywhere(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=program.replicated)
-
-        numbers = everywhere((data.global_batch_size,), np.int32)
-        draws = SamplingInputs(words, everywhere((), np.int32), numbers, everywhere((), bool))
+        replicated = partial(jax.ShapeDtypeStruct, sharding=program.replicated)
+        draws = SamplingInputs(
+            words=layout.abstract(layout.specs.counter)["rng"],
+            stream=replicated((), np.int32),
+            numbers=replicated((data.global_batch_size,), np.int32),
+            greedy=replicated((), bool),
+        )
         # Without data, as in a plan, the stop tokens are unknown. Memory use does not depend on them.
         stop_ids = data.stop_ids if data.is_ready else (0,)
         sampler = rollout_jit(program, weights, data.answer_tokens, stop_ids)
@@ -329,18 +330,7 @@ class Rollouts(BatchTransform):
             words = state.counter["rng"]
         draws = SamplingInputs(words, *jax.device_put(host_draws, program.replicated))
         answers = sampler((weights, state.buffer), batch["prompts"], batch["lengths"], draws)
-        return SampledAnswers(*jax.device_get(answers))
-
-    def _rewards(self, data: Prompts, host_batch: dict[str, np.ndarray], texts: list[str]) -> np.ndarray:
-        """Return the rewards, f32[B]; rows without a prompt get 0 without calling the reward function."""
-        rewards_B = np.zeros(len(texts), np.float32)
-        judged = np.flatnonzero(host_batch["lengths"]).tolist()
-        if not judged:
-            return rewards_B
-        rows = [get_row(data, host_batch, index) for index in judged]
-        prompts = [prompt_text(row["prompt"]) for row in rows]
-        rewards_B[judged] = self.reward(prompts, [texts[index] for index in judged], rows)
-        return rewards_B
+        return jax.device_get(answers)
 
     def _show(
         self,

@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -48,10 +48,13 @@ class StoredRows:
         self.folder = folder
         self._sets = sets
         self._seq_len = seq_len
-        self._facts = {
+        self._facts: dict[str, object] = {
             "weights": weights,
             "data": {name: [rows.digest, rows.num_rows, seq_len] for name, rows in sets.items()},
         }
+        self._files = {name: folder / f"{name}.f32" for name in sets}
+        row_bytes = seq_len * np.dtype(np.float32).itemsize
+        self._file_bytes = {name: rows.num_rows * row_bytes for name, rows in sets.items()}
         self._saved_at = 0.0
         self.done: dict[str, int] = dict.fromkeys(sets, 0)
         # Hashes of the finished rows; only the writing process keeps them up to date.
@@ -70,9 +73,8 @@ class StoredRows:
         for name, facts in self._facts.items():
             if stored.get(name) != facts:
                 return name
-        for name in self._sets:
-            file = self._file(name)
-            if not file.exists() or file.stat().st_size != self._num_bytes(name):
+        for name, file in self._files.items():
+            if not file.exists() or file.stat().st_size != self._file_bytes[name]:
                 return DAMAGED
         return None
 
@@ -84,7 +86,7 @@ class StoredRows:
             return False
         with phase("checking the stored reference", patience=SHORT):
             hashes = self._hash_files(stored["done"])
-        return stored.get("sha256") != _hex_digests(hashes)
+        return stored.get("sha256") != {name: digest.hexdigest() for name, digest in hashes.items()}
 
     def begin(self, *, restart: bool) -> None:
         """Prepare the files for writing; keeps the rows of an earlier start unless `restart` is set."""
@@ -94,10 +96,10 @@ class StoredRows:
             durable.make_folder(self.folder)
             self.done = dict.fromkeys(self._sets, 0)
             self._hashes = {name: hashlib.sha256() for name in self._sets}
-            for name in self._sets:
-                with open(self._file(name), "wb") as file:
+            for name, path in self._files.items():
+                with open(path, "wb") as file:
                     # A sparse file of zeros: disk blocks are allocated as rows are written.
-                    file.truncate(self._num_bytes(name))
+                    file.truncate(self._file_bytes[name])
             self._save()
         else:
             self.done = {name: stored["done"][name] for name in self._sets}
@@ -115,10 +117,6 @@ class StoredRows:
         """True if all rows of all sets are finished; valid after `begin` or `open`."""
         return all(self.done[name] == rows.num_rows for name, rows in self._sets.items())
 
-    def rows(self, name: str, first: int, count: int) -> np.ndarray:
-        """Return the values of `count` finished rows from row `first` on, f32[count, S]."""
-        return np.array(self._values(name, "r")[first : first + count])
-
     def write(self, name: str, first: int, values: np.ndarray) -> None:
         """Write rows of a set from row `first` on, f32[n, S]; all earlier rows must be finished."""
         num_rows = min(len(values), self._sets[name].num_rows - first)
@@ -131,11 +129,11 @@ class StoredRows:
             self._save()
 
     def _save(self) -> None:
-        for name in self._sets:
+        for file in self._files.values():
             # This also syncs pages that were written through a memory map.
-            durable.sync(self._file(name))
-        facts = {**self._facts, "done": self.done, "sha256": _hex_digests(self._hashes)}
-        write_json(self.folder / _FACTS, facts)
+            durable.sync(file)
+        digests = {name: digest.hexdigest() for name, digest in self._hashes.items()}
+        write_json(self.folder / _FACTS, {**self._facts, "done": self.done, "sha256": digests})
         self._saved_at = time.monotonic()
 
     def _read(self) -> dict[str, Any] | None:
@@ -151,7 +149,7 @@ class StoredRows:
         is_valid = all(type(done.get(name)) is int and 0 <= done[name] <= s.num_rows for name, s in self._sets.items())
         return stored if is_valid else None
 
-    def _hash_files(self, done: Mapping[str, int]) -> dict[str, Any]:
+    def _hash_files(self, done: Mapping[str, int]) -> dict[str, hashlib._Hash]:
         """Hash the finished rows of each file; returns the hash objects by set name."""
         hashes = {}
         for name in self._sets:
@@ -161,20 +159,9 @@ class StoredRows:
                 hashes[name].update(values[first : first + _ROWS].tobytes())
         return hashes
 
-    def _num_bytes(self, name: str) -> int:
-        """Return the length of a set's file in bytes."""
-        return self._sets[name].num_rows * self._seq_len * np.dtype(np.float32).itemsize
-
-    def _file(self, name: str) -> Path:
-        return self.folder / f"{name}.f32"
-
-    def _values(self, name: str, mode: Any) -> np.ndarray:
+    def _values(self, name: str, mode: Literal["r", "r+"]) -> np.ndarray:
         num_rows = self._sets[name].num_rows
         # An empty file cannot be mapped.
         if num_rows == 0:
             return np.zeros((0, self._seq_len), np.float32)
-        return np.memmap(self._file(name), np.float32, mode, shape=(num_rows, self._seq_len))
-
-
-def _hex_digests(hashes: Mapping[str, Any]) -> dict[str, str]:
-    return {name: digest.hexdigest() for name, digest in hashes.items()}
+        return np.memmap(self._files[name], np.float32, mode, shape=(num_rows, self._seq_len))

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from plimsoll.framework.batch_transforms.auxiliary_model import AuxiliaryModel, auxiliary_experiment
-from plimsoll.framework.batch_transforms.cost_estimates import estimate_forward
-from plimsoll.framework.batch_transforms.teacher_files import TeacherOutputs, TeacherRows, row_key
-from plimsoll.framework.batch_transforms.teacher_scoring import hash_sources, list_rows
-from plimsoll.framework.batch_transforms.teacher_top_k import IDS, LOG_PROBS, TAIL, make_top_k_function, teacher_shapes
+from plimsoll.framework.batch_transforms.auxiliary_model import AuxiliaryModel, auxiliary_experiment, estimate_forward
+from plimsoll.framework.batch_transforms.teacher_files import TeacherRows, row_key
+from plimsoll.framework.batch_transforms.teacher_scoring import (
+    IDS,
+    LOG_PROBS,
+    TAIL,
+    hash_sources,
+    list_rows,
+    make_top_k_function,
+    teacher_shapes,
+)
 from plimsoll.framework.config import PositiveInt, component
 from plimsoll.framework.data.batches import Shapes
 from plimsoll.framework.data.files import FileHashes
@@ -101,7 +108,17 @@ class Teacher(BatchTransform):
         """See `BatchTransform`: check the folder's facts and rows, or the weight files and tokenizer of a model."""
         if self.kind == "stored":
             self._rows = self._open_rows(program)
-            self._check_rows(program.experiment)
+            data = program.experiment.data
+            assert isinstance(data, DataPipeline)
+            # Look up some of the run's rows, evenly from the first to the last one.
+            row_list = list_rows(program.experiment, data, "run", at_most=_CHECKED_ROWS)
+            num_checked = len(row_list.row_ids_N2)
+            num_missing = sum(row_key(row_list.read(number)) not in self._rows for number in range(num_checked))
+            if num_missing:
+                raise ValueError(
+                    f"batch_transform.path = {self.path}: of the {num_checked:,} checked rows of this run, "
+                    f"{num_missing:,} are not among its {self._rows.num_rows:,} stored rows; {_SCORE_AGAIN}"
+                )
         else:
             self._get_live_model(program).check_files()
         if not is_new_run:
@@ -129,7 +146,10 @@ class Teacher(BatchTransform):
         difference = None
         # The digest of a live teacher reads all of its weight files, so only one process computes it.
         if distributed.is_primary() and (workdir / _RECORD).exists():
-            known = _read_record(workdir / _RECORD)
+            record = parse_json((workdir / _RECORD).read_text())
+            known = record.get("weights") if isinstance(record, dict) else None
+            if not isinstance(known, str):
+                raise ValueError(f"{workdir / _RECORD} is damaged: expected the digest of a teacher's weights")
             found = self._weights(program, workdir)
             if known != found:
                 difference = f"weights {found[:12]}; the run started with {known[:12]}"
@@ -166,7 +186,7 @@ class Teacher(BatchTransform):
         """See `BatchTransform`: the offloaded weights of a live teacher."""
         return self._get_live_model(program).offloaded_bytes if self.kind == "live" else 0
 
-    def passes(self, experiment: Experiment, mesh: Any) -> ForwardCost:
+    def passes(self, experiment: Experiment, mesh: Mesh) -> ForwardCost:
         """See `BatchTransform`: the forward pass of a live teacher."""
         if self.kind == "stored":
             return ForwardCost()
@@ -235,20 +255,6 @@ class Teacher(BatchTransform):
                 )
         return rows
 
-    def _check_rows(self, experiment: Experiment) -> None:
-        """Raise ValueError if some of the run's rows are not stored; samples rows evenly from first to last."""
-        data = experiment.data
-        assert isinstance(data, DataPipeline)
-        assert self._rows is not None
-        row_list = list_rows(experiment, data, "run", at_most=_CHECKED_ROWS)
-        num_checked = len(row_list.row_ids_N2)
-        num_missing = sum(row_key(row_list.read(number)) not in self._rows for number in range(num_checked))
-        if num_missing:
-            raise ValueError(
-                f"batch_transform.path = {self.path}: of the {num_checked:,} checked rows of this run, "
-                f"{num_missing:,} are not among its {self._rows.num_rows:,} stored rows; {_SCORE_AGAIN}"
-            )
-
     def _load_stored(self, program: Program, batch: Batch) -> dict[str, np.ndarray]:
         """Return the teacher arrays of this process's rows of a batch, on the host."""
         names = [name for name in ("tokens", "segments", "weights") if name in batch]
@@ -260,41 +266,26 @@ class Teacher(BatchTransform):
         }
         # A row without a counted target is padding after the end of a validation set, which is not stored.
         scored_rows = [row for row in range(num_rows) if host["weights"][row].any()]
-        numbers = [self._find_row_number({name: host[name][row] for name in names}) for row in scored_rows]
         assert self._rows is not None
-        stored = _keep_top_k(self._rows.take(numbers), self.top_k)
-        arrays[IDS][scored_rows] = stored.ids
-        arrays[LOG_PROBS][scored_rows] = stored.log_probs
-        arrays[TAIL][scored_rows] = stored.tails
+        numbers = []
+        for row in scored_rows:
+            number = self._rows.find_row(row_key({name: host[name][row] for name in names}))
+            if number is None:
+                raise ValueError(
+                    f"batch_transform.path = {self.path}: a row that the run reads is not among its "
+                    f"{self._rows.num_rows:,} stored rows; {_SCORE_AGAIN}"
+                )
+            numbers.append(number)
+        stored = self._rows.take(numbers)
+        tails = stored.tails
+        if stored.ids.shape[-1] > self.top_k:
+            # The probability of the stored tokens beyond the top K is added to the tail.
+            others = stored.log_probs[..., self.top_k :].astype(np.float32)
+            tails = np.logaddexp(tails, np.logaddexp.reduce(others, axis=-1))
+        arrays[IDS][scored_rows] = stored.ids[..., : self.top_k]
+        arrays[LOG_PROBS][scored_rows] = stored.log_probs[..., : self.top_k]
+        arrays[TAIL][scored_rows] = tails
         return arrays
-
-    def _find_row_number(self, row: dict[str, np.ndarray]) -> int:
-        assert self._rows is not None
-        number = self._rows.find_row(row_key(row))
-        if number is None:
-            raise ValueError(
-                f"batch_transform.path = {self.path}: a row that the run reads is not among its "
-                f"{self._rows.num_rows:,} stored rows; {_SCORE_AGAIN}"
-            )
-        return number
-
-
-def _read_record(path: Path) -> str:
-    """Read the digest of the weights that a run started with. Raises ValueError if the file is damaged."""
-    record = parse_json(path.read_text())
-    weights = record.get("weights") if isinstance(record, dict) else None
-    if not isinstance(weights, str):
-        raise ValueError(f"{path} is damaged: expected the digest of a teacher's weights")
-    return weights
-
-
-def _keep_top_k(rows: TeacherOutputs, top_k: int) -> TeacherOutputs:
-    """Keep the top K of the stored tokens; the probability of the others is added to the tail."""
-    if rows.ids.shape[-1] == top_k:
-        return rows
-    others = rows.log_probs[..., top_k:].astype(np.float32)
-    tails = np.logaddexp(rows.tails, np.logaddexp.reduce(others, axis=-1))
-    return rows._replace(ids=rows.ids[..., :top_k], log_probs=rows.log_probs[..., :top_k], tails=tails)
 
 
 def _copy_to_host(array: jax.Array, rows: np.ndarray) -> np.ndarray:

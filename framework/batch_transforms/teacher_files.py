@@ -27,13 +27,11 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 
-from plimsoll.framework.data.files import compute_digest
 from plimsoll.framework.data.packing import Batch
-from plimsoll.framework.data.sources import LeafSource
 from plimsoll.framework.files import durable
 from plimsoll.framework.files.text_files import parse_json
 from plimsoll.framework.files.workdir import write_json, writing
@@ -43,13 +41,19 @@ _FORMAT = 2
 _KEY_BYTES = 16
 
 
-class TeacherOutputs(NamedTuple):
-    """The stored arrays of N rows, with the dtypes of the files."""
+@dataclass(frozen=True)
+class TeacherOutputs:
+    """The stored arrays of N rows, with the shapes and dtypes of the files; see above."""
 
     keys: np.ndarray
     ids: np.ndarray
     log_probs: np.ndarray
     tails: np.ndarray
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """The arrays, in the order of the files."""
+        return [self.keys, self.ids, self.log_probs, self.tails]
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class TeacherFacts:
         vocab_size: the teacher's distribution covers the ids below this.
         seq_len: sequence length S.
         top_k: K, the number of stored tokens per position.
-        data: digest of each source by name, see `data_digests`.
+        data: digest of each source by name, see `teacher_scoring.hash_sources`.
     """
 
     weights: str
@@ -81,11 +85,6 @@ class TeacherFacts:
             raise ValueError(f"{self}")
 
     @property
-    def ids_dtype(self) -> str:
-        """The dtype of ids.bin."""
-        return "uint16" if self.vocab_size <= 1 << 16 else "uint32"
-
-    @property
     def bytes_per_token(self) -> float:
         """The bytes per token in the files."""
         return self.row_bytes / self.seq_len
@@ -98,9 +97,10 @@ class TeacherFacts:
     def empty(self, count: int) -> TeacherOutputs:
         """Return zeroed arrays for `count` rows, with the shapes and dtypes of the files."""
         shape = (count, self.seq_len, self.top_k)
+        ids_dtype = "<u2" if self.vocab_size <= 1 << 16 else "<u4"
         return TeacherOutputs(
             keys=np.zeros((count, _KEY_BYTES), np.uint8),
-            ids=np.zeros(shape, f"<{np.dtype(self.ids_dtype).str[1:]}"),
+            ids=np.zeros(shape, ids_dtype),
             log_probs=np.zeros(shape, "<f2"),
             tails=np.zeros(shape[:2], "<f4"),
         )
@@ -118,22 +118,6 @@ def row_key(row: Batch) -> bytes:
     return key.digest()
 
 
-def data_digests(leaves: list[LeafSource], seq_len: int, *, masked: bool, packing_seed: int | None) -> dict[str, str]:
-    """Return {source name: digest of everything that determines its rows}; the data must be set up.
-
-    Args:
-        leaves: data sources.
-        seq_len: sequence length S.
-        masked: attention is masked between documents.
-        packing_seed: the data's seed, if it determines which conversations share a row; None for text.
-    """
-    digests = {}
-    for leaf in leaves:
-        facts = [leaf.stream.digest, seq_len, leaf.stream.eos_id if masked else None, packing_seed]
-        digests[leaf.name] = compute_digest(facts)
-    return digests
-
-
 def _files(folder: Path) -> list[Path]:
     """Return the paths of a folder's files, in the order of `_row_types`."""
     return [folder / f"{name}.bin" for name in ("rows", "ids", "log_probs", "tails", "checksums")]
@@ -141,7 +125,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _row_types(facts: TeacherFacts) -> list[tuple[np.dtype, tuple[int, ...]]]:
     """Return the dtype and the shape of one row in each file."""
-    return [*((array.dtype, array.shape[1:]) for array in facts.empty(0)), (np.dtype("<u4"), ())]
+    return [*((array.dtype, array.shape[1:]) for array in facts.empty(0).arrays), (np.dtype("<u4"), ())]
 
 
 def _checksums(rows: TeacherOutputs) -> np.ndarray:
@@ -149,7 +133,7 @@ def _checksums(rows: TeacherOutputs) -> np.ndarray:
     checksums = np.zeros(len(rows.keys), "<u4")
     for number in range(len(checksums)):
         checksum = 0
-        for array in rows:
+        for array in rows.arrays:
             checksum = zlib.crc32(array[number].tobytes(), checksum)
         checksums[number] = checksum
     return checksums
@@ -219,7 +203,7 @@ class TeacherRows:
         Raises:
             ValueError: a row does not match its checksum.
         """
-        rows = TeacherOutputs(*(np.asarray(array[numbers]) for array in self._stored))
+        rows = TeacherOutputs(*(np.asarray(array[numbers]) for array in self._stored.arrays))
         damaged = np.flatnonzero(_checksums(rows) != self._checksums[numbers])
         if damaged.size:
             raise ValueError(
@@ -247,7 +231,14 @@ class TeacherWriter:
         self.num_rows = 0
         if (folder / MANIFEST).exists():
             stored_facts, self.num_rows = read_manifest(folder)
-            _check_same(folder, stored_facts, facts)
+            for field in dataclasses.fields(TeacherFacts):
+                old = getattr(stored_facts, field.name)
+                new = getattr(facts, field.name)
+                if old != new:
+                    raise ValueError(
+                        f"{folder} holds the outputs of a teacher with different {field.name}: {_short(old)}, not "
+                        f"{_short(new)}; expected an empty folder, or one with the same teacher and data"
+                    )
         self._files: list[BinaryIO] = []
 
     @contextlib.contextmanager
@@ -274,7 +265,7 @@ class TeacherWriter:
         """Append rows; they count from the next `commit` on."""
         *row_types, _ = _row_types(self.facts)
         arrays = []
-        for array, (dtype, row_shape) in zip(rows, row_types, strict=True):
+        for array, (dtype, row_shape) in zip(rows.arrays, row_types, strict=True):
             assert array.shape[1:] == row_shape, (array.shape, row_shape)
             arrays.append(np.ascontiguousarray(array, dtype))
         checksums = _checksums(TeacherOutputs(*arrays))
@@ -291,18 +282,6 @@ class TeacherWriter:
                 os.fsync(file.fileno())
         # The manifest comes last, so it counts only rows that are on disk.
         write_json(self.folder / MANIFEST, {"format": _FORMAT, **dataclasses.asdict(self.facts), "rows": self.num_rows})
-
-
-def _check_same(folder: Path, stored: TeacherFacts, facts: TeacherFacts) -> None:
-    """Raise ValueError if the folder's rows belong to another teacher or other data."""
-    for field in dataclasses.fields(TeacherFacts):
-        old = getattr(stored, field.name)
-        new = getattr(facts, field.name)
-        if old != new:
-            raise ValueError(
-                f"{folder} holds the outputs of a teacher with different {field.name}: {_short(old)}, not "
-                f"{_short(new)}; expected an empty folder, or one with the same teacher and data"
-            )
 
 
 def _short(value: object) -> str:

@@ -1,37 +1,92 @@
-"""Runs a teacher once over the rows of a dataset, and stores its top-K outputs for each position."""
+"""The top-K next tokens of a teacher at each position: computes them, and stores them for the rows of a dataset."""
 
 from __future__ import annotations
 
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from plimsoll.framework.batch_transforms import teacher_top_k
+from plimsoll.framework.batch_transforms.auxiliary_model import HeadFunction
 from plimsoll.framework.batch_transforms.teacher_files import (
     TeacherFacts,
     TeacherOutputs,
     TeacherRows,
     TeacherWriter,
-    data_digests,
     row_key,
 )
+from plimsoll.framework.data.batches import Shapes
+from plimsoll.framework.data.files import compute_digest
 from plimsoll.framework.data.packing import Batch
 from plimsoll.framework.data.pipeline import DataPipeline
 from plimsoll.framework.data.sources import LeafSource
-from plimsoll.framework.inference.generation import InferenceForward
-from plimsoll.framework.layers.base import batch_shards
+from plimsoll.framework.inference.generation import InferenceForward, ModelArrays
+from plimsoll.framework.layers.base import Context, batch_shards
+from plimsoll.framework.layers.chunked_loss import by_position
+from plimsoll.framework.layers.head import LMHead
 from plimsoll.framework.layout import Nested, TrainState, flatten
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.terminal.phases import phase
 
+IDS = "teacher_ids"
+LOG_PROBS = "teacher_log_probs"
+TAIL = "teacher_tail"
+# The log of a probability too small to change a float32 sum with 1. An empty bucket gets this value, because minus
+# infinity would make the divergence NaN.
+_LEAST_TAIL = -50.0
 # Interval between commits in seconds: the most work that a kill can lose.
 _COMMIT_SECONDS = 5.0
+
+
+def teacher_shapes(rows: int, length: int, top_k: int) -> Shapes:
+    """Return the shapes of the arrays that a teacher adds to a batch; see `framework.objectives.distillation`."""
+    return {
+        IDS: ((rows, length, top_k), "int32"),
+        LOG_PROBS: ((rows, length, top_k), "float32"),
+        TAIL: ((rows, length), "float32"),
+    }
+
+
+def make_top_k_function(top_k: int, vocab_size: int) -> HeadFunction:
+    """Return a head function that computes the arrays of `teacher_shapes` in chunks of positions.
+
+    The full logits are never materialized.
+
+    Args:
+        top_k: K, the number of tokens to keep per position.
+        vocab_size: the distribution covers the ids below this; a teacher's table may be padded to more rows.
+    """
+
+    def function(head: LMHead, weights: Nested, x_BSD: jax.Array, ctx: Context) -> dict[str, jax.Array]:
+        h_BSD = head.apply_norm(weights, x_BSD, ctx)
+        batch, length, _ = h_BSD.shape
+        chunks = head.chunks(batch, length, ctx)
+        compute_values = partial(_compute_top_k, top_k=top_k, vocab_size=vocab_size)
+        return by_position(compute_values, chunks, ctx, h_BSD, weights["table"], head.softcap)
+
+    return function
+
+
+def _compute_top_k(logits_BSV: jax.Array, *, top_k: int, vocab_size: int) -> dict[str, jax.Array]:
+    logits_BSV = logits_BSV[..., :vocab_size]
+    lse_BS1 = jax.nn.logsumexp(logits_BSV, axis=-1, keepdims=True)
+    values_BSK, ids_BSK = jax.lax.top_k(logits_BSV, top_k)
+    # Sum over the other tokens: 1 minus the sum of the top K would lose all precision where the result is small.
+    others_BSV = jnp.put_along_axis(logits_BSV, ids_BSK, -jnp.inf, axis=-1, inplace=False)
+    tail_BS = jax.nn.logsumexp(others_BSV, axis=-1) - lse_BS1[..., 0]
+    return {
+        IDS: ids_BSK,
+        LOG_PROBS: (values_BSK - lse_BS1).astype(jnp.float32),
+        TAIL: jnp.maximum(tail_BS, _LEAST_TAIL).astype(jnp.float32),
+    }
 
 
 def weights_digest(weights: Nested) -> str:
@@ -44,8 +99,12 @@ def weights_digest(weights: Nested) -> str:
 
 
 def hash_sources(data: DataPipeline) -> dict[str, str]:
-    """Return `data_digests` of all sources of a pipeline that is set up."""
-    return data_digests(data.leaves, data.seq_len, masked=data.document_mask, packing_seed=data.packing_seed)
+    """Return {source name: digest of everything that determines its rows}; the data must be set up."""
+    digests = {}
+    for leaf in data.leaves:
+        eos_id = leaf.stream.eos_id if data.document_mask else None
+        digests[leaf.name] = compute_digest([leaf.stream.digest, data.seq_len, eos_id, data.packing_seed])
+    return digests
 
 
 def check_teacher(teacher: Experiment, student: Experiment, data: DataPipeline, program: Program, top_k: int) -> int:
@@ -58,9 +117,10 @@ def check_teacher(teacher: Experiment, student: Experiment, data: DataPipeline, 
     ours = data.tokenizer
     theirs = teacher.data.tokenizer  # pyright: ignore[reportAttributeAccessIssue]
     if ours.digest != theirs.digest:
+        digests = ["ids without text" if one.digest is None else one.digest[:12] for one in (theirs, ours)]
         raise ValueError(
-            f"the teacher's tokenizer differs from data.tokenizer ({_digest(theirs.digest)}, not "
-            f"{_digest(ours.digest)}), so its token ids mean different text; expected a teacher with the same tokenizer"
+            f"the teacher's tokenizer differs from data.tokenizer ({', not '.join(digests)}), so its token ids mean "
+            "different text; expected a teacher with the same tokenizer"
         )
     teacher.language_model.check(program.mesh, data)
     # The embedding tables may be padded to different sizes; padded ids never occur in text.
@@ -70,11 +130,8 @@ def check_teacher(teacher: Experiment, student: Experiment, data: DataPipeline, 
     return vocab_size
 
 
-def _digest(value: str | None) -> str:
-    return "ids without text" if value is None else value[:12]
-
-
-class RowList(NamedTuple):
+@dataclass(frozen=True)
+class RowList:
     """A list of data rows to read one after the other.
 
     Attributes:
@@ -106,9 +163,13 @@ def list_rows(
     """
     limit = None
     if which == "run":
-        limit = experiment.trainer.eval_batches
-        count = _num_steps(experiment, data) * data.global_batch_size
-        numbers = _select_evenly(range(count), at_most)
+        options = experiment.trainer
+        limit = options.eval_batches
+        num_steps = options.max_steps
+        if options.max_epochs is not None:
+            epoch_steps = data.epoch_steps(options.max_epochs)
+            num_steps = min(epoch_steps, options.known_steps or epoch_steps)
+        numbers = _select_evenly(range(num_steps * data.global_batch_size), at_most)
         sequences = (data.locate(number) for number in numbers)
         row_ids = [np.fromiter(sequences, np.dtype((np.int64, 2)), len(numbers))]
     else:
@@ -133,15 +194,6 @@ def _make_row_ids(source: int, indices: range) -> np.ndarray:
     return np.stack([np.full(len(indices), source, np.int64), np.asarray(indices, np.int64)], axis=1)
 
 
-def _num_steps(experiment: Experiment, data: DataPipeline) -> int:
-    """Return the number of steps of the experiment's run."""
-    options = experiment.trainer
-    if options.max_epochs is None:
-        return options.max_steps
-    epoch_steps = data.epoch_steps(options.max_epochs)
-    return min(epoch_steps, options.known_steps or epoch_steps)
-
-
 class TeacherScorer:
     """Computes a teacher's top-K tokens for rows of data.
 
@@ -161,12 +213,12 @@ class TeacherScorer:
         # The number of rows must be a multiple of the batch shards.
         self.batch_size = -(-batch_size // shards) * shards
         forward = InferenceForward(program, weights)
-        top_k_function = teacher_top_k.make_top_k_function(facts.top_k, facts.vocab_size)
+        top_k_function = make_top_k_function(facts.top_k, facts.vocab_size)
 
-        def score(arrays: Any, batch: Nested) -> dict[str, jax.Array]:
+        def score(arrays: ModelArrays, batch: Nested) -> dict[str, jax.Array]:
             ctx = program.evaluation_context(batch)
-            x_BSD, head_weights, _ = forward(arrays, ctx)
-            return top_k_function(forward.model.language_head, head_weights, x_BSD, ctx)
+            out = forward(arrays, ctx)
+            return top_k_function(forward.model.language_head, out.head_weights, out.x_BSD, ctx)
 
         self._score = program.jit(score, out_shardings=program.replicated)
 
@@ -181,9 +233,9 @@ class TeacherScorer:
         keys = [np.frombuffer(row_key(row), np.uint8) for row in rows]
         return TeacherOutputs(
             keys=np.stack(keys),
-            ids=arrays[teacher_top_k.IDS][:count].astype(stored.ids.dtype),
-            log_probs=arrays[teacher_top_k.LOG_PROBS][:count].astype(stored.log_probs.dtype),
-            tails=arrays[teacher_top_k.TAIL][:count].astype(stored.tails.dtype),
+            ids=arrays[IDS][:count].astype(stored.ids.dtype),
+            log_probs=arrays[LOG_PROBS][:count].astype(stored.log_probs.dtype),
+            tails=arrays[TAIL][:count].astype(stored.tails.dtype),
         )
 
 

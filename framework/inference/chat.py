@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from plimsoll.framework.data.chats import ChatCodec
 from plimsoll.framework.data.pretrained_tokenizer import Message, PretrainedTokenizer
@@ -13,14 +13,16 @@ from plimsoll.framework.inference.generation import Generator, stream_text
 from plimsoll.framework.inference.sampling import Sampling
 
 
-class ChatTurn(NamedTuple):
+@dataclass(frozen=True)
+class ChatTurn:
     """A user message and the model's answer."""
 
     question: str
     answer: str
 
 
-class ChatPrompt(NamedTuple):
+@dataclass(frozen=True)
+class ChatPrompt:
     """A conversation as model input: its tokens, and the number of oldest turns that did not fit."""
 
     tokens: list[int]
@@ -172,7 +174,12 @@ class Chat:
         Raises:
             ValueError: the question itself does not fit, or it cannot be encoded.
         """
-        _check_text(system or "", question, *(text for turn in turns for text in turn))
+        for text in (system or "", question, *(text for turn in turns for text in (turn.question, turn.answer))):
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                # Half a character, which no tokenizer accepts.
+                raise ValueError(f"a message is not valid Unicode text: {error.reason}") from None
         prompt_budget = self.context - self._sampling.max_new_tokens
         tokens = self._form.encode(system, turns, question)
         # Binary search for the smallest number of turns to drop: more than too_few, at most enough.
@@ -203,12 +210,3 @@ class Chat:
         # Keep the cache, because the next prompt starts with this one and its answer.
         steps = stream_text(self._generator, self._tokenizer, prompts, sampling, self._form.stops, keep_cache=True)
         return StreamedAnswer(steps, self.num_samples, sampling.max_new_tokens)
-
-
-def _check_text(*texts: str) -> None:
-    """Raise ValueError if a text has a lone surrogate (half a character), which no tokenizer accepts."""
-    for text in texts:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ValueError(f"a message is not valid Unicode text: {error.reason}") from None

@@ -10,19 +10,18 @@ model (K).
 from __future__ import annotations
 
 import codecs
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from plimsoll.framework.data.tokenizers import Tokenizer
-from plimsoll.framework.inference.sampling import Sampling, choose, row_keys
-from plimsoll.framework.layers.base import BATCH_AXES, Context, Out, batch_shards
+from plimsoll.framework.inference.sampling import Sampling, SamplingArrays, choose
+from plimsoll.framework.layers.base import BATCH_AXES, Context, batch_shards
 from plimsoll.framework.layout import Nested, TrainState, merge
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.terminal.phases import SHORT, phase
@@ -30,6 +29,9 @@ from plimsoll.framework.terminal.phases import SHORT, phase
 # Maximum number of tokens to read at once after a cached prompt. Their attention logits over the whole cache are
 # materialized in float32, so a longer text is read from the beginning instead, with the attention kernel.
 _MOST_NEW_TOKENS = 512
+
+# The parameters and buffers of a model.
+ModelArrays = tuple[Nested, Nested]
 
 
 @dataclass
@@ -49,6 +51,40 @@ class _CachedPrompt:
     cache: Nested
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class CachePosition:
+    """The place in a cache where a function reads its tokens.
+
+    Attributes:
+        count: int32, number of tokens before the padding; None if there is no padding.
+        first_B: int32[B], cache slot of the first token of each row.
+        index: int32, number of the decoding step; None if it is not a decoding step.
+        slot: int32, cache slot of the first of the tokens to read.
+    """
+
+    count: jax.Array | np.ndarray | None
+    first_B: jax.Array | np.ndarray
+    index: jax.Array | np.ndarray | None
+    slot: jax.Array | np.ndarray
+
+
+@dataclass(frozen=True)
+class ForwardOutput:
+    """The results of a model's forward pass up to its head.
+
+    Attributes:
+        x_BSD: output of the last layer, before the head's norm.
+        head_weights: prepared weights of the head.
+        caches: cache entries of each stack, by stage: [U, B, C, K, H]. The axes are repeats of the pattern, rows,
+            positions, key heads and head width; latents count as one head. Empty unless the context has a cache.
+    """
+
+    x_BSD: jax.Array
+    head_weights: Nested
+    caches: Nested
+
+
 class InferenceForward:
     """A model's forward pass that copies offloaded parameters to the device as needed.
 
@@ -66,15 +102,16 @@ class InferenceForward:
         shardings = jax.tree.map(lambda x: x.sharding, params)
         self._storage_specs = self.model.stage_specs(shardings)
 
-    def __call__(self, arrays: tuple[Nested, Nested], ctx: Context) -> tuple[jax.Array, Nested, dict[str, Out]]:
-        """Compute x_BSD before the head, the head's prepared weights, and the Out of each stage. Call it inside jit.
+    def __call__(self, arrays: ModelArrays, ctx: Context) -> ForwardOutput:
+        """Run the model. Call it inside jit.
 
         For an offloaded stack, the device holds the weights of one repeat of the layer pattern at a time.
         """
         params, buffers = arrays
         x_BSD, outs = self.model.compute_hidden(params, ctx, buffers, self._storage_specs)
         head_weights = self.model.head_weights(params, ctx, self._storage_specs)
-        return x_BSD, head_weights, outs
+        caches = {name: out.layer_state for name, out in outs.items() if out.layer_state}
+        return ForwardOutput(x_BSD, head_weights, caches)
 
 
 class Generator:
@@ -96,12 +133,12 @@ class Generator:
         forward = InferenceForward(program, weights)
         # `_shard_cache` sets the sharding of the cache inside the functions.
         out_shardings = (program.replicated, None)
-        jit = functools.partial(program.jit, static_argnums=0, out_shardings=out_shardings)
-        self._prefill = jit(functools.partial(_prefill, forward))
+        jit = partial(program.jit, static_argnums=0, out_shardings=out_shardings)
+        self._prefill = jit(partial(_prefill, forward))
         # The cache is donated, so it is updated in place and there is never a second one.
-        self._decode = jit(functools.partial(_decode, forward), donate_argnums=2)
-        self._extend = jit(functools.partial(_extend, forward), donate_argnums=2)
-        self._grow = program.jit(functools.partial(_grow, forward), static_argnums=0)
+        self._decode = jit(partial(_decode, forward), donate_argnums=2)
+        self._extend = jit(partial(_extend, forward), donate_argnums=2)
+        self._grow = program.jit(partial(_grow, forward), static_argnums=0)
 
     def __call__(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
         """Return the tokens that follow each prompt; see `stream`."""
@@ -153,26 +190,28 @@ class Generator:
     def _steps(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, keep_cache: bool
     ) -> Iterator[list[int | None]]:
-        kind = _kind(sampling)
+        shards = batch_shards(self._program.mesh.shape)
+        # The number of rows must be a multiple of the batch shards.
+        num_rows = -(-len(prompts) // shards) * shards
+        settings = sampling.to_arrays(self._program.experiment.language_model.vocab_size, num_rows)
         stop_ids = set(sampling.stop_ids)
         running = [True] * len(prompts)
         # Each function is compiled on its first call with these shapes.
         with phase("compiling and reading the prompt", patience=SHORT):
-            token_B, cached, chosen = self._read(prompts, sampling, kind, keep_cache)
+            token_B, cached = self._read(prompts, sampling, settings, keep_cache)
             token_B.block_until_ready()
         try:
             for index in range(sampling.max_new_tokens):
                 last_B = token_B
                 # Start the next token before reading this one, so that the device stays busy.
                 if index + 1 < sampling.max_new_tokens:
-                    where = {
-                        "slot": np.int32(cached.first_B[0] + len(cached.tokens)),
-                        "first": cached.first_B,
-                        "index": np.int32(index + 1),
-                    }
+                    slot = np.asarray(cached.first_B[0] + len(cached.tokens), np.int32)
+                    position = CachePosition(None, cached.first_B, np.asarray(index + 1, np.int32), slot)
                     first_call = phase("compiling the decoding step", patience=SHORT) if index == 0 else nullcontext()
                     with first_call:
-                        token_B, cached.cache = self._decode((kind,), self._arrays, cached.cache, last_B, where, chosen)
+                        token_B, cached.cache = self._decode(
+                            sampling.kind, self._arrays, cached.cache, last_B, position, settings
+                        )
                 # Rows that were added to fill the mesh come last; drop them.
                 values = np.asarray(last_B)[: len(prompts)].tolist()
                 if index + 1 < sampling.max_new_tokens:
@@ -187,10 +226,9 @@ class Generator:
             self._cached = cached if keep_cache and is_intact else None
 
     def _read(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, kind: str, keep_cache: bool
-    ) -> tuple[jax.Array, _CachedPrompt, dict[str, Any]]:
-        """Read prompts; returns (first new token of each row, their cache, settings for `choose`)."""
-        vocab_size = self._program.experiment.language_model.vocab_size
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, settings: SamplingArrays, keep_cache: bool
+    ) -> tuple[jax.Array, _CachedPrompt]:
+        """Read prompts; returns the first new token of each row, and the cache of the prompts."""
         # Drop this reference, so that two caches never exist at the same time.
         cached, self._cached = self._cached, None
         if cached is not None and keep_cache:
@@ -198,26 +236,30 @@ class Generator:
             # Always read the last token: its logits give the first new token.
             num_cached = min(_count_common(cached.tokens, prompt), len(prompt) - 1)
             if num_cached and len(prompt) - num_cached <= _MOST_NEW_TOKENS:
-                settings = _settings(sampling, vocab_size, len(cached.first_B))
-                token_B = self._read_rest(cached, prompt, num_cached, sampling.max_new_tokens, kind, settings)
-                return token_B, cached, settings
+                token_B = self._read_rest(cached, prompt, num_cached, sampling, settings)
+                return token_B, cached
         del cached
-        tokens_BS, first_B = self._pad_prompts(prompts)
-        num_rows, length = tokens_BS.shape
+        length = bucket(max(map(len, prompts)))
+        # Pad on the left, and repeat the last prompt to fill the rows.
+        num_rows = len(settings.keys)
+        tokens_BS = np.zeros((num_rows, length), np.int32)
+        first_B = np.zeros(num_rows, np.int32)
+        for row in range(num_rows):
+            prompt = prompts[min(row, len(prompts) - 1)]
+            first_B[row] = length - len(prompt)
+            tokens_BS[row, first_B[row] :] = prompt
         # One cache slot per prompt token and per new token.
         capacity = bucket(length + sampling.max_new_tokens)
-        settings = _settings(sampling, vocab_size, num_rows)
-        token_B, cache = self._prefill((kind, capacity), self._arrays, tokens_BS, first_B, settings)
-        return token_B, _CachedPrompt(list(prompts[0]), first_B, capacity, cache), settings
+        token_B, cache = self._prefill((sampling.kind, capacity), self._arrays, tokens_BS, first_B, settings)
+        return token_B, _CachedPrompt(list(prompts[0]), first_B, capacity, cache)
 
     def _read_rest(
         self,
         cached: _CachedPrompt,
         prompt: Sequence[int],
         num_cached: int,
-        max_new_tokens: int,
-        kind: str,
-        settings: dict[str, Any],
+        sampling: Sampling,
+        settings: SamplingArrays,
     ) -> jax.Array:
         """Read the part of a prompt that is not in the cache, and extend the cache; returns the first new token, [B].
 
@@ -225,77 +267,43 @@ class Generator:
             cached: cache of another prompt; afterwards, of this one.
             prompt: token ids; the first `num_cached` are in the cache.
             num_cached: number of tokens not to read again.
-            max_new_tokens: number of tokens to make room for.
-            kind, settings: as for `choose`.
+            sampling: sampling settings.
+            settings: the same settings as arrays.
         """
         num_rows = len(cached.first_B)
         new_tokens = prompt[num_cached:]
         slot = int(cached.first_B[0]) + num_cached
         tokens_BS = np.zeros((num_rows, bucket(len(new_tokens))), np.int32)
         tokens_BS[:, : len(new_tokens)] = new_tokens
-        capacity = bucket(slot + max(tokens_BS.shape[1], len(new_tokens) + max_new_tokens))
+        capacity = bucket(slot + max(tokens_BS.shape[1], len(new_tokens) + sampling.max_new_tokens))
         if capacity > cached.capacity:
             cached.cache = self._grow(capacity - cached.capacity, cached.cache)
             cached.capacity = capacity
-        where = {"slot": np.int32(slot), "first": cached.first_B, "count": np.int32(len(new_tokens))}
-        token_B, cached.cache = self._extend((kind,), self._arrays, cached.cache, tokens_BS, where, settings)
+        position = CachePosition(
+            np.asarray(len(new_tokens), np.int32), cached.first_B, None, np.asarray(slot, np.int32)
+        )
+        token_B, cached.cache = self._extend(sampling.kind, self._arrays, cached.cache, tokens_BS, position, settings)
         cached.tokens = list(prompt)
         return token_B
 
-    def _pad_prompts(self, prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Pad the prompts on the left; returns tokens int32 [B, S] and the first column of each prompt, int32 [B]."""
-        mesh_shape = self._program.mesh.shape
-        shards = batch_shards(mesh_shape)
-        # The number of rows must be a multiple of the batch shards, so repeat the last prompt.
-        num_extra = -len(prompts) % shards
-        rows = [*prompts, *[prompts[-1]] * num_extra]
-        longest = max(map(len, rows))
-        length = bucket(longest)
-        tokens_BS = np.zeros((len(rows), length), np.int32)
-        first_B = np.zeros(len(rows), np.int32)
-        for index, row in enumerate(rows):
-            first_B[index] = length - len(row)
-            tokens_BS[index, first_B[index] :] = row
-        return tokens_BS, first_B
-
-
-def _kind(sampling: Sampling) -> str:
-    """Return the `kind` for `choose`. It is static, so only filtered sampling pays for sorting the vocabulary."""
-    if sampling.temperature == 0.0:
-        return "greedy"
-    if sampling.top_k is not None or sampling.top_p < 1.0:
-        return "filtered"
-    return "all"
-
-
-def _settings(sampling: Sampling, vocab_size: int, num_rows: int) -> dict[str, Any]:
-    """Return the settings for `choose` as arrays, so that no value is compiled into a program."""
-    top_k = sampling.top_k or vocab_size
-    return {
-        "keys": row_keys(sampling.seed, num_rows),
-        "temperature": np.float32(sampling.temperature),
-        "top_k": np.int32(min(top_k, vocab_size)),
-        "top_p": np.float32(sampling.top_p),
-    }
-
-
-def _context(forward: InferenceForward, batch: Nested) -> Context:
-    ctx = forward.program.evaluation_context(batch)
-    return replace(ctx, cache=True)
-
 
 def _prefill(
-    forward: InferenceForward, static: tuple[str, int], arrays: Any, tokens_BS: Any, first_B: Any, chosen: Any
-) -> Any:
+    forward: InferenceForward,
+    static: tuple[str, int],
+    arrays: ModelArrays,
+    tokens_BS: jax.Array,
+    first_B: jax.Array,
+    settings: SamplingArrays,
+) -> tuple[jax.Array, Nested]:
     """Compute the first new token of each row, and the cache of the prompts with room for `capacity` positions."""
     kind, capacity = static
     logits_BV, cache = read_prompts(forward, capacity, arrays, tokens_BS, first_B)
-    token_B = choose(kind, logits_BV, chosen, jnp.int32(0))
+    token_B = choose(kind, logits_BV, settings, jnp.int32(0))
     return token_B, cache
 
 
 def read_prompts(
-    forward: InferenceForward, capacity: int, arrays: Any, tokens_BS: jax.Array, first_B: jax.Array
+    forward: InferenceForward, capacity: int, arrays: ModelArrays, tokens_BS: jax.Array, first_B: jax.Array
 ) -> tuple[jax.Array, Nested]:
     """Compute the logits_BV of the first new token of each row, and the cache of the prompts. Call it inside jit.
 
@@ -314,94 +322,85 @@ def read_prompts(
         "positions": jnp.maximum(position_BS, 0),
         "segments": (position_BS >= 0).astype(jnp.int32),
     }
-    ctx = _context(forward, batch)
-    x_BSD, head, outs = forward(arrays, ctx)
-    cache = _shard_cache(_pad_cache(_collect_caches(outs), capacity - length), ctx)
+    ctx = replace(forward.program.evaluation_context(batch), cache=True)
+    out = forward(arrays, ctx)
+    cache = _shard_cache(_pad_cache(out.caches, capacity - length), ctx)
     # Prompts are padded on the left, so the last token of each is in the last column.
-    last_B1D = x_BSD[:, -1:]
-    logits_B1V = forward.model.language_head.logits(head, last_B1D, ctx)
+    last_B1D = out.x_BSD[:, -1:]
+    logits_B1V = forward.model.language_head.logits(out.head_weights, last_B1D, ctx)
     return logits_B1V[:, 0], cache
 
 
 def _decode(
-    forward: InferenceForward, static: Any, arrays: Any, cache: Nested, token_B: Any, where: Any, chosen: Any
+    forward: InferenceForward,
+    kind: str,
+    arrays: ModelArrays,
+    cache: Nested,
+    token_B: jax.Array,
+    position: CachePosition,
+    settings: SamplingArrays,
 ) -> tuple[jax.Array, Nested]:
     """Compute the next token of each row, and the cache with the keys and values of `token_B`."""
-    logits_BV, cache = read_token(forward, arrays, cache, token_B, where["first"], where["slot"])
-    (kind,) = static
-    token_B = choose(kind, logits_BV, chosen, where["index"])
+    logits_BV, cache = read_tokens(forward, arrays, cache, token_B[:, None], position)
+    assert position.index is not None
+    token_B = choose(kind, logits_BV, settings, position.index)
     return token_B, cache
 
 
 def _extend(
-    forward: InferenceForward, static: Any, arrays: Any, cache: Nested, tokens_BS: Any, where: Any, chosen: Any
+    forward: InferenceForward,
+    kind: str,
+    arrays: ModelArrays,
+    cache: Nested,
+    tokens_BS: jax.Array,
+    position: CachePosition,
+    settings: SamplingArrays,
 ) -> tuple[jax.Array, Nested]:
     """Read `count` more tokens after a cached prompt; returns the first new token of each row, and the cache."""
-    logits_BV, cache = _read_tokens(forward, arrays, cache, tokens_BS, where["first"], where["slot"], where["count"])
-    (kind,) = static
-    token_B = choose(kind, logits_BV, chosen, jnp.int32(0))
+    logits_BV, cache = read_tokens(forward, arrays, cache, tokens_BS, position)
+    token_B = choose(kind, logits_BV, settings, jnp.int32(0))
     return token_B, cache
 
 
-def read_token(
-    forward: InferenceForward, arrays: Any, cache: Nested, token_B: jax.Array, first_B: jax.Array, slot: jax.Array
+def read_tokens(
+    forward: InferenceForward, arrays: ModelArrays, cache: Nested, tokens_BS: jax.Array, position: CachePosition
 ) -> tuple[jax.Array, Nested]:
-    """Compute the logits_BV after `token_B`, and the cache with the keys and values of `token_B`. Call it inside jit.
+    """Compute the logits_BV after the last token of each row, and the cache with the keys and values of the tokens.
+
+    Call it inside jit.
 
     Args:
-        forward, arrays, first_B: as for `read_prompts`.
-        cache: cache of the preceding tokens.
-        token_B: last token of each row.
-        slot: int32, cache slot to write for `token_B`.
-    """
-    return _read_tokens(forward, arrays, cache, token_B[:, None], first_B, slot, None)
-
-
-def _read_tokens(
-    forward: InferenceForward,
-    arrays: Any,
-    cache: Nested,
-    tokens_BS: jax.Array,
-    first_B: jax.Array,
-    slot: jax.Array,
-    count: jax.Array | None,
-) -> tuple[jax.Array, Nested]:
-    """Do the same as `read_token` for several tokens.
-
-    Args:
-        forward, arrays, first_B: as for `read_prompts`.
+        forward, arrays: as for `read_prompts`.
         cache: cache of the preceding tokens, with room for S more.
         tokens_BS: tokens that follow the cached ones, padded on the right.
-        slot: int32, cache slot of the first of these tokens.
-        count: int32, number of tokens before the padding; None if there is no padding.
+        position: their place in the cache.
     """
-    position_BS = (slot - first_B)[:, None]
-    batch = {"first": first_B, "slot": slot}
+    slot, count = position.slot, position.count
+    position_BS = (slot - position.first_B)[:, None]
+    batch = {"first": position.first_B, "slot": slot}
     if count is not None:
         step_S = jnp.arange(tokens_BS.shape[1])
         # Padding gets the last token's position, because a model with learned positions may have no further ones. Its
         # cache entries are beyond all visible slots, and are overwritten before those slots become visible.
         position_BS = position_BS + jnp.minimum(step_S, count - 1)
         batch["segments"] = jnp.broadcast_to(step_S < count, tokens_BS.shape).astype(jnp.int32)
-    ctx = _context(forward, {**batch, "tokens": tokens_BS, "positions": position_BS})
+    ctx = forward.program.evaluation_context({**batch, "tokens": tokens_BS, "positions": position_BS})
+    ctx = replace(ctx, cache=True)
     params, buffers = arrays
     # The layers read the cache together with their own buffers.
     buffers = merge(buffers, cache)
-    x_BSD, head, outs = forward((params, buffers), ctx)
-
-    def write(old: jax.Array, new: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=2)
-
+    out = forward((params, buffers), ctx)
     # All layers write the same slots in all rows, so this is one slice update instead of a scatter.
-    cache = _shard_cache(jax.tree.map(write, cache, _collect_caches(outs)), ctx)
-    last_B1D = x_BSD if count is None else jax.lax.dynamic_slice_in_dim(x_BSD, count - 1, 1, axis=1)
-    logits_B1V = forward.model.language_head.logits(head, last_B1D, ctx)
+    write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=slot, axis=2)
+    cache = _shard_cache(jax.tree.map(write, cache, out.caches), ctx)
+    last_B1D = out.x_BSD if count is None else jax.lax.dynamic_slice_in_dim(out.x_BSD, count - 1, 1, axis=1)
+    logits_B1V = forward.model.language_head.logits(out.head_weights, last_B1D, ctx)
     return logits_B1V[:, 0], cache
 
 
 def _grow(forward: InferenceForward, num_more: int, cache: Nested) -> Nested:
     """Grow the cache by `num_more` positions, and shard it over the mesh."""
-    return _shard_cache(_pad_cache(cache, num_more), _context(forward, {}))
+    return _shard_cache(_pad_cache(cache, num_more), forward.program.evaluation_context({}))
 
 
 def _pad_cache(cache: Nested, num_more: int) -> Nested:
@@ -419,14 +418,6 @@ def _count_common(tokens: Sequence[int], other: Sequence[int]) -> int:
             break
         count += 1
     return count
-
-
-def _collect_caches(outs: dict[str, Out]) -> Nested:
-    """Return the cache entries of each stack, by stage: [U, B, C, K, H].
-
-    The axes are repeats of the pattern, rows, positions, key heads and head width. Latents count as one head.
-    """
-    return {name: out.layer_state for name, out in outs.items() if out.layer_state}
 
 
 def _shard_cache(cache: Nested, ctx: Context) -> Nested:
@@ -491,7 +482,7 @@ def stream_text(
     tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
-    stops: Any = (),
+    stops: Sequence[str] = (),
     *,
     keep_cache: bool = False,
 ) -> Iterator[list[str]]:

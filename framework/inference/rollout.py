@@ -7,18 +7,31 @@ loop over tokens runs on the device. It ends when all answers have ended.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from plimsoll.framework.inference.generation import InferenceForward, bucket, read_prompts, read_token
+from plimsoll.framework.inference.generation import (
+    CachePosition,
+    InferenceForward,
+    ModelArrays,
+    bucket,
+    read_prompts,
+    read_tokens,
+)
 from plimsoll.framework.layout import Nested
 from plimsoll.framework.program.program import Program
 
+T = TypeVar("T")
 
-class SampledAnswers(NamedTuple):
-    """Answers to the prompts of a batch.
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SampledAnswers:
+    """Answers to the prompts of a batch, on the devices or on the host.
 
     Attributes:
         tokens: int32[B, A]; 0 after the end.
@@ -26,14 +39,17 @@ class SampledAnswers(NamedTuple):
         counts: int32[B], number of tokens of each answer, including the stop token.
     """
 
-    # Device arrays or host arrays.
-    tokens: Any
-    log_probs: Any
-    counts: Any
+    tokens: jax.Array | np.ndarray
+    log_probs: jax.Array | np.ndarray
+    counts: jax.Array | np.ndarray
 
 
-class SamplingInputs(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplingInputs(Generic[T]):
     """The inputs that determine the random draws of a batch, so that the same state gives the same answers again.
+
+    T is jax.Array, or jax.ShapeDtypeStruct if the program is only compiled.
 
     Attributes:
         words: uint32[2], the key data of the run.
@@ -42,18 +58,39 @@ class SamplingInputs(NamedTuple):
         greedy: bool; take the most likely tokens instead of sampling.
     """
 
-    # Arrays, or abstract arrays if the program is only compiled.
-    words: Any
-    stream: Any
-    numbers: Any
-    greedy: Any
+    words: T
+    stream: T
+    numbers: T
+    greedy: T
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _LoopState:
+    """The state of the loop over the tokens of the answers.
+
+    Attributes:
+        index: int32, number of tokens that are in the answers so far.
+        token_B: int32[B], the next token of each row.
+        log_prob_B: f32[B], its log-probability.
+        running_B: bool[B], whether the row has not ended before this token.
+        cache: keys and values of all preceding tokens.
+        answers: the answers so far.
+    """
+
+    index: jax.Array
+    token_B: jax.Array
+    log_prob_B: jax.Array
+    running_B: jax.Array
+    cache: Nested
+    answers: SampledAnswers
 
 
 # Folded into the run's key, to separate these draws from the dropout of the steps.
 _ROLLOUTS = 0x726F6C6C
 
 
-def rollout_jit(program: Program, weights: Nested, answer_tokens: int, stop_ids: tuple[int, ...]) -> Any:
+def rollout_jit(program: Program, weights: Nested, answer_tokens: int, stop_ids: tuple[int, ...]) -> jax.stages.Wrapped:
     """Return the jitted function ((weights, buffers), prompts_BS, lengths_B, SamplingInputs) -> SampledAnswers.
 
     Args:
@@ -71,10 +108,10 @@ def _rollout(
     forward: InferenceForward,
     answer_tokens: int,
     stop_ids: tuple[int, ...],
-    arrays: tuple[Nested, Nested],
+    arrays: ModelArrays,
     prompts_BS: jax.Array,
     lengths_B: jax.Array,
-    sampling_inputs: SamplingInputs,
+    sampling_inputs: SamplingInputs[jax.Array],
 ) -> SampledAnswers:
     """Continue prompts that start in the first column. A row of length 0 has no prompt and gets no answer."""
     running_B = lengths_B > 0
@@ -88,50 +125,38 @@ def _rollout(
     columns_BP = jnp.arange(length) - first_B[:, None]
     shifted_BP = jnp.take_along_axis(prompts_BS, jnp.maximum(columns_BP, 0), axis=1)
     tokens_BP = jnp.where(columns_BP >= 0, shifted_BP, 0)
-    keys_B = _row_keys(sampling_inputs)
+    # The key of each row depends only on (run, stream, row number).
+    run_key = jax.random.fold_in(jax.random.wrap_key_data(sampling_inputs.words), _ROLLOUTS)
+    stream_key = jax.random.fold_in(run_key, sampling_inputs.stream)
+    keys_B = jax.vmap(functools.partial(jax.random.fold_in, stream_key))(sampling_inputs.numbers)
     capacity = bucket(length + answer_tokens)
     logits_BV, cache = read_prompts(forward, capacity, arrays, tokens_BP, first_B)
     token_B, log_prob_B = _sample_token(logits_BV, keys_B, jnp.int32(0), sampling_inputs.greedy)
     none_BA = jnp.zeros((num_rows, answer_tokens), jnp.int32)
     answers = SampledAnswers(none_BA, none_BA.astype(jnp.float32), jnp.zeros(num_rows, jnp.int32))
 
-    def should_continue(carry: Any) -> jax.Array:
-        index, _, _, running_B, _, _ = carry
-        return (index < answer_tokens) & jnp.any(running_B)
+    def should_continue(loop: _LoopState) -> jax.Array:
+        return (loop.index < answer_tokens) & jnp.any(loop.running_B)
 
-    def next_token(carry: Any) -> Any:
-        index, token_B, log_prob_B, running_B, cache, answers = carry
-        answers = _with_column(answers, index, token_B, log_prob_B, running_B)
-        running_B = running_B & ~jnp.isin(token_B, jnp.asarray(stop_ids, jnp.int32))
+    def next_token(loop: _LoopState) -> _LoopState:
+        # Write the token of each row that is still running into column `index`.
+        write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=loop.index, axis=1)
+        tokens_B1 = jnp.where(loop.running_B, loop.token_B, 0)[:, None]
+        log_probs_B1 = jnp.where(loop.running_B, loop.log_prob_B, 0.0)[:, None]
+        answers = SampledAnswers(
+            write(loop.answers.tokens, tokens_B1),
+            write(loop.answers.log_probs, log_probs_B1),
+            loop.answers.counts + loop.running_B.astype(jnp.int32),
+        )
+        running_B = loop.running_B & ~jnp.isin(loop.token_B, jnp.asarray(stop_ids, jnp.int32))
         # The last iteration also reads its token. This costs one token's time and keeps the loop simple.
-        logits_BV, cache = read_token(forward, arrays, cache, token_B, first_B, length + index)
-        token_B, log_prob_B = _sample_token(logits_BV, keys_B, index + 1, sampling_inputs.greedy)
-        return index + 1, token_B, log_prob_B, running_B, cache, answers
+        position = CachePosition(None, first_B, None, length + loop.index)
+        logits_BV, cache = read_tokens(forward, arrays, loop.cache, loop.token_B[:, None], position)
+        token_B, log_prob_B = _sample_token(logits_BV, keys_B, loop.index + 1, sampling_inputs.greedy)
+        return _LoopState(loop.index + 1, token_B, log_prob_B, running_B, cache, answers)
 
-    carry = (jnp.int32(0), token_B, log_prob_B, running_B, cache, answers)
-    *_, answers = jax.lax.while_loop(should_continue, next_token, carry)
-    return answers
-
-
-def _with_column(
-    answers: SampledAnswers, index: jax.Array, token_B: jax.Array, log_prob_B: jax.Array, running_B: jax.Array
-) -> SampledAnswers:
-    """Write the tokens of column `index` into the answers that are still running."""
-    column = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=index, axis=1)
-    tokens_B1 = jnp.where(running_B, token_B, 0)[:, None]
-    log_probs_B1 = jnp.where(running_B, log_prob_B, 0.0)[:, None]
-    return SampledAnswers(
-        column(answers.tokens, tokens_B1),
-        column(answers.log_probs, log_probs_B1),
-        answers.counts + running_B.astype(jnp.int32),
-    )
-
-
-def _row_keys(sampling_inputs: SamplingInputs) -> jax.Array:
-    """Return the key of each row, [B], which depends only on (run, stream, row number)."""
-    run_key = jax.random.fold_in(jax.random.wrap_key_data(sampling_inputs.words), _ROLLOUTS)
-    stream_key = jax.random.fold_in(run_key, sampling_inputs.stream)
-    return jax.vmap(functools.partial(jax.random.fold_in, stream_key))(sampling_inputs.numbers)
+    loop = _LoopState(jnp.int32(0), token_B, log_prob_B, running_B, cache, answers)
+    return jax.lax.while_loop(should_continue, next_token, loop).answers
 
 
 def _sample_token(

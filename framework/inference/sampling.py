@@ -8,6 +8,24 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplingArrays:
+    """Sampling settings as arrays, so that no value is compiled into a program.
+
+    Attributes:
+        keys: uint32[B, 2], the key data of each row.
+        temperature, top_p: float32, as in `Sampling`.
+        top_k: int32, at most the size of the vocabulary.
+    """
+
+    keys: jax.Array
+    temperature: jax.Array | np.ndarray
+    top_k: jax.Array | np.ndarray
+    top_p: jax.Array | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -44,43 +62,54 @@ class Sampling:
             if not is_good:
                 raise ValueError(f"{name}: expected {expected}, given {getattr(self, name)}")
 
+    @property
+    def kind(self) -> str:
+        """The `kind` for `choose`. It is static, so only filtered sampling pays for sorting the vocabulary."""
+        if self.temperature == 0.0:
+            return "greedy"
+        if self.top_k is not None or self.top_p < 1.0:
+            return "filtered"
+        return "all"
 
-def row_keys(seed: int, rows: int) -> jax.Array:
-    """Return the key data of each row, uint32[rows, 2]."""
-    seed_key = jax.random.key(seed)
-    fold = functools.partial(jax.random.fold_in, seed_key)
-    keys = jax.vmap(fold)(jnp.arange(rows))
-    return jax.random.key_data(keys)
+    def to_arrays(self, vocab_size: int, num_rows: int) -> SamplingArrays:
+        """Return the settings for a batch of `num_rows` rows."""
+        fold = functools.partial(jax.random.fold_in, jax.random.key(self.seed))
+        return SamplingArrays(
+            keys=jax.random.key_data(jax.vmap(fold)(jnp.arange(num_rows))),
+            temperature=np.asarray(self.temperature, np.float32),
+            top_k=np.asarray(min(self.top_k or vocab_size, vocab_size), np.int32),
+            top_p=np.asarray(self.top_p, np.float32),
+        )
 
 
-def choose(kind: str, logits_BV: jax.Array, chosen: dict[str, jax.Array], index: jax.Array) -> jax.Array:
+def choose(kind: str, logits_BV: jax.Array, settings: SamplingArrays, index: jax.Array | np.ndarray) -> jax.Array:
     """Choose the next token of each row: int32 [B].
 
     Args:
         kind: "greedy"; "all", to sample from all tokens; "filtered", to sample with top_k and top_p.
         logits_BV: logits of the model.
-        chosen: settings as arrays: keys (key data, uint32 [B, 2]), temperature, top_k and top_p.
+        settings: sampling settings; not read if greedy.
         index: number of the decoding step, which gives each step of a row a different key.
     """
     if kind == "greedy":
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     # One key per row and step, so that a row's samples do not depend on the other rows of the batch.
     fold = jax.vmap(lambda data: jax.random.fold_in(jax.random.wrap_key_data(data), index))
-    keys = fold(chosen["keys"])
+    keys = fold(settings.keys)
     sample = jax.vmap(jax.random.categorical)
-    logits_BV = logits_BV / chosen["temperature"]
+    logits_BV = logits_BV / settings.temperature
     if kind == "all":
         return sample(keys, logits_BV).astype(jnp.int32)
     order_BV = jnp.argsort(logits_BV, axis=-1, descending=True)
     sorted_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
     # A mask instead of lax.top_k: k is an array, so one program serves all settings.
     ranks_V = jnp.arange(sorted_BV.shape[-1])
-    in_top_k_V = ranks_V < chosen["top_k"]
+    in_top_k_V = ranks_V < settings.top_k
     sorted_BV = jnp.where(in_top_k_V, sorted_BV, -jnp.inf)
     p_BV = jax.nn.softmax(sorted_BV, axis=-1)
     # The total probability of all more likely tokens: 0 for the first, so at least one token remains.
     before_BV = jnp.cumsum(p_BV, axis=-1) - p_BV
-    in_top_p_BV = before_BV < chosen["top_p"]
+    in_top_p_BV = before_BV < settings.top_p
     candidates_BV = jnp.where(in_top_p_BV, sorted_BV, -jnp.inf)
     # A rank in the sorted row, which maps back to the token.
     sampled_B = sample(keys, candidates_BV)

@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import numpy as np
 
 from plimsoll.framework.data.packing import num_windows, pack
 from plimsoll.framework.data.tokenizers import Tokenizer
-from plimsoll.framework.inference.generation import InferenceForward, bucket
+from plimsoll.framework.inference.generation import InferenceForward, ModelArrays, bucket
 from plimsoll.framework.layers.base import batch_shards
 from plimsoll.framework.layout import Nested, TrainState
 from plimsoll.framework.program.program import Program
@@ -23,7 +22,8 @@ from plimsoll.framework.terminal.phases import SHORT, phase
 Tokens = Sequence[int] | np.ndarray
 
 
-class Score(NamedTuple):
+@dataclass(frozen=True)
+class Score:
     """The score of a row.
 
     Attributes:
@@ -73,8 +73,7 @@ class Scorer:
         shards = batch_shards(program.mesh.shape)
         # The number of rows must be a multiple of the batch shards.
         self._rows = -(-batch_size // shards) * shards
-        forward = InferenceForward(program, weights)
-        score = functools.partial(_score, forward)
+        score = functools.partial(_score, InferenceForward(program, weights))
         self._score = program.jit(score, out_shardings=program.replicated)
 
     def score(self, rows: Sequence[tuple[Tokens, int]]) -> Iterator[Score]:
@@ -137,11 +136,12 @@ class Scorer:
         return TextScore(count, loss, perplexity, bits_per_byte)
 
 
-def _score(forward: InferenceForward, arrays: Any, batch: Nested) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _score(forward: InferenceForward, arrays: ModelArrays, batch: Nested) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute per row the sum of log-probabilities, the number of targets, and the number that are not the argmax."""
     ctx = forward.program.evaluation_context(batch)
     head = forward.model.language_head
-    x_BSD, weights, _ = forward(arrays, ctx)
+    out = forward(arrays, ctx)
+    x_BSD, weights = out.x_BSD, out.head_weights
     B, S, _ = x_BSD.shape
     chunks = head.chunks(B, S, ctx).count
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from plimsoll.framework.inference.generation import InferenceForward, bucket
+from plimsoll.framework.inference.generation import InferenceForward, ModelArrays, bucket
 from plimsoll.framework.layers.base import batch_shards
 from plimsoll.framework.layout import Nested, TrainState
 from plimsoll.framework.program.program import Program
@@ -63,9 +62,9 @@ class SequenceScorer:
             yield from scores_BC[: len(group)]
 
 
-def _score(forward: InferenceForward, arrays: Any, batch: Nested, last_B: jax.Array) -> jax.Array:
+def _score(forward: InferenceForward, arrays: ModelArrays, batch: Nested, last_B: jax.Array) -> jax.Array:
     """Compute the scores at the last token of each row, [B, C]."""
     ctx = forward.program.evaluation_context(batch)
-    x_BSD, weights, _ = forward(arrays, ctx)
-    scores_BSC = forward.model.score_head.scores(weights, x_BSD, ctx)
+    out = forward(arrays, ctx)
+    scores_BSC = forward.model.score_head.scores(out.head_weights, out.x_BSD, ctx)
     return jnp.take_along_axis(scores_BSC, last_B[:, None, None], axis=1)[:, 0]

@@ -30,7 +30,7 @@ class JsonlWriter:
         stamp: returns additional fields for the row of a step; None for no additional fields.
     """
 
-    def __init__(self, path: str | os.PathLike[str], stamp: Callable[[int], Mapping[str, Any]] | None = None):
+    def __init__(self, path: str | os.PathLike[str], stamp: Callable[[int], Mapping[str, object]] | None = None):
         self.path = Path(path)
         self._stamp = stamp
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,14 +39,21 @@ class JsonlWriter:
         if size and os.pread(self._file.fileno(), 1, size - 1) != b"\n":
             self._replace(line for _, line in _rows(self.path))
 
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def write(self, step: int, metrics: Mapping[str, object]) -> None:
         """Append one row.
 
         Values are numbers (including 0-d arrays), bools, strings and None. Raises OSError on a full disk, without
         leaving a part of the row behind.
         """
         stamps = {} if self._stamp is None else self._stamp(step)
-        line = _encode({"step": step, **stamps, **metrics})
+        row = {"step": step, **stamps, **metrics}
+        for name, value in row.items():
+            # Convert 0-d arrays and numpy scalars to Python numbers.
+            number = value.item() if hasattr(value, "item") else value
+            # json.dumps would write NaN and Infinity as bare words, which are valid JSON only as strings.
+            is_special = isinstance(number, float) and not math.isfinite(number)
+            row[name] = json.dumps(number) if is_special else number
+        line = json.dumps(row, allow_nan=False, ensure_ascii=False).encode() + b"\n"
         size = self._file.seek(0, os.SEEK_END)
         try:
             # An unbuffered write may be partial, for example on a nearly full disk.
@@ -125,17 +132,3 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
             elif line.endswith(b"\n"):
                 problem = f'expected a JSON object with a "step", got {line[:80]!r}'
                 raise ValueError(f"{path}, line {number}: {problem}")
-
-
-def _encode(row: Mapping[str, Any]) -> bytes:
-    values = {}
-    for name, value in row.items():
-        # Convert 0-d arrays and numpy scalars to Python numbers.
-        if hasattr(value, "item"):
-            value = value.item()
-        # json.dumps would write NaN and Infinity as bare words, which are valid JSON only as strings.
-        if isinstance(value, float) and not math.isfinite(value):
-            value = json.dumps(value)
-        values[name] = value
-    text = json.dumps(values, allow_nan=False, ensure_ascii=False)
-    return text.encode() + b"\n"

@@ -4,12 +4,21 @@ On TPU and GPU, device bytes come from the allocator's statistics, whose peak in
 On CPU, where `memory_stats()` is None, they are the sizes of the live jax arrays, which do not include temporaries.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Protocol
+
+
+class Device(Protocol):
+    """A jax device."""
+
+    def memory_stats(self) -> Mapping[str, int] | None:
+        """Return statistics of the device's allocator; None or {} if it has none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +38,7 @@ class MemoryInUse:
         return {f"memory/{name}": value for name, value in vars(self).items() if value is not None}
 
 
-def memory_in_use(devices: Sequence[Any]) -> MemoryInUse:
+def memory_in_use(devices: Sequence[Device]) -> MemoryInUse:
     """Measure the current memory use of this process on some of its devices."""
     device_sizes = []
     host_bytes = 0
@@ -53,7 +62,7 @@ def memory_in_use(devices: Sequence[Any]) -> MemoryInUse:
     return MemoryInUse(in_use, peak, host_bytes, rss_bytes())
 
 
-def live_array_bytes() -> dict[tuple[Any, str], int]:
+def live_array_bytes() -> dict[tuple[Hashable, str], int]:
     """Return the bytes of live jax arrays by (device, memory kind), with each buffer counted once.
 
     `jax.live_arrays()` lists an array and, once its shards have been accessed (as checkpointing does), the shards as
@@ -68,7 +77,7 @@ def live_array_bytes() -> dict[tuple[Any, str], int]:
         if len(array.sharding.device_set) == 1:
             single_device_types.add((array.shape, array.dtype))
     # {(device, memory kind, address): bytes}
-    buffers: dict[tuple[Any, str, int], int] = {}
+    buffers: dict[tuple[Hashable, str, int], int] = {}
     for array in arrays:
         sharding = array.sharding
         kind = sharding.memory_kind or "device"
@@ -83,25 +92,19 @@ def live_array_bytes() -> dict[tuple[Any, str], int]:
         shards = [shard.data for shard in array.addressable_shards] if is_sharded else [array]
         for shard in shards:
             (device,) = shard.sharding.device_set
-            buffers[device, kind, _address(shard)] = shard.nbytes
-    sizes: Counter[tuple[Any, str]] = Counter()
+            # Getting the pointer also waits for the array, but holds the GIL, so that no watchdog could run.
+            if device.platform == "cpu":
+                shard.block_until_ready()
+            try:
+                address = shard.unsafe_buffer_pointer()
+            except jax.errors.JaxRuntimeError:
+                # Not every plugin provides addresses. Without them, accessed shards count twice.
+                address = id(shard)
+            buffers[device, kind, address] = shard.nbytes
+    sizes: Counter[tuple[Hashable, str]] = Counter()
     for (device, kind, _), size in buffers.items():
         sizes[device, kind] += size
     return dict(sizes)
-
-
-def _address(array: Any) -> int:
-    """Return a number that identifies the buffer of a single-device array."""
-    import jax
-
-    # Getting the pointer also waits for the array, but holds the GIL, so that no watchdog could run.
-    if next(iter(array.devices())).platform == "cpu":
-        array.block_until_ready()
-    try:
-        return array.unsafe_buffer_pointer()
-    except jax.errors.JaxRuntimeError:
-        # Not every plugin provides addresses. Without them, accessed shards count twice.
-        return id(array)
 
 
 def rss_bytes() -> int:

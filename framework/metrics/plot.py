@@ -3,14 +3,21 @@
 matplotlib is used without pyplot, whose global state and display backends do not belong in a training process.
 """
 
+from __future__ import annotations
+
 import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plimsoll.framework.metrics.jsonl import read_metrics
+
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 TRAIN = "train/loss"
 RATE = "train/learning_rate"
@@ -27,7 +34,7 @@ _MAX_NAMED_EXPERTS = 8
 _MIN_SMOOTHED = 20
 
 # (step, value) of each row, sorted by step.
-Points = list[tuple[int, float]]
+Points = Sequence[tuple[float, float]]
 
 
 def plot_losses(
@@ -48,7 +55,11 @@ def plot_losses(
     figure = Figure(figsize=(9, 6.4 if has_rates else 5.2), dpi=130, layout="constrained")
     if has_rates:
         loss_axes, rate_axes = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-        _draw_rates(rate_axes, rates)
+        rate_axes.plot(*zip(*rates, strict=True), color=_RATE_COLOR, linewidth=1.2)
+        rate_axes.set_ylabel("learning rate")
+        rate_axes.set_ylim(bottom=0.0)
+        # Show the power of ten once above the axis, instead of ticks such as 0.0002.
+        rate_axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
         all_axes = [loss_axes, rate_axes]
     else:
         loss_axes = figure.add_subplot()
@@ -96,7 +107,7 @@ def plot_objective(metrics_jsonl: str | os.PathLike[str], png_path: Path, title:
     return _save(figure, png_path)
 
 
-def objective_panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Points]]:
+def objective_panels(rows: Sequence[Mapping[str, float]]) -> dict[str, dict[str, Points]]:
     """Return {kind: {metric: [(step, value)]}} of an objective's metrics.
 
     Metrics that differ only in their suffix, such as chosen and rejected, belong to one kind.
@@ -151,7 +162,7 @@ def plot_experts(metrics_jsonl: str | os.PathLike[str], png_path: Path, title: s
     return _save(figure, png_path)
 
 
-def expert_loads(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Points]]:
+def expert_loads(rows: Sequence[Mapping[str, float]]) -> dict[str, dict[int, Points]]:
     """Return {layer: {expert: [(step, load)]}} of the layers that report loads, with the experts in order."""
     names = dict.fromkeys(name for row in rows for name in row)
     loads: dict[str, dict[int, Points]] = {}
@@ -162,7 +173,7 @@ def expert_loads(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Point
     return {layer: dict(sorted(layer_loads.items())) for layer, layer_loads in loads.items()}
 
 
-def _draw_loads(axes: Any, layer: str, loads: Mapping[int, Points], rows: Sequence[Mapping[str, Any]]) -> None:
+def _draw_loads(axes: Axes, layer: str, loads: Mapping[int, Points], rows: Sequence[Mapping[str, float]]) -> None:
     """Draw the load of each expert of a layer, and the area between their minimum and maximum."""
     from matplotlib import colormaps
 
@@ -171,7 +182,8 @@ def _draw_loads(axes: Any, layer: str, loads: Mapping[int, Points], rows: Sequen
     bounds = [(step, least, most) for (step, least), (_, most) in extremes]
     if bounds:
         label = f"load_min to load_max  {bounds[-1][2]:.4g}"
-        axes.fill_between(*zip(*bounds, strict=True), color="#dddddd", linewidth=0.0, label=label)
+        steps, least_loads, most_loads = zip(*bounds, strict=True)
+        axes.fill_between(steps, least_loads, most_loads, color="#dddddd", linewidth=0.0, label=label)
     names_experts = len(loads) <= _MAX_NAMED_EXPERTS
     for expert, points in loads.items():
         # Many experts have similar colors. Their plot shows only the spread of all loads.
@@ -192,13 +204,13 @@ def _find_highest(curves: Iterable[Points]) -> float:
     return max(values, default=0.0) or 1.0
 
 
-def _draw_line(axes: Any, points: Points, **style: Any) -> None:
+def _draw_line(axes: Axes, points: Points, **style: Any) -> None:
     """Draw a curve. A single point, which has no line, becomes a dot."""
     if points:
         axes.plot(*zip(*points, strict=True), marker="o" if len(points) == 1 else None, markersize=3.5, **style)
 
 
-def _finish(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+def _finish(axes: Axes, rows: Sequence[Mapping[str, float]]) -> None:
     """Mark resumes, and apply the common style to the axes."""
     for row in rows:
         if "resumed_from" in row:
@@ -207,7 +219,7 @@ def _finish(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _save(figure: Any, png_path: Path) -> Path:
+def _save(figure: Figure, png_path: Path) -> Path:
     """Write a plot atomically, so that a reader never sees a partial file."""
     temporary = png_path.with_name(png_path.name + ".tmp")
     try:
@@ -219,7 +231,7 @@ def _save(figure: Any, png_path: Path) -> Path:
     return png_path
 
 
-def _draw_losses(axes: Any, curves: Mapping[str, Points]) -> None:
+def _draw_losses(axes: Axes, curves: Mapping[str, Points]) -> None:
     """Draw each curve with its last value in the legend, and limit the axis."""
     import numpy as np
 
@@ -247,16 +259,7 @@ def _draw_losses(axes: Any, curves: Mapping[str, Points]) -> None:
         axes.legend(frameon=False, fontsize=9)
 
 
-def _draw_rates(axes: Any, rates: Points) -> None:
-    """Draw the learning rate on an axis that starts at zero."""
-    axes.plot(*zip(*rates, strict=True), color=_RATE_COLOR, linewidth=1.2)
-    axes.set_ylabel("learning rate")
-    axes.set_ylim(bottom=0.0)
-    # Show the power of ten once above the axis, instead of ticks such as 0.0002.
-    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
-
-
-def collect_loss_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
+def collect_loss_curves(rows: Sequence[Mapping[str, float]]) -> dict[str, Points]:
     """Return [(step, value)], sorted by step, for each metric whose name ends in "loss".
 
     The metrics are in the order of their first appearance.
@@ -266,12 +269,12 @@ def collect_loss_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
     return {name: _collect_points(rows, name) for name in dict.fromkeys(names)}
 
 
-def _collect_points(rows: Sequence[Mapping[str, Any]], name: str) -> Points:
+def _collect_points(rows: Sequence[Mapping[str, float]], name: str) -> Points:
     """Return (step, value) of each row that has the metric, sorted by step."""
     return sorted((row["step"], row[name]) for row in rows if name in row)
 
 
-def smooth(losses: Any) -> Any:
+def smooth(losses: np.ndarray) -> np.ndarray:
     """Smooth a curve: f64[n] -> f64[n].
 
     Each value becomes the mean of the finite values in a window around it: 1/50 of all points, at least 5. A non-finite

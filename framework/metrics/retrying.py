@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from plimsoll.framework.metrics.writers import Writer
 
@@ -32,14 +31,14 @@ class RetryingWriter:
         self._writer = writer
         self._name = name
         self._log = log
-        self._waiting: deque[tuple[int, Mapping[str, Any]]] = deque()
+        self._waiting: deque[tuple[int, Mapping[str, float]]] = deque()
         # The step of a `resume` that is waiting, too.
         self._resume_from: int | None = None
         self._given_up = 0
         # Time of the last failure by the monotonic clock, in seconds; None if the last write succeeded.
         self._failed_at: float | None = None
 
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a row or queue it, see `Writer.write`. Never raises OSError."""
         self._waiting.append((step, metrics))
         if len(self._waiting) > MAX_ROWS:

@@ -5,11 +5,16 @@ in PaLM (arXiv 2204.02311, appendix B): the model FLOPs for the achieved tokens 
 devices. Recomputation (gradient checkpointing) does not count as work.
 """
 
+from __future__ import annotations
+
 import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import jax
 
 
 class Throughput:
@@ -84,9 +89,9 @@ class MetricsBuffer:
     """
 
     def __init__(self) -> None:
-        self._held: deque[tuple[int, Mapping[str, Any]]] = deque()
+        self._held: deque[tuple[int, Mapping[str, jax.Array]]] = deque()
 
-    def put(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def put(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         """Add a step's metrics: scalar arrays, on the device or not. Never waits."""
         self._held.append((step, metrics))
 

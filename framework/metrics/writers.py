@@ -1,21 +1,55 @@
-"""Metric writers: TensorBoard, Weights & Biases, and a combination of several.
+"""Metric writers: TensorBoard, Weights & Biases, MLflow, and a combination of several.
 
-tensorboardX and wandb are imported in the methods that use them. Only one process writes.
+Importing this module imports none of their packages. Only one process writes.
 """
 
+from __future__ import annotations
+
 import contextlib
+import importlib.util
 import os
 import time
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from tensorboardX.event_file_writer import EventsWriter
+
+
+# Value of `mlflow_uri` that selects MLFLOW_TRACKING_URI, or else MLflow's own default.
+MLFLOW_DEFAULT = "default"
+# MLflow's limit on the length of a parameter's value.
+_MLFLOW_VALUE_LENGTH = 6000
+# MLflow's limit on the number of parameters per call.
+_MLFLOW_BATCH = 100
+# By default MLflow retries for minutes, and would block the training loop.
+_MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+
+
+def check_installed(wandb_project: str | None, mlflow_uri: str | None) -> None:
+    """Check that the packages of the requested services are installed, without importing them.
+
+    Raises:
+        ImportError: a package is not installed. The message contains the command that installs it.
+    """
+    services = {}
+    if wandb_project is not None:
+        services["wandb"] = "Weights & Biases (--wandb, trainer.wandb_project)"
+    if mlflow_uri is not None:
+        services["mlflow"] = "MLflow (--mlflow, trainer.mlflow_uri)"
+    for package, service in services.items():
+        if importlib.util.find_spec(package) is None:
+            raise ImportError(
+                f"{service} is requested, but the package `{package}` is not installed; run `pip install {package}`"
+            )
 
 
 class Writer(Protocol):
     """Receives rows of metrics."""
 
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the numbers in `metrics` at `step`."""
 
     def resume(self, from_step: int) -> None:
@@ -36,18 +70,18 @@ class TensorBoardWriter:
         self._directory = os.fspath(directory)
         self._flush_seconds = flush_seconds
         self._flushed_at = 0.0
-        self._file: Any = None
+        self._file: EventsWriter | None = None
 
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one event with all values of the row.
 
         Raises OSError on a full disk. The next row then opens another file, because readers stop at a truncated event.
         """
         values = [{"tag": name, "simple_value": float(value)} for name, value in metrics.items()]
         try:
-            self._add(step, summary={"value": values})
+            file = self._add(step, summary={"value": values})
             if time.monotonic() - self._flushed_at > self._flush_seconds:
-                self._file.flush()
+                file.flush()
                 self._flushed_at = time.monotonic()
         except OSError:
             self._abandon()
@@ -80,7 +114,8 @@ class TensorBoardWriter:
             if os.path.getsize(path) == 0:
                 os.unlink(path)
 
-    def _add(self, step: int, **content: Any) -> None:
+    def _add(self, step: int, **content: object) -> EventsWriter:
+        """Write an event, and return the file that it was written to."""
         from tensorboardX.event_file_writer import EventsWriter
 
         # protobuf creates Event when the module is imported, so pyright does not see it.
@@ -95,6 +130,7 @@ class TensorBoardWriter:
             self._file = EventsWriter(prefix, suffix)
         event = Event(step=step, wall_time=time.time(), **content)
         self._file.write_event(event)
+        return self._file
 
 
 class WandbWriter:
@@ -109,7 +145,7 @@ class WandbWriter:
         ValueError: W&B rejects the run, for example because the user is not logged in.
     """
 
-    def __init__(self, project: str, name: str, *, workdir: Path, config: Mapping[str, Any]):
+    def __init__(self, project: str, name: str, *, workdir: Path, config: Mapping[str, object]):
         try:
             import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
@@ -134,7 +170,7 @@ class WandbWriter:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
 
     def resume(self, from_step: int) -> None:
@@ -144,13 +180,88 @@ class WandbWriter:
         self._run.finish()
 
 
+class MlflowWriter:
+    """Writes to an MLflow tracking server, database or folder.
+
+    The run id is stored in `workdir/mlflow_run_id`, so a resumed run continues the same curves. MLflow keeps all
+    logged rows: after a resume from an older step, its curves show the repeated steps twice (metrics.jsonl does not).
+
+    Args:
+        uri: URI of the server, or MLFLOW_DEFAULT.
+        name: name of the run.
+        workdir: folder in which the run id is stored.
+        config: JSON values by dotted path, which become the parameters of the MLflow run.
+
+    Raises:
+        ImportError: the package is not installed.
+        ValueError: the server cannot be reached, or rejects the request.
+    """
+
+    def __init__(self, uri: str, name: str, *, workdir: Path, config: Mapping[str, object]):
+        for variable, value in _MLFLOW_PATIENCE.items():
+            os.environ.setdefault(variable, value)
+        from mlflow.exceptions import MlflowException  # pyright: ignore[reportMissingImports]
+        from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
+
+        self._error = MlflowException
+        try:
+            self._client = MlflowClient(None if uri == MLFLOW_DEFAULT else uri)
+            self._run_id = self._begin(name, workdir / "mlflow_run_id", config)
+        except MlflowException as error:
+            first_line = str(error).partition("\n")[0]
+            raise ValueError(f"--mlflow={uri}: {first_line}") from error
+
+    def _begin(self, name: str, id_file: Path, config: Mapping[str, object]) -> str:
+        """Create a run, or continue the one of the workdir. Return its id."""
+        from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
+
+        if id_file.exists():
+            run_id = id_file.read_text()
+            self._client.update_run(run_id, status="RUNNING")
+            return run_id
+        experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "plimsoll")
+        experiment = self._client.get_experiment_by_name(experiment_name)
+        if experiment is None:
+            experiment_id = self._client.create_experiment(experiment_name)
+        else:
+            experiment_id = experiment.experiment_id
+        run_id = self._client.create_run(experiment_id, run_name=name).info.run_id
+        id_file.write_text(run_id)
+        parameters = [Param(path, str(value)[:_MLFLOW_VALUE_LENGTH]) for path, value in config.items()]
+        for start in range(0, len(parameters), _MLFLOW_BATCH):
+            self._client.log_batch(run_id, params=parameters[start : start + _MLFLOW_BATCH])
+        return run_id
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log one row. Raises OSError if the server does not respond; the row can then be written again."""
+        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
+
+        milliseconds = int(1000 * time.time())
+        values = [Metric(name, float(value), milliseconds, step) for name, value in metrics.items()]
+        try:
+            self._client.log_batch(self._run_id, metrics=values)
+        except self._error as error:
+            raise OSError(str(error).partition("\n")[0]) from error
+
+    def resume(self, from_step: int) -> None:
+        """Log the step from which the run continues."""
+        self.write(from_step, {"resumed_from": from_step})
+
+    def close(self) -> None:
+        """Mark the run as finished. A later start with the same workdir continues it."""
+        try:
+            self._client.set_terminated(self._run_id)
+        except self._error as error:
+            raise OSError(str(error).partition("\n")[0]) from error
+
+
 class MultiWriter:
     """Passes every row to several writers, and closes all of them even if one fails."""
 
     def __init__(self, writers: Iterable[Writer]):
         self.writers = list(writers)
 
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
         for writer in self.writers:
             writer.write(step, metrics)
 

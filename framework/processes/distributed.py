@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -52,7 +52,8 @@ class Cluster:
     local_device_ids: tuple[int, ...] | None = None
 
 
-class _Task(NamedTuple):
+@dataclass(frozen=True)
+class _Task:
     """Task information of this process, from a scheduler."""
 
     source: str
@@ -63,7 +64,7 @@ class _Task(NamedTuple):
     is_alone: bool  # the only task on its machine
 
 
-def detect(environment: Mapping[str, str], flags: Sequence[Any] = (None, None, None)) -> Cluster | None:
+def detect(environment: Mapping[str, str], flags: Sequence[str | int | None] = (None, None, None)) -> Cluster | None:
     """Detect the processes of the run; None if this is the only one.
 
     The sources are, in this order: `flags`; JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID; SLURM (a
@@ -148,13 +149,13 @@ def _open_mpi_task(environment: Mapping[str, str], ranks: list[str], address: st
     return _Task("Open MPI", num_tasks, rank, local_rank, address, is_alone)
 
 
-def _plain_cluster(source: str, names: Sequence[str], values: Sequence[Any]) -> Cluster | None:
+def _plain_cluster(source: str, names: Sequence[str], values: Sequence[str | int | None]) -> Cluster | None:
     """Return the cluster for the three values of PLAIN, or for the equivalent flags; None for a single process."""
     missing_names = [name for name, value in zip(names, values, strict=True) if value is None]
     if missing_names:
         problem = f"missing: {', '.join(missing_names)}"
         raise ValueError(f"several processes need {', '.join(names)}; {problem}")
-    address, size_value, rank_value = values
+    address, size_value, rank_value = map(str, values)
     _, size_name, rank_name = names
     try:
         size = int(size_value)
@@ -171,18 +172,15 @@ def is_on_tpu_pod(environment: Mapping[str, str]) -> bool:
     """Return whether this machine has TPU chips that may be part of a larger slice. JAX itself detects if they are."""
     if "JAX_PLATFORMS" in environment and "tpu" not in environment["JAX_PLATFORMS"]:
         return False
-    has_chips = find_spec("libtpu") is not None and _has_google_device()
+    # 0x1ae0 is Google's PCI vendor id.
+    has_chips = find_spec("libtpu") is not None and any(
+        Path(file).read_text().strip() == "0x1ae0" for file in glob.glob("/sys/bus/pci/devices/*/vendor")
+    )
     # Without the metadata server of Google Cloud, only these variables indicate other machines.
     on_cloud = environment.get("TPU_SKIP_MDS_QUERY") is None
     has_several_hosts = "," in environment.get("TPU_WORKER_HOSTNAMES", "")
     is_multihost = has_several_hosts or int(environment.get("MEGASCALE_NUM_SLICES", "1")) > 1
     return has_chips and (on_cloud or is_multihost)
-
-
-def _has_google_device() -> bool:
-    # 0x1ae0 is Google's PCI vendor id.
-    vendor_files = glob.glob("/sys/bus/pci/devices/*/vendor")
-    return any(Path(file).read_text().strip() == "0x1ae0" for file in vendor_files)
 
 
 def initialize(cluster: Cluster | None, *, connect_seconds: float, heartbeat_seconds: float) -> None:
@@ -198,36 +196,30 @@ def initialize(cluster: Cluster | None, *, connect_seconds: float, heartbeat_sec
     """
     # framework.run.trainer handles signals itself, and makes all processes agree on the last step.
     jax.config.update("jax_enable_preemption_service", False)
-    times: dict[str, Any] = {
-        "initialization_timeout": int(connect_seconds),
-        "heartbeat_timeout_seconds": int(heartbeat_seconds),
-    }
     if cluster is None:
         if is_on_tpu_pod(os.environ):
             with phase("waiting for the other hosts of the TPU slice", patience=SHORT):
-                jax.distributed.initialize(**times)
+                jax.distributed.initialize(
+                    initialization_timeout=int(connect_seconds), heartbeat_timeout_seconds=int(heartbeat_seconds)
+                )
         return
     drop_gloo_greetings()
     with phase(f"waiting for {cluster.num_processes} processes at {cluster.coordinator}", patience=SHORT):
-        _join(cluster, connect_seconds, times)
-
-
-def _join(cluster: Cluster, connect_seconds: float, times: dict[str, Any]) -> None:
-    """Connect the processes of a cluster; `times` are arguments of jax.distributed.initialize."""
-    wait_for_all(cluster.coordinator, cluster.num_processes, cluster.process_id, seconds=connect_seconds)
-    host, _, port = cluster.coordinator.rpartition(":")
-    # If the first attempt failed, JAX would wait a second before the next one.
-    if cluster.process_id:
-        _wait_for(host, int(port), connect_seconds)
-    jax.distributed.initialize(
-        cluster.coordinator,
-        cluster.num_processes,
-        cluster.process_id,
-        local_device_ids=cluster.local_device_ids,
-        cluster_detection_method="deactivate",
-        coordinator_bind_address=f"{bind_host(host) or '[::]'}:{port}",
-        **times,
-    )
+        wait_for_all(cluster.coordinator, cluster.num_processes, cluster.process_id, seconds=connect_seconds)
+        host, _, port = cluster.coordinator.rpartition(":")
+        # If the first attempt failed, JAX would wait a second before the next one.
+        if cluster.process_id:
+            _wait_for(host, int(port), connect_seconds)
+        jax.distributed.initialize(
+            cluster.coordinator,
+            cluster.num_processes,
+            cluster.process_id,
+            local_device_ids=cluster.local_device_ids,
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=f"{bind_host(host) or '[::]'}:{port}",
+            initialization_timeout=int(connect_seconds),
+            heartbeat_timeout_seconds=int(heartbeat_seconds),
+        )
 
 
 def _wait_for(host: str, port: int, seconds: float) -> None:
@@ -280,7 +272,7 @@ def reduce_max(number: int) -> int:
     return int(np.max(numbers))
 
 
-def broadcast_from_primary(value: Any) -> Any:
+def broadcast_from_primary(value: object) -> Any:
     """Return the primary process's JSON value in every process. Collective."""
     if jax.process_count() == 1:
         return value

@@ -105,7 +105,7 @@ class Pulse:
         self._health = health
         self._goodput = goodput
         self._on_hang = on_hang
-        self._facts: dict[str, Any] = {
+        self._facts: dict[str, object] = {
             "process": process,
             "num_processes": num_processes,
             "host": socket.gethostname(),
@@ -124,13 +124,14 @@ class Pulse:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="health", daemon=True)
+        self._cancel_write_end: Callable[[], object] = lambda: None
 
-    def note(self, **facts: Any) -> None:
+    def note(self, **facts: object) -> None:
         """Record progress of the loop, and facts for the file from now on: step, loss, tokens_per_second, saved, ..."""
         self._facts |= facts
         self._moved = time.monotonic()
 
-    def write(self, **facts: Any) -> None:
+    def write(self, **facts: object) -> None:
         """Write the file now, with additional facts.
 
         If the file cannot be written, the run continues. The time in the file shows that it is outdated.
@@ -166,11 +167,9 @@ class Pulse:
             faulthandler.register(signal.SIGUSR1, _STDERR)
         self.write()
         self._thread.start()
-
-        def write_end(number: int, line: str) -> None:
-            self.write(exit=128 + number, reason=line)
-
-        self._cancel_write_end = interrupts.register_cleanup(write_end)
+        self._cancel_write_end = interrupts.register_cleanup(
+            lambda number, line: self.write(exit=128 + number, reason=line)
+        )
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -16,10 +16,10 @@ import select
 import selectors
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import NoReturn
 
 from absl import logging
 
@@ -92,7 +92,8 @@ class _Hello:
         return hmac.new(_key(), text.encode("utf-8", "replace"), "sha256").hexdigest()
 
 
-class _Arrival(NamedTuple):
+@dataclass(frozen=True)
+class _Arrival:
     """A process that has identified itself."""
 
     description: str  # "process PID on host NAME"
@@ -244,13 +245,12 @@ class _Rendezvous:
         except OSError:
             part = b""
         pending.received += part
-        if b"\n" in pending.received:
-            self._identify(connection, pending)
-        elif not part or len(pending.received) > _HELLO_BYTES:
-            self._reject(connection)
-
-    def _identify(self, connection: socket.socket, pending: _Pending) -> None:
-        hello = _Hello.parse(pending.received.partition(b"\n")[0], pending.nonce, self._num_processes)
+        line, newline, _ = pending.received.partition(b"\n")
+        if not newline:
+            if not part or len(pending.received) > _HELLO_BYTES:
+                self._reject(connection)
+            return
+        hello = _Hello.parse(line, pending.nonce, self._num_processes)
         if hello is None:
             self._reject(connection)
             return
@@ -328,7 +328,7 @@ def _call(host: str, port: int, num_processes: int, process_id: int, seconds: fl
                 connection.sendall(hello.message(str(greeting.get("nonce", ""))))
                 answer = _read_message(connection, answer_deadline)
         except OSError as error:
-            answer = {}
+            answer = dict[str, object]()
             problem = f"no answer from {host}:{port} ({error.strerror or error})"
         # Without an answer, process 0 is not up yet, or was restarted.
         if "problem" not in answer:
@@ -365,11 +365,11 @@ def _send_answers(arrivals: Iterable[_Arrival], problem: str) -> None:
                 arrival.connection.sendall(_line({"problem": problem}))
 
 
-def _line(message: dict[str, Any]) -> bytes:
+def _line(message: Mapping[str, object]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def _read_message(connection: socket.socket, deadline: float) -> dict[str, Any]:
+def _read_message(connection: socket.socket, deadline: float) -> dict[str, object]:
     """Read one line with a JSON object; {} for anything else, or if the deadline passes first."""
     received = b""
     with suppress(OSError, ValueError):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -18,6 +19,11 @@ from plimsoll.framework.data.batches import Shapes
 from plimsoll.framework.layout import TrainState
 from plimsoll.framework.program.rows import Batch
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker
+
+if TYPE_CHECKING:
+    # These modules import this one.
+    from plimsoll.framework.program.experiment import Experiment
+    from plimsoll.framework.program.program import Program
 
 Log = Callable[[str], None]
 
@@ -49,13 +55,9 @@ class ForwardCost:
 
 
 class BatchTransform:
-    """Base class of batch transforms; building one touches no device and no file.
+    """Base class of batch transforms; building one touches no device and no file."""
 
-    `experiment` is a `plimsoll.Experiment` and `program` a `framework.program.program.Program`.
-    Those modules import this one, so their types are not named here. Subclasses name them.
-    """
-
-    def join(self, experiment: object) -> None:
+    def join(self, experiment: Experiment) -> None:
         """Receive the experiment that this transform belongs to, as soon as its other parts are built."""
 
     def arrays(self, delivered: Shapes, *, evaluation: bool = False) -> Shapes:
@@ -67,10 +69,10 @@ class BatchTransform:
         """
         raise NotImplementedError
 
-    def check(self, experiment: object) -> None:
+    def check(self, experiment: Experiment) -> None:
         """Raise ValueError if the transform does not fit model, data or memory. Reads nothing."""
 
-    def check_files(self, program: object, workdir: Path, *, is_new_run: bool) -> None:
+    def check_files(self, program: Program, workdir: Path, *, is_new_run: bool) -> None:
         """Check the files that the transform needs, once the data is set up and before anything is compiled.
 
         Loads no weights. Every process calls this.
@@ -82,7 +84,7 @@ class BatchTransform:
             FileNotFoundError, ValueError: files are missing, or belong to another model or other data.
         """
 
-    def open(self, program: object, workdir: Path, *, is_new_run: bool, log: Log) -> None:
+    def open(self, program: Program, workdir: Path, *, is_new_run: bool, log: Log) -> None:
         """Prepare the transform.
 
         Called once the data is set up and before the program's state exists, so the devices are empty. Every process
@@ -98,11 +100,11 @@ class BatchTransform:
             FileNotFoundError, ValueError: a required file is missing or belongs to another model.
         """
 
-    def is_open(self, program: object) -> bool:
+    def is_open(self, program: Program) -> bool:
         """Return whether `complete_batch` can be called: `open` was called with this program, or is not needed."""
         return True
 
-    def complete_batch(self, program: object, state: TrainState, batch: Batch, *, group: str = "parameter") -> Batch:
+    def complete_batch(self, program: Program, state: TrainState, batch: Batch, *, group: str = "parameter") -> Batch:
         """Return the batch with all arrays of `arrays`.
 
         Args:
@@ -113,11 +115,11 @@ class BatchTransform:
         """
         raise NotImplementedError
 
-    def host_bytes(self, program: object) -> int:
+    def host_bytes(self, program: Program) -> int:
         """Return the bytes of one device's host memory that the transform occupies between steps."""
         return 0
 
-    def passes(self, experiment: object, mesh: Mesh | AbstractMesh) -> ForwardCost:
+    def passes(self, experiment: Experiment, mesh: Mesh | AbstractMesh) -> ForwardCost:
         """Estimate analytically what `complete_batch` runs for a training step. Opens and traces nothing.
 
         Args:
@@ -126,7 +128,7 @@ class BatchTransform:
         """
         return ForwardCost()
 
-    def dry_run(self, program: object, compile: Compile) -> dict[str, MemoryTracker]:
+    def dry_run(self, program: Program, compile: Compile) -> dict[str, MemoryTracker]:
         """Compile the programs of `complete_batch`, also for an absent machine. Opens nothing.
 
         Args:

@@ -22,8 +22,7 @@ from plimsoll.framework.metrics.goodput import Goodput
 from plimsoll.framework.metrics.jsonl import JsonlWriter, read_metrics
 from plimsoll.framework.metrics.retrying import RetryingWriter
 from plimsoll.framework.metrics.throughput import Throughput
-from plimsoll.framework.metrics.tracking_services import MlflowWriter
-from plimsoll.framework.metrics.writers import MultiWriter, TensorBoardWriter, WandbWriter, Writer
+from plimsoll.framework.metrics.writers import MlflowWriter, MultiWriter, TensorBoardWriter, WandbWriter, Writer
 from plimsoll.framework.processes import distributed
 from plimsoll.framework.processes.health import Pulse
 from plimsoll.framework.program.program import Program

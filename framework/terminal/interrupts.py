@@ -15,6 +15,7 @@ Signals that the parent process ignores (nohup) stay ignored.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -23,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 from plimsoll.framework.terminal import phases
 
@@ -37,6 +38,8 @@ _CLEANUP_SECONDS = 1.5
 Listener = Callable[[int], str | None]
 # A cleanup callback is called with the signal's number and the line that is shown.
 Cleanup = Callable[[int, str], object]
+# Signal handlers as `signal.getsignal` returns them. None means that a C library has set the handler.
+Handlers = dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None]
 
 
 def format_stop_message(number: int) -> str:
@@ -54,7 +57,7 @@ class _SignalWatcher:
         self.listeners: list[Listener] = []
         self.cleanups: dict[object, Cleanup] = {}
         # Signal masks of threads that are forking, by thread id.
-        self.masks: dict[int, Any] = {}
+        self.masks: dict[int, set[signal.Signals | int]] = {}
         # Acquired once and never released: only the first signal ends the process.
         self.ending = threading.Lock()
         # Neither end may block: a signal handler writes one of them, and two threads compete to read the other.
@@ -62,18 +65,18 @@ class _SignalWatcher:
         for descriptor in (self._reader, self._writer):
             os.set_blocking(descriptor, False)
         self._descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._handlers = {number: signal.getsignal(number) for number in STOPS}
+        self._handlers: Handlers = {number: signal.getsignal(number) for number in STOPS}
         self.install(self._handlers)
         self._thread = threading.Thread(target=self._wait, name="signals", daemon=True)
         self._thread.start()
 
-    def install(self, handlers: dict[signal.Signals, Any]) -> None:
+    def install(self, handlers: Handlers) -> None:
         """Replace these handlers with the watcher's own, except for ignored signals."""
         for number, handler in handlers.items():
             if handler is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
-    def restore(self, handlers: dict[signal.Signals, Any]) -> None:
+    def restore(self, handlers: Handlers) -> None:
         """Restore these handlers: the inverse of `install`."""
         # None means that a C library has set the handler, so Python cannot restore it.
         for number, handler in handlers.items():
@@ -233,7 +236,7 @@ def listen_for_signals(listener: Listener) -> Iterator[None]:
             yield
             return
         watcher = _watcher
-        handlers = {number: signal.getsignal(number) for number in STOPS}
+        handlers: Handlers = {number: signal.getsignal(number) for number in STOPS}
         watcher.listeners.append(listener)
         # Install them again, because a package may have set its own handlers in the meantime.
         watcher.install(handlers)
@@ -244,7 +247,7 @@ def listen_for_signals(listener: Listener) -> Iterator[None]:
             watcher.listeners.remove(listener)
 
 
-def register_cleanup(cleanup: Cleanup) -> Callable[[], None]:
+def register_cleanup(cleanup: Cleanup) -> Callable[[], object]:
     """Register a callback that runs when a signal ends the process. Callbacks run last in, first out.
 
     If no signals are watched, nothing is registered.
@@ -259,14 +262,9 @@ def register_cleanup(cleanup: Cleanup) -> Callable[[], None]:
     wait_if_exiting()
     if _watcher is None:
         return lambda: None
-    cleanups = _watcher.cleanups
     key = object()
-    cleanups[key] = cleanup
-
-    def unregister() -> None:
-        cleanups.pop(key, None)
-
-    return unregister
+    _watcher.cleanups[key] = cleanup
+    return functools.partial(_watcher.cleanups.pop, key, None)
 
 
 @contextlib.contextmanager

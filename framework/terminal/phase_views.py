@@ -13,8 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-from plimsoll.framework.terminal.phase_tracker import Phase, View
-from plimsoll.framework.terminal.phases import show_phases
+from plimsoll.framework.terminal.phases import Phase, View, show_phases
 
 # Without a terminal, in seconds: how often a line grows, mostly by a dot; how often it shows progress instead; and how
 # often it does so once the phase has taken longer than that.
@@ -70,10 +69,9 @@ def _write_out(stream: TextIO, text: str) -> None:
         stream.flush()
 
 
-class Lines:
+class Lines(View):
     """One line per phase, for log files and pipes. It grows every second, so that the output never stalls."""
 
-    interval = 0.1
     takes_lines = True
 
     def __init__(self, stream: TextIO):
@@ -86,15 +84,22 @@ class Lines:
     def show(self, phase: Phase, seconds: float) -> None:
         """See `View`."""
         marks = int(seconds / _MARK_SECONDS)
-        if phase not in self._marks:
-            self._marks[phase] = marks
-            self._begin_line(phase)
-        elif marks > self._marks[phase]:
-            self._marks[phase] = marks
-            # Other output may have ended its line.
-            if self._open is not phase:
-                self._begin_line(phase)
-            self._write(_format_addition(phase, marks * _MARK_SECONDS))
+        is_new = phase not in self._marks
+        if not is_new and marks <= self._marks[phase]:
+            return
+        self._marks[phase] = marks
+        # Other output may have ended its line.
+        if self._open is not phase:
+            self.break_line()
+            self._open = phase
+            _write_out(self._stream, f"{phase.text} ...")
+        if is_new:
+            return
+        # A dot is enough to show that it is running, and keeps the line of a ten-minute phase readable.
+        due_seconds = marks * _MARK_SECONDS
+        interval = _DETAIL_SECONDS if due_seconds <= _MANY_SECONDS else _MANY_SECONDS
+        addition = "." if due_seconds % interval else f" {phase.detail or f'{due_seconds:.0f} s'} ..."
+        _write_out(self._stream, addition)
 
     def end(self, phase: Phase, seconds: float, *, completed: bool) -> None:
         """See `View`."""
@@ -107,39 +112,21 @@ class Lines:
             how = f"stopped after {human_seconds(seconds)}"
         if self._open is phase:
             self._open = None
-            self._write(f" {how}\n")
+            _write_out(self._stream, f" {how}\n")
         else:
             self.break_line()
-            self._write(f"{phase.text}: {how}\n")
+            _write_out(self._stream, f"{phase.text}: {how}\n")
 
     def break_line(self) -> None:
         """See `View`."""
         if self._open is not None:
             self._open = None
-            self._write("\n")
-
-    def _begin_line(self, phase: Phase) -> None:
-        self.break_line()
-        self._open = phase
-        self._write(f"{phase.text} ...")
-
-    def _write(self, text: str) -> None:
-        _write_out(self._stream, text)
+            _write_out(self._stream, "\n")
 
 
-def _format_addition(phase: Phase, seconds: float) -> str:
-    """Return the addition to a line after `seconds`: the progress of the phase, its duration, or only a dot."""
-    # A dot is enough to show that it is running, and keeps the line of a ten-minute phase readable.
-    interval = _DETAIL_SECONDS if seconds <= _MANY_SECONDS else _MANY_SECONDS
-    if seconds % interval:
-        return "."
-    return f" {phase.detail or f'{seconds:.0f} s'} ..."
-
-
-class Spinner:
+class Spinner(View):
     """One line of a terminal, which is rewritten while a phase runs and cleared afterwards."""
 
-    interval = 0.1
     takes_lines = True
 
     def __init__(self, stream: TextIO):
@@ -155,7 +142,7 @@ class Spinner:
         text = spinner_text(phase, seconds, self._frames[self._turn % len(self._frames)])
         columns = shutil.get_terminal_size().columns
         # A wrapped line could not be rewritten.
-        self._write(f"{_CLEAR}{text[: columns - 1]}")
+        _write_out(self._stream, f"{_CLEAR}{text[: columns - 1]}")
         self._drawn = True
 
     def end(self, phase: Phase, seconds: float, *, completed: bool) -> None:
@@ -166,15 +153,12 @@ class Spinner:
         """See `View`."""
         if self._drawn:
             self._drawn = False
-            self._write(_CLEAR)
-
-    def _write(self, text: str) -> None:
-        _write_out(self._stream, text)
+            _write_out(self._stream, _CLEAR)
 
 
 def spinner_text(phase: Phase, seconds: float, frame: str) -> str:
     """Return the text of a spinner: ⠋ evaluating stdlib 40/106, 3 s."""
-    details = [detail for detail in (phase.detail,) if detail]
+    details = [phase.detail] if phase.detail else []
     # Tenths of a second would only flicker.
     if seconds >= 1.0:
         details.append(f"{int(seconds)} s" if seconds < 60 else human_seconds(seconds))

@@ -4,6 +4,8 @@ rich is imported only if there is a terminal to draw on. Values come from the sa
 receive; a value that is missing or not finite is shown as "-".
 """
 
+from __future__ import annotations
+
 import contextlib
 import datetime
 import math
@@ -12,13 +14,16 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import IO, TYPE_CHECKING, TextIO
 
 from plimsoll.framework.terminal import interrupts, phases
 from plimsoll.framework.terminal.escaping import escape_control_chars
-from plimsoll.framework.terminal.phase_tracker import Phase
 from plimsoll.framework.terminal.phase_views import SPINNER_FRAMES, is_terminal, spinner_text
+from plimsoll.framework.terminal.phases import Phase
 from plimsoll.framework.terminal.tables import human_bytes, human_count
+
+if TYPE_CHECKING:
+    import rich.progress
 
 
 class Progress:
@@ -56,13 +61,13 @@ class Progress:
         self._waiting: list[str] | None = []
         if log_path is None or not log_waits:
             self.write_log()
-        self._bar = _bar(self._stream, total_steps) if is_terminal(self._stream) else None
+        self._bar = _create_bar(self._stream, total_steps) if is_terminal(self._stream) else None
         # Contexts to close when this one exits.
         self._open = contextlib.ExitStack()
         self._drawn_at = -math.inf
-        self._cancel_interrupted: Callable[[], None] = lambda: None
+        self._cancel_interrupted: Callable[[], object] = lambda: None
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> Progress:
         self._cancel_interrupted = interrupts.register_cleanup(self._handle_interrupt)
         if self._bar is not None:
             # Between steps the bar shows the current phase: compiling, evaluating, saving.
@@ -103,7 +108,7 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], total=total_steps)
 
-    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a step.
 
         The line shows train/loss, train/learning_rate, train/grad_norm, train/tokens_per_second or images_per_second,
@@ -136,17 +141,16 @@ class Progress:
             self._bar.console.print(text, markup=False, soft_wrap=True)
 
     def _log_line(self, line: str) -> None:
-        if self._waiting is not None:
-            self._waiting.append(line)
-        if self._log is not None:
-            self._append(self._log, line)
-
-    def _append(self, log: IO[bytes], line: str) -> None:
-        """Write a line to the log, completely or not at all.
+        """Write a line to the log, completely or not at all; before `write_log`, keep it.
 
         A full disk does not end a run. It is reported once in the run's output, and in the log when there is space
         again.
         """
+        if self._waiting is not None:
+            self._waiting.append(line)
+        log = self._log
+        if log is None:
+            return
         data = f"{line}\n".encode()
         if self._unlogged:
             notice = f"({self._unlogged} lines are missing: the disk was full)\n"
@@ -177,7 +181,7 @@ class Progress:
             # From now on, lines go only to log.txt.
             self._stream = open(os.devnull, "w")  # noqa: SIM115
 
-    def _fields(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
+    def _fields(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         # Fixed widths align the lines in columns and keep the bar from jumping.
         step_width = len(str(self._total))
         loss = metrics.get("train/loss", math.nan)
@@ -206,34 +210,26 @@ class Progress:
         return fields
 
 
-class _BarView:
-    """Shows the phases of a run in its bar, which handles other output itself; see `framework.terminal.phases.View`."""
+class _BarView(phases.View):
+    """Shows the phases of a run in its bar. It has no unfinished lines: rich prints other output above the bar."""
 
-    interval = 0.1
-    takes_lines = False
-
-    def __init__(self, bar: Any):
+    def __init__(self, bar: rich.progress.Progress):
         self._bar = bar
         self._turn = 0
 
     def show(self, phase: Phase, seconds: float) -> None:
         """See `View`."""
         self._turn += 1
-        frame = SPINNER_FRAMES[self._turn % len(SPINNER_FRAMES)]
-        self._write(spinner_text(phase, seconds, frame))
+        text = spinner_text(phase, seconds, SPINNER_FRAMES[self._turn % len(SPINNER_FRAMES)])
+        self._bar.update(self._bar.task_ids[0], status=text, refresh=True)
 
     def end(self, phase: Phase, seconds: float, *, completed: bool) -> None:
         """See `View`."""
-        self._write("")
-
-    def break_line(self) -> None:
-        """See `View`. There is nothing to do, because rich prints other output above the bar."""
-
-    def _write(self, text: str) -> None:
-        self._bar.update(self._bar.task_ids[0], status=text, refresh=True)
+        self._bar.update(self._bar.task_ids[0], status="", refresh=True)
 
 
-def _bar(stream: IO[str], total_steps: int) -> Any:
+def _create_bar(stream: IO[str], total_steps: int) -> rich.progress.Progress:
+    """Return the bar of a run. It is drawn only when it is updated."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 

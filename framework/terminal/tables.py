@@ -62,23 +62,18 @@ def start_table(
         f"FLOPs per {item}": human_count(flops_per_token),
         **(course or {}),
     }
+    total_count = sum(count for _, count, _ in parameters)
+    total_bytes = sum(size for _, _, size in parameters)
+    parameter_rows = [["group", "number", "", "bytes"]]
+    for group, count, size in [*parameters, ("sum", total_count, total_bytes)]:
+        parameter_rows.append([group, f"{count:,}", human_count(count), human_bytes(size)])
     return [
         TableSection("run", list(run.items())),
-        TableSection("parameters", _parameter_rows(parameters), numbers=True),
+        TableSection("parameters", parameter_rows, numbers=True),
         TableSection("bytes per device", _memory_rows(device_bytes, device_limit_bytes), numbers=True),
         TableSection("data", list(data.items())),
         TableSection("versions", list(versions.items())),
     ]
-
-
-def _parameter_rows(parameters: Sequence[tuple[str, int, int]]) -> list[list[str]]:
-    """Return a heading, a row for each group of parameters, and a row of sums."""
-    total_count = sum(count for _, count, _ in parameters)
-    total_bytes = sum(size for _, _, size in parameters)
-    rows = [["group", "number", "", "bytes"]]
-    for group, count, size in [*parameters, ("sum", total_count, total_bytes)]:
-        rows.append([group, f"{count:,}", human_count(count), human_bytes(size)])
-    return rows
 
 
 def _memory_rows(device_bytes: Mapping[tuple[str, str], int], device_limit_bytes: int | None) -> list[list[str]]:

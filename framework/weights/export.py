@@ -9,8 +9,8 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,7 +32,8 @@ from plimsoll.framework.weights.source import Source, layer_shape
 Files = Mapping[str, bytes]
 
 
-class _TensorPart(NamedTuple):
+@dataclass(frozen=True)
+class _TensorPart:
     """The part of a stored tensor that holds one layer's parameter.
 
     Attributes:
@@ -55,7 +56,7 @@ def export_model(
     model: CausalLM,
     params: Nested,
     family: ModelFamily,
-    facts: dict[str, Any],
+    facts: Mapping[str, object],
     *,
     extra_files: Files = {},  # noqa: B006
     shard_bytes: int = 4 << 30,
@@ -81,13 +82,12 @@ def export_model(
         spec = model.base_specs[path]
         for layer_index, source in enumerate(sources):
             layer_indices = (layer_index,) if spec.num_layers is not None else ()
-            for expert, (part_source, ours) in enumerate(source.parts(layer_shape(spec))):
-                experts = (expert,) if ours != layer_shape(spec) else ()
-                part = _TensorPart(path, layer_indices + experts, part_source)
-                tensors.setdefault(part_source.name, []).append(part)
-    shards = _shards(model, tensors, shard_bytes)
+            for expert, source_part in enumerate(source.parts(layer_shape(spec))):
+                experts = (expert,) if source_part.ours != layer_shape(spec) else ()
+                part = _TensorPart(path, layer_indices + experts, source_part.source)
+                tensors.setdefault(source_part.source.name, []).append(part)
     with _create_atomically(to, extra_files) as folder:
-        _write_weights(folder, model, flatten(params), tensors, shards)
+        _write_weights(folder, model, flatten(params), tensors, shard_bytes)
         # transformers reads `dtype` from 4.56 on, and `torch_dtype` before; if both are set, it reads `dtype`.
         dtype = str(model.param_dtype)
         # Weights that were read from a quantized format are written as floats.
@@ -96,11 +96,7 @@ def export_model(
 
 
 def _write_weights(
-    folder: Path,
-    model: CausalLM,
-    flat_params: dict[str, jax.Array],
-    tensors: dict[str, TensorParts],
-    shards: list[list[str]],
+    folder: Path, model: CausalLM, flat_params: dict[str, jax.Array], tensors: dict[str, TensorParts], shard_bytes: int
 ) -> None:
     """Write the weight files, and their index if there is more than one file.
 
@@ -109,8 +105,22 @@ def _write_weights(
         model: the model.
         flat_params: the model's parameters, by path.
         tensors: parts of the tensors, by name.
-        shards: names of the tensors in each file.
+        shard_bytes: maximum size of a file that holds more than one tensor.
     """
+    # The names of the tensors in each file. A new file starts before a tensor that would not fit.
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, parts in tensors.items():
+        num_elements = 0
+        for part in parts:
+            num_elements += math.prod(model.base_specs[part.path].shape[len(part.indices) :])
+        num_bytes = num_elements * model.param_dtype.itemsize
+        # A tensor larger than the limit gets its own file.
+        if shards[-1] and size + num_bytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += num_bytes
     num_files = len(shards)
     files = ["model.safetensors"]
     if num_files > 1:
@@ -125,24 +135,6 @@ def _write_weights(
             writing_weights.progress(number, num_files)
             # The arrays are not bound to a variable, so that only one file's arrays are in memory at a time, not two.
             _write_tensors(folder / file, {name: _join_tensor(model, flat_params, tensors[name]) for name in shard})
-
-
-def _shards(model: CausalLM, tensors: dict[str, TensorParts], shard_bytes: int) -> list[list[str]]:
-    """Return the tensor names of each file, in order. A new file starts before a tensor that would not fit."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, parts in tensors.items():
-        num_elements = 0
-        for part in parts:
-            num_elements += math.prod(model.base_specs[part.path].shape[len(part.indices) :])
-        num_bytes = num_elements * model.param_dtype.itemsize
-        # A tensor larger than the limit gets its own file.
-        if shards[-1] and size + num_bytes > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += num_bytes
-    return shards
 
 
 def export_adapters(
@@ -169,7 +161,7 @@ def export_adapters(
     tensors = _adapter_tensors(model, flatten(params), family)
     # peft matches modules by the end of their names: a tensor's name is base_model.model.MODULE.lora_A.weight.
     target_modules = {name.split(".", 2)[2].rsplit(".", 2)[0] for name in tensors}
-    task_facts: dict[str, Any] = {"task_type": "CAUSAL_LM"}
+    task_facts: dict[str, object] = {"task_type": "CAUSAL_LM"}
     if isinstance(model.head, ScoreHead):
         # The score head is trained as a whole, in addition to the adapters.
         task_facts = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
@@ -252,7 +244,7 @@ def _get_layer(model: CausalLM, flat_params: dict[str, jax.Array], path: str, in
     return np.asarray(merged[name].astype(model.param_dtype))
 
 
-def _write(file: Path, facts: dict[str, Any]) -> None:
+def _write(file: Path, facts: Mapping[str, object]) -> None:
     """Write a JSON file as transformers does, with an indent of two spaces."""
     with writing(file):
         file.write_text(json.dumps(facts, indent=2) + "\n")

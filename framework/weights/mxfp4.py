@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from plimsoll.framework.files.text_files import parse_json
+from plimsoll.framework.weights.source import Index, SliceReader
 
 BLOCKS = "_blocks"
 SCALES = "_scales"
@@ -70,7 +70,7 @@ class PackedTensor:
         ValueError: the two tensors do not match.
     """
 
-    def __init__(self, name: str, blocks: Any, scales: Any):
+    def __init__(self, name: str, blocks: SliceReader, scales: SliceReader):
         block_shape = tuple(blocks.get_shape())
         scale_shape = tuple(scales.get_shape())
         is_bytes = blocks.get_dtype() == scales.get_dtype() == "U8"
@@ -92,7 +92,7 @@ class PackedTensor:
         """Return the dtype of the decoded numbers, under safetensors' name."""
         return "BF16"
 
-    def __getitem__(self, index: tuple[slice, slice, slice]) -> np.ndarray:
+    def __getitem__(self, index: Index, /) -> np.ndarray:
         """Return bfloat16[E, I, O] for a slice without steps; decodes only the blocks that the slice touches."""
         experts, inputs, outputs = index
         start, stop, step = inputs.indices(self._shape[1])

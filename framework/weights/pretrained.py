@@ -17,12 +17,9 @@ from plimsoll.framework.config import Config, component
 from plimsoll.framework.layers.quantize import quantize
 from plimsoll.framework.layout import Nested, TensorSpec, TrainState, flatten, store_leaf
 from plimsoll.framework.models.causal_lm import CausalLM
-from plimsoll.framework.program.backend import StepBackend
 from plimsoll.framework.program.program import Program
-from plimsoll.framework.terminal.phase_tracker import Phase
-from plimsoll.framework.terminal.phases import SHORT, phase
-from plimsoll.framework.weights.check_tensors import check_tensors
-from plimsoll.framework.weights.directory import Directory
+from plimsoll.framework.terminal.phases import SHORT, Phase, phase
+from plimsoll.framework.weights.directory import Directory, check_tensors
 from plimsoll.framework.weights.family import ModelFamily
 from plimsoll.framework.weights.source import Index, Source, layer_shape
 
@@ -136,22 +133,9 @@ def _convert_to_leaves(program: Program, values: dict[str, jax.Array]) -> dict[s
     return leaves
 
 
-def _find_stored_paths(backend: StepBackend, written_leaves: Nested, layer: int | None) -> dict[str, str]:
-    """Return {path of a written leaf: its path in the state}.
-
-    Args:
-        backend: the execution backend, which knows where the state stores a layer's leaves.
-        written_leaves: the leaves by state group and path.
-        layer: the layer's index in the stack; None for leaves of all layers, or outside of any stack.
-    """
-    stored_paths = {}
-    for leaves in written_leaves.values():
-        for path in leaves:
-            stored_paths[path] = path if layer is None else backend.parts.place(path, layer)[0]
-    return stored_paths
-
-
-def _create_writer(program: Program, like: dict[str, jax.Array], by_layer: bool) -> Callable[..., Any]:
+def _create_writer(
+    program: Program, like: dict[str, jax.Array], by_layer: bool
+) -> Callable[[Nested, dict[str, jax.Array], int], Nested]:
     """Return a function (state, parameter values, layer) -> the state's new leaves, including copies and averages.
 
     Args:
@@ -167,7 +151,7 @@ def _create_writer(program: Program, like: dict[str, jax.Array], by_layer: bool)
         # Gradients stay zero.
         return {group: leaves for group, leaves in computed_values.items() if group != "gradient"}
 
-    def put(places: Nested, old: Any, values: dict[str, jax.Array], layer: jax.Array) -> Any:
+    def put(places: Nested, old: Nested, values: dict[str, jax.Array], layer: jax.Array) -> Nested:
         new = jax.tree.map(store_leaf, places, compute_leaves(values))
         if not by_layer:
             return new
@@ -175,11 +159,13 @@ def _create_writer(program: Program, like: dict[str, jax.Array], by_layer: bool)
 
     written_leaves = jax.eval_shape(compute_leaves, like)
     # Compiled programs by the leaves' memory kinds: one layer may be in host memory, another on the device.
-    programs_by_kinds = dict[Any, Any]()
+    programs_by_kinds: dict[tuple[str, ...], Callable[..., Nested]] = {}
     specs = {group: flatten(tree) for group, tree in program.layout.specs.items()}
 
-    def write(state: Any, values: dict[str, jax.Array], layer: int) -> Any:
-        stored_paths = _find_stored_paths(backend, written_leaves, layer if by_layer else None)
+    def write(state: Nested, values: dict[str, jax.Array], layer: int) -> Nested:
+        # The path in the state of each written leaf, which differs if the state stores layers separately.
+        paths = [path for leaves in written_leaves.values() for path in leaves]
+        stored_paths = {path: backend.parts.place(path, layer)[0] if by_layer else path for path in paths}
         # All leaves of a layer are at the same index.
         index = backend.parts.place(next(iter(values)), layer)[1] if by_layer else layer
         places = {}
@@ -217,14 +203,12 @@ def _read_value(directory: Directory, program: Program, path: str, sources: list
     if spec.num_layers is not None and by_layer:
         axes = spec.mesh_axes[1:]
 
-    def read_layer(source: Source, index: Index) -> np.ndarray:
-        return np.ascontiguousarray(source.read(directory.tensor, shape, index))
-
-    def read(index: Any) -> np.ndarray:
+    def read(index: Index | None) -> np.ndarray:
+        assert index is not None
         if not is_stacked:
-            return read_layer(sources[0], index)
-        layers = [read_layer(source, index[1:]) for source in sources[index[0]]]
-        return np.stack(layers)
+            return np.ascontiguousarray(sources[0].read(directory.tensor, shape, index))
+        layers = [source.read(directory.tensor, shape, index[1:]) for source in sources[index[0]]]
+        return np.stack([np.ascontiguousarray(layer) for layer in layers])
 
     array_shape = (len(sources), *shape) if is_stacked else shape
     # The sharding does not depend on the dtype.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Protocol
 
 import numpy as np
 
@@ -14,6 +14,26 @@ from plimsoll.framework.layout import ParameterSpec
 LAYER = "{layer}"
 EXPERT = "{expert}"
 Index = tuple[slice, ...]
+
+
+class Sliceable(Protocol):
+    """An array, or a tensor of a file of which slices can be read."""
+
+    def __getitem__(self, index: Index, /) -> np.ndarray:
+        """Read a slice, which has one `slice` for each axis."""
+        ...
+
+
+class SliceReader(Sliceable, Protocol):
+    """A tensor of a file, as safetensors returns it."""
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the tensor."""
+        ...
+
+    def get_dtype(self) -> str:
+        """Return safetensors' name of the dtype, such as "BF16"."""
+        ...
 
 
 def layer_shape(spec: ParameterSpec) -> tuple[int, ...]:
@@ -46,10 +66,6 @@ class Source:
         """True if the tensor also holds other parameters."""
         return self.fused_part != (0, 1) or self.span is not None
 
-    def first(self, ours: tuple[int, ...]) -> int:
-        """Return the start of the parameter along the last axis, in our orientation."""
-        return self.fused_part[0] * ours[-1] if self.span is None else self.span[0]
-
     def width(self, ours: tuple[int, ...]) -> int:
         """Return the whole tensor's size along the last axis, in our orientation."""
         return self.fused_part[1] * ours[-1] if self.span is None else self.span[1]
@@ -65,7 +81,7 @@ class Source:
         names = [self.name.replace(EXPERT, str(expert)) for expert in range(ours[0])]
         return [SourcePart(replace(self, name=name), ours[1:]) for name in names]
 
-    def read(self, get_tensor: Callable[[str], Any], ours: tuple[int, ...], index: Index) -> np.ndarray:
+    def read(self, get_tensor: Callable[[str], Sliceable], ours: tuple[int, ...], index: Index) -> np.ndarray:
         """Read a slice of the parameter from its tensor, or from those of its experts.
 
         Args:
@@ -83,11 +99,11 @@ class Source:
         joined = (*ours[:-1], self.width(ours))
         return joined[::-1] if self.transpose else joined
 
-    def take(self, tensor: Any, ours: tuple[int, ...], index: Index) -> np.ndarray:
+    def take(self, tensor: Sliceable, ours: tuple[int, ...], index: Index) -> np.ndarray:
         """Read a slice of the parameter from its tensor.
 
         Args:
-            tensor: an array or slice reader, in the orientation of the file.
+            tensor: the tensor, in the orientation of the file.
             ours: the parameter's shape.
             index: the slice of the parameter, one `slice` for each axis.
         """
@@ -98,7 +114,7 @@ class Source:
         if self.interleaved:
             bounds[-1] = (start * count, stop * count)
         else:
-            offset = self.first(ours)
+            offset = number * ours[-1] if self.span is None else self.span[0]
             bounds[-1] = (start + offset, stop + offset)
         if self.transpose:
             bounds = bounds[::-1]
@@ -121,7 +137,8 @@ class Source:
         return joined.T if self.transpose else joined
 
 
-class SourcePart(NamedTuple):
+@dataclass(frozen=True)
+class SourcePart:
     """A tensor, and the shape of the part of our parameter that it holds: all of it, or one expert's."""
 
     source: Source

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from plimsoll.framework.batch_transforms import stored_reference
-from plimsoll.framework.batch_transforms.reference_scoring import ReferenceScoring
+from plimsoll.framework.batch_transforms.reference import ReferenceScoring
 from plimsoll.launch.train import main
 
 

@@ -6,13 +6,16 @@ import pytest
 
 from plimsoll import configs
 from plimsoll.framework.batch_transforms.auxiliary_model import AuxiliaryModel
-from plimsoll.framework.batch_transforms.forward import log_probs_as
 from plimsoll.framework.layout import flatten
 from plimsoll.framework.program.program import Program
 from tests.pretrained.test_pretrained import directory
 from tests.support import pretrained, small
 
 MESH = {"data": 2, "fsdp": 2, "model": 2}
+
+
+def head_log_probs(head, weights, x_BSD, ctx):
+    return {"reference": head.log_probs(weights, x_BSD, ctx)}
 
 
 def compute_log_probs(program, weights, batch):
@@ -33,7 +36,7 @@ def test_initial_weights_give_equal_log_probs_per_row(mesh, accumulate, document
     program = small.program(config)
     state = program.init()
     batch = program.put(small.host_batch(program))
-    other = AuxiliaryModel(program, log_probs_as("reference"))
+    other = AuxiliaryModel(program, head_log_probs)
     other.load()
     results = other(batch)
     assert list(results) == ["reference"]
@@ -46,7 +49,7 @@ def test_initial_weights_give_equal_log_probs_per_row(mesh, accumulate, document
 @pytest.mark.parametrize("scope", ["layer", "model"])
 def test_weights_are_the_initial_bits_in_host_memory(scope):
     program = small.program(small.experiment(small.llama(), scope=scope))
-    other = AuxiliaryModel(program, log_probs_as("reference"))
+    other = AuxiliaryModel(program, head_log_probs)
     other.load()
     assert other._state is not None
     weights = flatten(other._state["parameter"])
@@ -58,7 +61,7 @@ def test_weights_are_the_initial_bits_in_host_memory(scope):
 
 def test_error_if_the_reference_is_not_loaded():
     program = small.program(small.experiment(small.llama()))
-    other = AuxiliaryModel(program, log_probs_as("reference"), what="the reference")
+    other = AuxiliaryModel(program, head_log_probs, what="the reference")
     with pytest.raises(ValueError, match=r"the reference is not loaded: call the batch transform's open\(\)"):
         other(program.put(small.host_batch(program)))
 
@@ -85,7 +88,7 @@ def test_other_weights_make_another_reference(tmp_path):
     batch = program.put(small.host_batch(program))
     results = {}
     for path in (None, str(tmp_path / "run"), str(write_model(tmp_path / "other", seed=1))):
-        other = AuxiliaryModel(program, log_probs_as("reference"), path=path)
+        other = AuxiliaryModel(program, head_log_probs, path=path)
         other.check_files()
         other.load()
         results[path] = np.asarray(other(batch)["reference"])
@@ -113,7 +116,7 @@ def test_incompatible_model_directory_is_a_one_line_error(other, message, tmp_pa
     else:
         write_model(folder, **other)
     with pytest.raises(ValueError, match=message) as error:
-        AuxiliaryModel(program, log_probs_as("reference"), path=str(folder)).check_files()
+        AuxiliaryModel(program, head_log_probs, path=str(folder)).check_files()
     assert "\n" not in str(error.value)
 
 
@@ -122,4 +125,4 @@ def test_missing_directory_is_named(tmp_path):
     with pytest.raises(
         FileNotFoundError, match=r"^batch_transform.pretrained = .*/nowhere: no file .*nowhere/config.json"
     ):
-        AuxiliaryModel(program, log_probs_as("reference"), path=str(tmp_path / "nowhere"))
+        AuxiliaryModel(program, head_log_probs, path=str(tmp_path / "nowhere"))

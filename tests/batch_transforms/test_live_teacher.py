@@ -10,7 +10,7 @@ import pytest
 from plimsoll import configs
 from plimsoll.framework import families
 from plimsoll.framework.batch_transforms.teacher import Teacher
-from plimsoll.framework.batch_transforms.teacher_top_k import IDS, LOG_PROBS, TAIL
+from plimsoll.framework.batch_transforms.teacher_scoring import IDS, LOG_PROBS, TAIL
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.layout import TrainState, flatten
 from plimsoll.framework.objectives.distillation import Distillation

@@ -20,13 +20,15 @@ from plimsoll.framework.batch_transforms.teacher_files import (
     row_key,
 )
 from plimsoll.framework.batch_transforms.teacher_scoring import (
+    IDS,
+    LOG_PROBS,
+    TAIL,
     TeacherScorer,
     hash_sources,
     list_rows,
     store,
     weights_digest,
 )
-from plimsoll.framework.batch_transforms.teacher_top_k import IDS, LOG_PROBS, TAIL
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.data.pipeline import DataPipeline
 from plimsoll.framework.data.sources import TextFiles
@@ -274,7 +276,7 @@ FACTS = TeacherFacts("w" * 64, "t" * 64, VOCAB, 4, 2, {"train": "d" * 64})
 def random_rows(count: int, seed: int = 0) -> TeacherOutputs:
     rng = np.random.default_rng(seed)
     empty = FACTS.empty(count)
-    return TeacherOutputs(*(rng.integers(0, 99, array.shape).astype(array.dtype) for array in empty))
+    return TeacherOutputs(*(rng.integers(0, 99, array.shape).astype(array.dtype) for array in empty.arrays))
 
 
 def test_uncommitted_rows_are_rewritten(tmp_path):
@@ -296,7 +298,7 @@ def test_uncommitted_rows_are_rewritten(tmp_path):
     rows = TeacherRows(tmp_path / "whole")
     number = rows.find_row(second.keys[1].tobytes())
     assert number == 4
-    for stored, expected in zip(rows.take([4, 0]), second, strict=True):
+    for stored, expected in zip(rows.take([4, 0]).arrays, second.arrays, strict=True):
         np.testing.assert_array_equal(stored[0], expected[1])
 
 

@@ -261,12 +261,12 @@ FACTS = TeacherFacts(weights="w" * 64, tokenizer="t" * 64, vocab_size=99, seq_le
 @pytest.mark.parametrize("name", ["teacher.json", "rows.bin", "ids.bin", "log_probs.bin", "tails.bin", "checksums.bin"])
 def test_a_teachers_answers(name: str, tmp_path: Path):
     rng = np.random.default_rng(0)
-    rows = TeacherOutputs(*(rng.integers(0, 99, array.shape).astype(array.dtype) for array in FACTS.empty(6)))
+    rows = TeacherOutputs(*(rng.integers(0, 99, array.shape).astype(array.dtype) for array in FACTS.empty(6).arrays))
     with TeacherWriter(tmp_path / "good", FACTS).open() as writer:
         writer.append(rows)
         writer.commit()
 
-    expected = [array.tobytes() for array in rows]
+    expected = [array.tobytes() for array in rows.arrays]
 
     def read(folder: Path) -> tuple[TeacherFacts, list[bytes]]:
         found = TeacherRows(folder)
@@ -276,7 +276,7 @@ def test_a_teachers_answers(name: str, tmp_path: Path):
             # A run without this row would refuse to continue.
             return found.facts, expected
         return found.facts, [
-            array.tobytes() for array in found.take([number for number in numbers if number is not None])
+            array.tobytes() for array in found.take([number for number in numbers if number is not None]).arrays
         ]
 
     assert read(tmp_path / "good") == (FACTS, expected)

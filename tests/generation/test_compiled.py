@@ -8,7 +8,8 @@ import jax
 import pytest
 
 from plimsoll.framework.families.decoders import llama_model
-from plimsoll.framework.inference.generation import Generator
+from plimsoll.framework.inference.generation import CachePosition, Generator
+from plimsoll.framework.inference.sampling import SamplingArrays
 from plimsoll.framework.layout import StateLayout, move_to_host
 from plimsoll.framework.plan import targets
 from plimsoll.framework.program.program import Program
@@ -41,9 +42,9 @@ def decode_memory(*, offloaded: bool) -> Any:
 
     one = array("bfloat16", 8, ROWS, SLOTS, 8, 128)
     cache = {"stack": {"block0": {"attention": {"key": one, "value": one}}}}
-    where = {"slot": array("int32"), "first": array("int32", ROWS), "index": array("int32")}
-    chosen = {"keys": array("uint32", ROWS, 2), "temperature": array("float32")}
-    lowered = generator._decode.lower(("all",), generator._arrays, cache, array("int32", ROWS), where, chosen)
+    position = CachePosition(None, array("int32", ROWS), array("int32"), array("int32"))
+    settings = SamplingArrays(array("uint32", ROWS, 2), array("float32"), array("int32"), array("float32"))
+    lowered = generator._decode.lower("all", generator._arrays, cache, array("int32", ROWS), position, settings)
     return lowered.compile().memory_analysis()
 
 

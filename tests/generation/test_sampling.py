@@ -6,7 +6,7 @@ import pytest
 
 from plimsoll.framework.data.tokenizers import ByteTokenizer
 from plimsoll.framework.inference.generation import TextStream
-from plimsoll.framework.inference.sampling import choose, row_keys
+from plimsoll.framework.inference.sampling import Sampling, choose
 
 LOGITS = np.float32([1.0, 3.0, 2.5, -1.0, 0.5, 2.0])
 DRAWS = 20_000
@@ -30,9 +30,8 @@ def compute_expected(temperature: float, top_k: int, top_p: float) -> np.ndarray
 
 
 def sample_frequencies(kind: str, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    chosen = {"keys": row_keys(3, DRAWS), "temperature": np.float32(temperature)}
-    chosen |= {"top_k": np.int32(top_k), "top_p": np.float32(top_p)}
-    tokens = choose(kind, jnp.tile(LOGITS, (DRAWS, 1)), chosen, jnp.int32(5))
+    settings = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=3).to_arrays(len(LOGITS), DRAWS)
+    tokens = choose(kind, jnp.tile(LOGITS, (DRAWS, 1)), settings, jnp.int32(5))
     return np.bincount(np.asarray(tokens), minlength=len(LOGITS)) / DRAWS
 
 
@@ -49,7 +48,8 @@ def test_samples_follow_the_probabilities(kind: str, temperature: float, top_k: 
 
 
 def test_greedy_breaks_ties_by_the_first_id() -> None:
-    assert choose("greedy", jnp.float32([[1, 7, 7], [2, 0, 1]]), {}, jnp.int32(0)).tolist() == [1, 0]
+    settings = Sampling().to_arrays(3, 2)
+    assert choose("greedy", jnp.float32([[1, 7, 7], [2, 0, 1]]), settings, jnp.int32(0)).tolist() == [1, 0]
 
 
 def pieces(text: str, *stops: str) -> list[str]:

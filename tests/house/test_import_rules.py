@@ -56,15 +56,30 @@ def modules(package: str) -> dict[str, Path]:
     return {".".join(parts).removesuffix(".__init__"): file for parts, file in zip(names, files, strict=True)}
 
 
-def imports(file: Path) -> Iterator[str]:
-    """Yield the names in `plimsoll` that a file imports, also in functions; `from a import b` yields a.b."""
+def imports(file: Path, *, with_types: bool = True) -> Iterator[str]:
+    """Yield the names in `plimsoll` that a file imports, also in functions; `from a import b` yields a.b.
+
+    Args:
+        file: file with Python code.
+        with_types: include imports that only type checkers see.
+    """
+    tree = ast.parse(file.read_text())
+    type_blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and is_type_checking(node.test)]
+    type_nodes = set() if with_types else {one for block in type_blocks for one in ast.walk(block)}
     names = []
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(tree):
+        if node in type_nodes:
+            continue
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names += [f"{node.module}.{alias.name}" for alias in node.names]
     yield from (name.removeprefix("plimsoll.") for name in names if name.startswith("plimsoll."))
+
+
+def is_type_checking(test: ast.expr) -> bool:
+    """Return whether the test of an `if` is `TYPE_CHECKING`."""
+    return isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"
 
 
 FRAMEWORK = modules("framework")
@@ -103,7 +118,10 @@ def test_packages_import_only_what_the_table_allows(package: str):
 
 @pytest.mark.pairs
 def test_no_import_cycles():
-    graph = {module: {get_module(name) for name in imports(file)} - {module} for module, file in FRAMEWORK.items()}
+    graph = {
+        module: {get_module(name) for name in imports(file, with_types=False)} - {module}
+        for module, file in FRAMEWORK.items()
+    }
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

@@ -12,8 +12,13 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from plimsoll.framework.metrics import retrying
 from plimsoll.framework.metrics.jsonl import JsonlWriter, read_metrics
 from plimsoll.framework.metrics.retrying import RetryingWriter
-from plimsoll.framework.metrics.tracking_services import MlflowWriter, check_installed
-from plimsoll.framework.metrics.writers import MultiWriter, TensorBoardWriter, WandbWriter
+from plimsoll.framework.metrics.writers import (
+    MlflowWriter,
+    MultiWriter,
+    TensorBoardWriter,
+    WandbWriter,
+    check_installed,
+)
 
 
 def read_events(directory):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax, logsumexp
 
-from plimsoll.framework.batch_transforms.teacher_top_k import make_top_k_function
+from plimsoll.framework.batch_transforms.teacher_scoring import make_top_k_function
 from plimsoll.framework.config import ConfigError, config_for
 from plimsoll.framework.layers.base import Context
 from plimsoll.framework.layers.head import LMHead

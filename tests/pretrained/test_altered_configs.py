@@ -14,8 +14,7 @@ from safetensors.numpy import save_file
 
 from plimsoll.framework import families
 from plimsoll.framework.config import ConfigError
-from plimsoll.framework.weights.check_tensors import check_tensors
-from plimsoll.framework.weights.directory import Directory
+from plimsoll.framework.weights.directory import Directory, check_tensors
 from tools.peers.alterations import ABSENT, DYNAMIC, LINEAR, LLAMA3, LONG, PLAIN, YARN, base_facts
 from tools.peers.families import FAMILIES
 

@@ -10,8 +10,8 @@ from typing import cast
 import pytest
 
 from plimsoll.framework.terminal import phases
-from plimsoll.framework.terminal.phase_tracker import Phase, PhaseTracker, StartupMessage, View
 from plimsoll.framework.terminal.phase_views import Lines, Spinner, human_seconds, show_phases_on_terminal
+from plimsoll.framework.terminal.phases import Phase, PhaseTracker, StartupMessage, View
 
 
 class Clock:
@@ -271,8 +271,6 @@ def test_the_boards_thread_ticks_and_ends_with_the_last_phase(capsys):
     ticked = threading.Event()
 
     class Seen(Lines):
-        interval = 0.01
-
         def show(self, phase: Phase, seconds: float) -> None:
             if threading.current_thread().name == "phases":
                 ticked.set()
