@@ -243,7 +243,6 @@ class StackParts:
         Args:
             layout: the layout of the whole stacks.
         """
-
         specs = {}
         for group, tree in layout.checkpoint_specs.items():
             specs[group] = dict(tree)
