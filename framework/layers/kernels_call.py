@@ -10,16 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from plimsoll.framework.config import PositiveInt, component
 from plimsoll.framework.layers.base import BATCH_AXES
+from plimsoll.framework.layout import PyTree
 
+# An array, or only its shape and dtype.
+ArrayLike = jax.Array | jax.ShapeDtypeStruct
 HEADS_AXIS = "model"
 LENGTH_AXIS = "seq"
 
@@ -65,7 +68,7 @@ class AttentionCall:
     heads: int
     head_dim: int
     kv_heads: int
-    dtype: Any
+    dtype: np.dtype
     has_segments: bool
     window: int | None
     softcap: float | None
@@ -111,7 +114,9 @@ class AttentionCall:
         return None
 
 
-def _check_arrays(q: Any, k: Any, v: Any, segments: Any, sinks: Any) -> None:
+def _check_arrays(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, segments: ArrayLike | None, sinks: ArrayLike | None
+) -> None:
     """Raise ValueError if the shapes or dtypes do not match."""
     shapes = f"{q.shape}, {k.shape}, {v.shape}"
     # The number of axes is checked first: the expected shape of keys reads all four axes of both.
@@ -134,16 +139,16 @@ def _check_arrays(q: Any, k: Any, v: Any, segments: Any, sinks: Any) -> None:
 
 
 def describe_call(
-    q: Any,
-    k: Any,
-    v: Any,
-    segments: Any,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    segments: ArrayLike | None,
     window: int | None,
     softcap: float | None,
     mesh: Mesh | None,
     scale: float | None = None,
     splash: SplashBlocks = SplashBlocks(),
-    sinks: Any = None,
+    sinks: ArrayLike | None = None,
 ) -> AttentionCall:
     """Check q [B, S, N, H], k [B, S, K, H], v [B, S, K, V], segments [B, S] and sinks [N], and describe them.
 
@@ -217,8 +222,8 @@ def on_each_device(
     k_BSKH: Array,
     v_BSKH: Array,
     segments_BS: Array | None,
-    extra: Any = None,
-    extra_spec: Any = None,
+    extra: PyTree = None,
+    extra_spec: PyTree = None,
 ) -> Array:
     """Run a kernel that the compiler cannot partition: each device has its sequences, heads and queries, and all keys.
 
