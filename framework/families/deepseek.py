@@ -12,7 +12,7 @@ from plimsoll.framework.config import Config, component
 from plimsoll.framework.families.decoders import deepseek_model
 from plimsoll.framework.families.facts import ConfigFacts
 from plimsoll.framework.families.llama import activation, activation_fact, decoder_names, rope, rope_facts
-from plimsoll.framework.layers.yarn import attention_scale
+from plimsoll.framework.layers.rotary_scaling import attention_scale
 from plimsoll.framework.weights.family import ModelFamily
 from plimsoll.framework.weights.source import Source
 

@@ -9,8 +9,7 @@ import math
 
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.families.facts import ConfigFacts
-from plimsoll.framework.layers.longrope import LongRopeScaling
-from plimsoll.framework.layers.yarn import YarnScaling
+from plimsoll.framework.layers.rotary_scaling import LongRopeScaling, YarnScaling
 
 _LENGTH = "original_max_position_embeddings"
 _PART = "partial_rotary_factor"

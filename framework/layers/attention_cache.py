@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from plimsoll.framework.layers.sinks import softmax_with_sinks
+from plimsoll.framework.layers.kernels_call import softmax_with_sinks
 
 
 def attend_with_cache(

@@ -1,4 +1,4 @@
-"""The description of an attention call, and code that the kernels share: the mask and the sharding over a mesh.
+"""The description of an attention call, and code that the kernels share: masks, sinks, and the sharding over a mesh.
 
 Axis letters: B sequences, S queries, T keys (at the same positions), N query heads, K key/value heads, G = N / K
 query heads per key/value head (head n uses key/value head n // G), H channels per head of queries and keys, V
@@ -213,6 +213,28 @@ def make_mask_BST(
     if row_ids_BS is not None and column_ids_BT is not None:
         mask &= row_ids_BS[:, :, None] == column_ids_BT[:, None, :]
     return mask
+
+
+def softmax_with_sinks(logits: Array, sinks: Array) -> Array:
+    """Compute exp(logits) / (exp(sinks) + sum(exp(logits))) over the last axis, in the dtype of the logits.
+
+    As in gpt-oss (arXiv 2508.10925, section 2.1): each head learns the extra logit of the denominator, which has no
+    value; the weight that it takes attends to nothing.
+
+    Args:
+        logits: [..., T], floating point; -inf for masked positions.
+        sinks: [..., 1], finite; its axes broadcast with those of the logits.
+
+    Returns:
+        [..., T]: weights that add up to less than 1.
+    """
+    sinks = sinks.astype(logits.dtype)
+    # The result does not depend on the subtracted maximum, so no gradient flows through it.
+    largest = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), sinks)
+    largest = jax.lax.stop_gradient(largest)
+    powers = jnp.exp(logits - largest)
+    total = jnp.sum(powers, axis=-1, keepdims=True) + jnp.exp(sinks - largest)
+    return powers / total
 
 
 def on_each_device(

@@ -256,15 +256,11 @@ def merge_adapters(model: AdaptedModel, params: Nested) -> Nested:
         adapter = [params.get(f"{prefix}lora_{letter}") for letter in "ab"]
         if name.endswith(("lora_a", "lora_b")):
             continue
-        if adapter[0] is not None or _is_quantized(leaf):
+        if adapter[0] is not None or (isinstance(leaf, dict) and "codes" in leaf):
             merged[name] = _merge_adapter(lora, leaf, *adapter).astype(model.param_dtype)
         else:
             merged[name] = merge_adapters(model, leaf)
     return merged
-
-
-def _is_quantized(leaf: Nested | jax.Array) -> bool:
-    return isinstance(leaf, dict) and "codes" in leaf
 
 
 def _merge_adapter(
