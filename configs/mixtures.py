@@ -12,7 +12,7 @@ from plimsoll.configs.tiny import stdlib_tiny
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.families.decoders import deepseek_model, gpt_oss_model, llama_model, mixture
 from plimsoll.framework.layers.norm import RMSNorm
-from plimsoll.framework.layers.yarn import YarnScaling
+from plimsoll.framework.layers.rotary_scaling import YarnScaling
 from plimsoll.framework.optimizers import matrices
 
 

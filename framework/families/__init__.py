@@ -43,7 +43,7 @@ FAMILIES: list[type[ModelFamily]] = [
 ]
 
 
-def read_config(path: str | Path) -> tuple[dict[str, Any], Config]:
+def read_config(path: str | Path) -> tuple[dict[str, object], Config]:
     """Read the config.json of a directory, or of a model on the Hub.
 
     Args:
@@ -86,7 +86,7 @@ def read_config(path: str | Path) -> tuple[dict[str, Any], Config]:
         raise ValueError(f"{file}: {message}") from None
 
 
-def generation_facts(path: str | Path) -> dict[str, Any]:
+def generation_facts(path: str | Path) -> dict[str, object]:
     """Read the generation_config.json of a directory; empty if there is none, as for a shape.
 
     Raises:
@@ -100,7 +100,7 @@ def generation_facts(path: str | Path) -> dict[str, Any]:
     return _read_json_object(file)
 
 
-def _read_json_object(file: Path) -> dict[str, Any]:
+def _read_json_object(file: Path) -> dict[str, object]:
     try:
         facts = parse_json(file.read_text())
     except ValueError as error:
@@ -110,7 +110,7 @@ def _read_json_object(file: Path) -> dict[str, Any]:
     return facts
 
 
-def find_family(facts: dict[str, Any]) -> type[ModelFamily]:
+def find_family(facts: dict[str, object]) -> type[ModelFamily]:
     """Return the family of a config.json, by its architectures.
 
     Raises:
@@ -120,8 +120,7 @@ def find_family(facts: dict[str, Any]) -> type[ModelFamily]:
     # A model that scores sequences belongs to the family of its language model.
     facts = scores.language_facts(facts)
     architectures = facts.get("architectures") or []
-    is_list_of_names = isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
-    if not is_list_of_names:
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise ValueError(f"architectures = {architectures!r}; expected a list of names")
     family_by_name: dict[str, type[ModelFamily]] = {}
     for family in FAMILIES:
@@ -193,7 +192,7 @@ def load_model_config(path: str | Path) -> tuple[Config, Config]:
     return model, family
 
 
-def build_model_config(family: ModelFamily, facts: dict[str, Any]) -> Config:
+def build_model_config(family: ModelFamily, facts: dict[str, object]) -> Config:
     """Return the config of the model that a config.json describes, including models that score sequences.
 
     Args:
@@ -222,7 +221,7 @@ def _read_first_dtype(path: str | Path) -> str | None:
     return None
 
 
-def export_config(model: Config, published: dict[str, Any] | None = None) -> tuple[dict[str, Any], ModelFamily]:
+def export_config(model: Config, published: dict[str, object] | None = None) -> tuple[dict[str, Any], ModelFamily]:
     """Find the config.json and the family of one of our models.
 
     Args:
@@ -293,7 +292,7 @@ def _find_differences(model: Config, described: Config) -> list[str]:
     return differences
 
 
-def _select_computing_fields(config: Config) -> dict[str, Any]:
+def _select_computing_fields(config: Config) -> dict[str, object]:
     """Return {path: value} of the fields that determine a model's computation."""
     fields = {}
     for path, value in config.leaves():

@@ -8,13 +8,11 @@ This follows transformers' own code, which replaced the code published with the 
 
 from __future__ import annotations
 
-from typing import Any
-
 from plimsoll.framework.config import Config, component
 from plimsoll.framework.families.decoders import deepseek_model
 from plimsoll.framework.families.facts import ConfigFacts
 from plimsoll.framework.families.llama import activation, activation_fact, decoder_names, rope, rope_facts
-from plimsoll.framework.layers.yarn import attention_scale
+from plimsoll.framework.layers.rotary_scaling import attention_scale
 from plimsoll.framework.weights.family import ModelFamily
 from plimsoll.framework.weights.source import Source
 
@@ -57,7 +55,7 @@ class DeepseekV2(ModelFamily):
     names = _names()
     has_custom_code = True
 
-    def model(self, facts: dict[str, Any]) -> Config:
+    def model(self, facts: dict[str, object]) -> Config:
         """See `ModelFamily.model`."""
         fields = ConfigFacts(facts)
         _refuse(fields, "scoring_func", "softmax", "softmax, which transformers always uses")
@@ -83,7 +81,7 @@ class DeepseekV2(ModelFamily):
                 _check_groups(fields, router, block.mlp.num_experts)
         return model
 
-    def facts(self, model: Config) -> dict[str, Any]:
+    def facts(self, model: Config) -> dict[str, object]:
         """See `ModelFamily.facts`."""
         blocks = _blocks(model)
         dense = [block.mlp for block in blocks if not block.mlp.takes("num_experts")]
@@ -102,7 +100,7 @@ class DeepseekV2(ModelFamily):
         return facts
 
 
-def _refuse(fields: ConfigFacts, name: str, expected: Any, text: str) -> None:
+def _refuse(fields: ConfigFacts, name: str, expected: object, text: str) -> None:
     """Raise ValueError if a field that transformers ignores contradicts what it computes."""
     if fields.any(name, expected) != expected:
         raise fields.error(name, text)
@@ -201,7 +199,7 @@ def _find_mixture(model: Config) -> Config:
     raise ValueError("no layer has a mixture with shared experts")
 
 
-def _facts(model: Config) -> dict[str, Any]:
+def _facts(model: Config) -> dict[str, object]:
     """Return the fields of config.json that do not depend on the router's settings."""
     mixture = _find_mixture(model)
     blocks = _blocks(model)

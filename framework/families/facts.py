@@ -7,10 +7,11 @@ computation of transformers but that we do not read. `python -m tools.check_alte
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 # The default of a required field; None would not do, because null is a valid value.
-REQUIRED: Any = object()
+REQUIRED = object()
 
 
 class ConfigFacts:
@@ -24,7 +25,7 @@ class ConfigFacts:
         inside: "" for top-level fields of config.json, "rope_parameters." for fields of that nested object.
     """
 
-    def __init__(self, values: dict[str, Any], inside: str = ""):
+    def __init__(self, values: Mapping[str, object], inside: str = ""):
         self.values = values
         self._inside = inside
 
@@ -39,14 +40,14 @@ class ConfigFacts:
             value = repr(self.values[name])
         return ValueError(f"config.json: {self._inside}{name} = {value}; expected {expected}")
 
-    def any(self, name: str, default: Any = REQUIRED) -> Any:
+    def any(self, name: str, default: object = REQUIRED) -> Any:
         """Return a value of any type."""
         value = self.values.get(name, default)
         if value is REQUIRED:
             raise ValueError(f"config.json: no field '{self._inside}{name}', which this architecture needs")
         return value
 
-    def size(self, name: str, default: Any = REQUIRED, *, null: bool = False, least: int = 1) -> Any:
+    def size(self, name: str, default: object = REQUIRED, *, null: bool = False, least: int = 1) -> Any:
         """Return an integer that is at least `least`."""
         value = self.any(name, default)
         if value is None and null:
@@ -56,7 +57,7 @@ class ConfigFacts:
             raise self.error(name, f"an integer of at least {least}")
         return value
 
-    def number(self, name: str, default: Any = REQUIRED, *, null: bool = False) -> Any:
+    def number(self, name: str, default: object = REQUIRED, *, null: bool = False) -> Any:
         """Return a finite number above zero."""
         value = self.any(name, default)
         if value is None and null:
@@ -75,7 +76,7 @@ class ConfigFacts:
             raise self.error(name, "true or false")
         return value
 
-    def text(self, name: str, default: Any = REQUIRED) -> str:
+    def text(self, name: str, default: object = REQUIRED) -> str:
         """Return a string."""
         value = self.any(name, default)
         if not isinstance(value, str):
@@ -104,7 +105,7 @@ class ConfigFacts:
 
 # Fields that transformers reads for every family, with the values that do not change its computation, and the text of
 # the expectation.
-_NOT_READ: dict[str, tuple[tuple[Any, ...], str]] = {
+_NOT_READ: dict[str, tuple[tuple[object, ...], str]] = {
     "is_causal": ((True,), "true: attention sees earlier tokens only"),
     "use_bidirectional_attention": ((None, False), "false: attention sees earlier tokens only"),
     "per_layer_config": ((None, {}), "null: all layers have the same sizes"),
@@ -139,7 +140,7 @@ def _refuse_unread_quantization(facts: ConfigFacts) -> None:
         raise facts.error("quantization_config", f"null, or quant_method mxfp4 (fields {', '.join(_MXFP4_FIELDS)})")
 
 
-def _is_same(value: Any, harmless_value: Any) -> bool:
+def _is_same(value: object, harmless_value: object) -> bool:
     """Compare by identity, and containers by equality."""
     # Equality would not suffice: 0 == False, but transformers treats 0 as "not causal" too.
     if value is harmless_value:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from plimsoll.framework.config import Config, component, config_for
 from plimsoll.framework.families.decoders import llama_model
 from plimsoll.framework.families.facts import ConfigFacts
@@ -63,11 +61,12 @@ def gemma_decoder(facts: ConfigFacts, theta: float, scaling: Config | None) -> C
     return model
 
 
-def gemma_facts(model: Config) -> dict[str, Any]:
+def gemma_facts(model: Config) -> dict[str, object]:
     """Return the fields of config.json that Gemma 2 and 3 share, with rotary positions in Gemma 2's form."""
     facts = common_facts(model)
     attention = model.stack.pattern[0].attention
-    scalar = facts["head_dim"] if attention.scale is None else attention.scale**-2
+    head_dim = attention.head_dim or model.dim // attention.num_heads
+    scalar = head_dim if attention.scale is None else attention.scale**-2
     # Inverting the scale yields a published integer only up to rounding.
     if abs(scalar - round(scalar)) < 1e-6:
         scalar = round(scalar)
@@ -86,7 +85,7 @@ class Gemma2(ModelFamily):
     architectures = {"Gemma2ForCausalLM": "gemma2"}
     names = GEMMA_NAMES
 
-    def model(self, facts: dict[str, Any]) -> Config:
+    def model(self, facts: dict[str, object]) -> Config:
         """See `ModelFamily.model`."""
         fields = ConfigFacts(facts)
         theta, scaling = rope(fields)
@@ -100,7 +99,7 @@ class Gemma2(ModelFamily):
         window = fields.size("sliding_window", 4096, null=True)
         return with_windows(model, layer_windows(kinds, window, fields))
 
-    def facts(self, model: Config) -> dict[str, Any]:
+    def facts(self, model: Config) -> dict[str, object]:
         """See `ModelFamily.facts`."""
         return gemma_facts(model) | {
             "architectures": ["Gemma2ForCausalLM"],

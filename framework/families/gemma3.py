@@ -5,8 +5,6 @@ Most layers are local: they see a window, and their rotary positions have their 
 
 from __future__ import annotations
 
-from typing import Any
-
 from plimsoll.framework.config import Config, component, config_for
 from plimsoll.framework.families.facts import ConfigFacts
 from plimsoll.framework.families.gemma import GEMMA_NAMES, gemma_decoder, gemma_facts
@@ -18,7 +16,7 @@ _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _GLOBAL_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
 
 
-def _rotary_facts(facts: ConfigFacts) -> tuple[dict[str, Any], dict[str, Any]]:
+def _rotary_facts(facts: ConfigFacts) -> tuple[dict[str, object], dict[str, object]]:
     """Return the objects for the rotary positions of global and of local layers.
 
     transformers 5 writes one object for each kind into `rope_parameters`. transformers 4 wrote `rope_theta`,
@@ -40,7 +38,7 @@ def _rotary_facts(facts: ConfigFacts) -> tuple[dict[str, Any], dict[str, Any]]:
         (_LOCAL, "rope_local_base_freq", _LOCAL_THETA),
     ):
         stated = parameters.part(kind)
-        rotary = dict(stated.values) if stated is not None else {"rope_type": "default"}
+        rotary: dict[str, object] = dict(stated.values) if stated is not None else {"rope_type": "default"}
         scaling = facts.part("rope_scaling")
         if kind == _GLOBAL and scaling is not None:
             rotary |= scaling.values
@@ -50,13 +48,13 @@ def _rotary_facts(facts: ConfigFacts) -> tuple[dict[str, Any], dict[str, Any]]:
     return global_rotary, local_rotary
 
 
-def _rotary(facts: ConfigFacts, rotary: dict[str, Any]) -> Config:
+def _rotary(facts: ConfigFacts, rotary: dict[str, object]) -> Config:
     """Build the rotary positions of one kind of layer. Raises ValueError for other types or what `rope` refuses."""
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     # transformers reads some fields of the other types from places that exist only in flat objects.
     if kind not in ("default", "linear"):
         raise ValueError(f"config.json: rope scaling {rotary}; expected rope_type default or linear")
-    stated = {"rope_parameters": rotary}
+    stated: dict[str, object] = {"rope_parameters": rotary}
     if "partial_rotary_factor" in facts.values:
         stated["partial_rotary_factor"] = facts.values["partial_rotary_factor"]
     theta, scaling = rope(ConfigFacts(stated))
@@ -70,7 +68,7 @@ class Gemma3(ModelFamily):
     architectures = {"Gemma3ForCausalLM": "gemma3_text"}
     names = GEMMA_NAMES
 
-    def model(self, facts: dict[str, Any]) -> Config:
+    def model(self, facts: dict[str, object]) -> Config:
         """See `ModelFamily.model`."""
         fields = ConfigFacts(facts)
         global_rotary, local_rotary = (_rotary(fields, rotary) for rotary in _rotary_facts(fields))
@@ -98,7 +96,7 @@ class Gemma3(ModelFamily):
         model.stack.pattern = blocks
         return model
 
-    def facts(self, model: Config) -> dict[str, Any]:
+    def facts(self, model: Config) -> dict[str, object]:
         """See `ModelFamily.facts`."""
         facts = gemma_facts(model)
         rotary_by_kind = {}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from plimsoll.framework.config import Config, component
 from plimsoll.framework.families.decoders import gpt2_model
 from plimsoll.framework.families.facts import ConfigFacts
@@ -42,7 +40,7 @@ class GPT2(ModelFamily):
     # Older files store the causal mask as a tensor.
     ignored = r"\.attn\.(masked_)?bias$"
 
-    def model(self, facts: dict[str, Any]) -> Config:
+    def model(self, facts: dict[str, object]) -> Config:
         """See `ModelFamily.model`."""
         fields = ConfigFacts(facts)
         if fields.flag("scale_attn_by_inverse_layer_idx", False):
@@ -68,7 +66,7 @@ class GPT2(ModelFamily):
         model.head.tied = fields.flag("tie_word_embeddings", True)
         return model
 
-    def facts(self, model: Config) -> dict[str, Any]:
+    def facts(self, model: Config) -> dict[str, object]:
         """See `ModelFamily.facts`."""
         block = model.stack.pattern[0]
         if block.norm is None:

@@ -6,8 +6,6 @@ files, the outputs of the gate and of `up` are interleaved along one axis.
 
 from __future__ import annotations
 
-from typing import Any
-
 from plimsoll.framework.config import Config, component
 from plimsoll.framework.families.decoders import gpt_oss_model
 from plimsoll.framework.families.facts import ConfigFacts
@@ -60,7 +58,7 @@ class GptOss(ModelFamily):
     names = _names()
     takes_float16 = False
 
-    def model(self, facts: dict[str, Any]) -> Config:
+    def model(self, facts: dict[str, object]) -> Config:
         """See `ModelFamily.model`."""
         fields = ConfigFacts(facts)
         refuse_losses(fields)
@@ -94,7 +92,7 @@ class GptOss(ModelFamily):
         window = fields.size("sliding_window", 128, null=True)
         return with_windows(model, layer_windows(kinds, window, fields))
 
-    def facts(self, model: Config) -> dict[str, Any]:
+    def facts(self, model: Config) -> dict[str, object]:
         """See `ModelFamily.facts`."""
         block = model.stack.pattern[0]
         moe = block.mlp

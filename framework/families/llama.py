@@ -5,7 +5,7 @@ Defaults for fields that a config.json leaves out are those of transformers' con
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 from plimsoll.framework.config import Config, component, config_for
 from plimsoll.framework.families.decoders import llama_model
@@ -28,6 +28,8 @@ _LAYER = "model.layers.{layer}"
 
 # transformers' default of num_key_value_heads. None, like null in the file, stands for the number of heads.
 _KV_HEADS = {"LlamaForCausalLM": None, "MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}
+
+T = TypeVar("T")
 
 
 def decoder_names(**norms: str) -> dict[str, Source]:
@@ -141,9 +143,9 @@ def _llama3_scaling(facts: ConfigFacts, scaling: ConfigFacts) -> Config:
     return config_for(Llama3Scaling, **fields, original_length=original_length(facts, scaling))
 
 
-def rope_facts(rotary: Config) -> dict[str, Any]:
+def rope_facts(rotary: Config) -> dict[str, object]:
     """Return the fields of config.json for rotary positions, the inverse of `rope`."""
-    facts: dict[str, Any] = {"rope_theta": rotary.theta}
+    facts: dict[str, object] = {"rope_theta": rotary.theta}
     if rotary.scaling is None:
         return facts
     scaling = dict(rotary.scaling.leaves())
@@ -157,7 +159,7 @@ def rope_facts(rotary: Config) -> dict[str, Any]:
     return facts
 
 
-def shortest_period(layers: list[Any]) -> int:
+def shortest_period(layers: list[T]) -> int:
     """Return the number of layers after which the list repeats."""
     count = len(layers)
     for period in range(1, count + 1):
@@ -186,7 +188,7 @@ def get_windows(model: Config) -> list[int | None]:
     return pattern * (model.stack.num_layers // len(pattern))
 
 
-def common_facts(model: Config, feed_forward: Config | None = None) -> dict[str, Any]:
+def common_facts(model: Config, feed_forward: Config | None = None) -> dict[str, object]:
     """Return the fields of config.json that all models of these families have.
 
     Args:
@@ -298,10 +300,10 @@ class Llama(ModelFamily):
     }
     names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
 
-    def model(self, facts: dict[str, Any]) -> Config:
+    def model(self, facts: dict[str, object]) -> Config:
         """See `ModelFamily.model`."""
-        (kind,) = set(facts["architectures"]) & set(self.architectures)
         fields = ConfigFacts(facts)
+        (kind,) = set(fields.any("architectures")) & set(self.architectures)
         theta, scaling = rope(fields)
         dim = fields.size("hidden_size")
         heads = fields.size("num_attention_heads")
@@ -337,14 +339,14 @@ class Llama(ModelFamily):
             block.attention.qk_norm = config_for(RMSNorm, eps=eps)
         return with_windows(model, _windows(kind, fields))
 
-    def facts(self, model: Config) -> dict[str, Any]:
+    def facts(self, model: Config) -> dict[str, object]:
         """See `ModelFamily.facts`. Writes LlamaForCausalLM wherever it can express the model."""
         block = model.stack.pattern[0]
         attention = block.attention
         shared_facts = common_facts(model)
         kinds = shared_facts.pop("layer_types")
         # The fields of the one architecture that the model needs.
-        special_facts: dict[str, Any] = {}
+        special_facts: dict[str, object] = {}
         if attention.qk_norm is not None:
             architecture = "Qwen3ForCausalLM"
         elif attention.linear.bias and attention.output_bias is False:
@@ -355,7 +357,7 @@ class Llama(ModelFamily):
             architecture = "LlamaForCausalLM"
         if architecture.startswith("Qwen"):
             special_facts["layer_types"] = kinds
-            special_facts["use_sliding_window"] = "sliding_attention" in kinds
+            special_facts["use_sliding_window"] = shared_facts["sliding_window"] is not None
         if architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM"):
             special_facts["attention_bias"] = attention.linear.bias
         if architecture == "LlamaForCausalLM":

@@ -7,8 +7,6 @@ of 0.
 
 from __future__ import annotations
 
-from typing import Any
-
 from plimsoll.framework.config import Config, component, config_for
 from plimsoll.framework.families.decoders import llama_model, mixture
 from plimsoll.framework.families.facts import ConfigFacts
@@ -117,7 +115,7 @@ class Mixtral(ModelFamily):
         "block_sparse_moe.gate", "block_sparse_moe.experts.{expert}", gate="w1", up="w3", down="w2"
     )
 
-    def model(self, facts: dict[str, Any]) -> Config:
+    def model(self, facts: dict[str, object]) -> Config:
         """See `ModelFamily.model`."""
         fields = ConfigFacts(facts)
         refuse_losses(fields)
@@ -146,7 +144,7 @@ class Mixtral(ModelFamily):
         )
         return model
 
-    def facts(self, model: Config) -> dict[str, Any]:
+    def facts(self, model: Config) -> dict[str, object]:
         """See `ModelFamily.facts`."""
         moe = model.stack.pattern[0].mlp
         facts = common_facts(model, moe.experts)
@@ -168,7 +166,7 @@ class Qwen3MoE(ModelFamily):
         "mlp.gate", "mlp.experts.{expert}", gate="gate_proj", up="up_proj", down="down_proj"
     )
 
-    def model(self, facts: dict[str, Any]) -> Config:
+    def model(self, facts: dict[str, object]) -> Config:
         """See `ModelFamily.model`."""
         fields = ConfigFacts(facts)
         refuse_losses(fields)
@@ -210,7 +208,7 @@ class Qwen3MoE(ModelFamily):
         model.stack.pattern = [one.copy() for one in blocks[: shortest_period(blocks)]]
         return model
 
-    def facts(self, model: Config) -> dict[str, Any]:
+    def facts(self, model: Config) -> dict[str, object]:
         """See `ModelFamily.facts`."""
         pattern = model.stack.pattern
         mixtures = [block.mlp for block in pattern if block.mlp.takes("num_experts")]

@@ -5,8 +5,6 @@ OLMo 2 normalizes the output of a branch instead of its input. OLMoE is a mixtur
 
 from __future__ import annotations
 
-from typing import Any
-
 from plimsoll.framework.config import Config, component, config_for
 from plimsoll.framework.families.decoders import llama_model, mixture
 from plimsoll.framework.families.facts import ConfigFacts
@@ -44,7 +42,7 @@ def _decoder(facts: ConfigFacts) -> Config:
     return model
 
 
-def _common_facts(model: Config, feed_forward: Config | None = None) -> dict[str, Any]:
+def _common_facts(model: Config, feed_forward: Config | None = None) -> dict[str, object]:
     """Return the fields of config.json that both families have."""
     facts = common_facts(model, feed_forward)
     # No layer has a window.
@@ -60,7 +58,7 @@ class Olmo2(ModelFamily):
     architectures = {"Olmo2ForCausalLM": "olmo2"}
     names = decoder_names(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm")
 
-    def model(self, facts: dict[str, Any]) -> Config:
+    def model(self, facts: dict[str, object]) -> Config:
         """See `ModelFamily.model`."""
         fields = ConfigFacts(facts)
         model = _decoder(fields)
@@ -73,7 +71,7 @@ class Olmo2(ModelFamily):
             block.attention.head_dim = head_dim
         return model
 
-    def facts(self, model: Config) -> dict[str, Any]:
+    def facts(self, model: Config) -> dict[str, object]:
         """See `ModelFamily.facts`."""
         return {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", **_common_facts(model)}
 
@@ -87,7 +85,7 @@ class Olmoe(ModelFamily):
         "mlp.gate", "mlp.experts.{expert}", gate="gate_proj", up="up_proj", down="down_proj"
     )
 
-    def model(self, facts: dict[str, Any]) -> Config:
+    def model(self, facts: dict[str, object]) -> Config:
         """See `ModelFamily.model`."""
         fields = ConfigFacts(facts)
         refuse_losses(fields)
@@ -113,7 +111,7 @@ class Olmoe(ModelFamily):
         )
         return model
 
-    def facts(self, model: Config) -> dict[str, Any]:
+    def facts(self, model: Config) -> dict[str, object]:
         """See `ModelFamily.facts`."""
         block = model.stack.pattern[0]
         return {

@@ -7,7 +7,6 @@ long versions have LongRoPE: they are read for sequences of up to `original_max_
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from plimsoll.framework.config import Config, component
 from plimsoll.framework.families.decoders import llama_model
@@ -58,7 +57,7 @@ class Phi3(ModelFamily):
             sources[path] = [replace(source, span=(first, sum(sizes))) for source in path_sources]
         return sources
 
-    def model(self, facts: dict[str, Any]) -> Config:
+    def model(self, facts: dict[str, object]) -> Config:
         """See `ModelFamily.model`."""
         fields = ConfigFacts(facts)
         dim = fields.size("hidden_size")
@@ -92,13 +91,15 @@ class Phi3(ModelFamily):
         block.attention.window = window
         return model
 
-    def facts(self, model: Config) -> dict[str, Any]:
+    def facts(self, model: Config) -> dict[str, object]:
         """See `ModelFamily.facts`."""
         facts = common_facts(model)
         del facts["layer_types"]
-        rotary = model.stack.pattern[0].attention.rotary
+        attention = model.stack.pattern[0].attention
+        rotary = attention.rotary
         if rotary.rotary_dim is not None:
-            facts["partial_rotary_factor"] = rotary_part(rotary.rotary_dim, facts["head_dim"])
+            head_dim = attention.head_dim or model.dim // attention.num_heads
+            facts["partial_rotary_factor"] = rotary_part(rotary.rotary_dim, head_dim)
         if rotary.scaling is not None:
             facts["rope_scaling"] = longrope_facts(rotary.scaling)
             facts[_ORIGINAL_LENGTH] = rotary.scaling.original_length
@@ -119,8 +120,9 @@ def _rope(facts: ConfigFacts, num_frequencies: int) -> tuple[float, Config | Non
     # `rope` reads theta, and refuses two objects that differ.
     plain = dict(facts.values)
     for name in ("rope_scaling", "rope_parameters"):
-        if isinstance(plain.get(name), dict) and plain[name]:
-            plain[name] = plain[name] | {"rope_type": "default"}
+        value = plain.get(name)
+        if isinstance(value, dict) and value:
+            plain[name] = value | {"rope_type": "default"}
     theta, _ = rope(ConfigFacts(plain), partial=True)
     if kind == "default":
         return theta, None

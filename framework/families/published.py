@@ -60,7 +60,7 @@ class PublishedModel:
     """
 
     hub_id: str
-    config: dict[str, Any]
+    config: dict[str, object]
     source: str
     entry: str
     confirmed_by: dict[str, str]
@@ -157,5 +157,5 @@ def note(location: str) -> list[str]:
     ]
 
 
-def _load_document() -> dict[str, Any]:
+def _load_document() -> dict[str, dict[str, dict[str, Any]]]:
     return json.loads(_FILE.read_text())

@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.families.facts import ConfigFacts
-from plimsoll.framework.layers.longrope import LongRopeScaling
-from plimsoll.framework.layers.yarn import YarnScaling
+from plimsoll.framework.layers.rotary_scaling import LongRopeScaling, YarnScaling
 
 _LENGTH = "original_max_position_embeddings"
 _PART = "partial_rotary_factor"
@@ -93,7 +91,7 @@ def yarn_scaling(facts: ConfigFacts, scaling: ConfigFacts) -> Config:
     )
 
 
-def yarn_facts(scaling: Config) -> dict[str, Any]:
+def yarn_facts(scaling: Config) -> dict[str, object]:
     """Return the object of config.json for rotary positions, the inverse of `yarn_scaling`."""
     fields = dict(scaling.leaves())
     length = fields.pop("original_length")
@@ -126,7 +124,7 @@ def longrope_scaling(facts: ConfigFacts, scaling: ConfigFacts, *, length: int, n
     )
 
 
-def longrope_facts(scaling: Config) -> dict[str, Any]:
+def longrope_facts(scaling: Config) -> dict[str, object]:
     """Return the object of config.json for rotary positions, the inverse of `longrope_scaling`."""
     stated = {"rope_type": "longrope", "factor": scaling.factor}
     for name in ("short_factor", "long_factor"):

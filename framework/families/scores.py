@@ -6,8 +6,6 @@ the labels; a reward model has one label.
 
 from __future__ import annotations
 
-from typing import Any
-
 from plimsoll.framework.config import Config, config_for, get_target
 from plimsoll.framework.families.facts import ConfigFacts
 from plimsoll.framework.layers.head import LMHead
@@ -31,7 +29,7 @@ LANGUAGE_MODELS = {
 }
 
 
-def is_scored(facts: dict[str, Any]) -> bool:
+def is_scored(facts: dict[str, object]) -> bool:
     """Return whether a config.json describes a model that scores sequences."""
     architectures = facts.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1:
@@ -39,14 +37,15 @@ def is_scored(facts: dict[str, Any]) -> bool:
     return isinstance(architectures[0], str) and architectures[0] in LANGUAGE_MODELS
 
 
-def language_facts(facts: dict[str, Any]) -> dict[str, Any]:
+def language_facts(facts: dict[str, object]) -> dict[str, object]:
     """Return the config.json of the underlying language model; that of a language model is returned unchanged."""
     if not is_scored(facts):
         return facts
-    return {**facts, "architectures": [LANGUAGE_MODELS[facts["architectures"][0]]]}
+    (architecture,) = ConfigFacts(facts).any("architectures")
+    return {**facts, "architectures": [LANGUAGE_MODELS[architecture]]}
 
 
-def add_score_head_facts(facts: dict[str, Any], num_labels: int) -> dict[str, Any]:
+def add_score_head_facts(facts: dict[str, object], num_labels: int) -> dict[str, object]:
     """Return the config.json of a model with a score head, given that of its language model or of such a model.
 
     Raises:
@@ -54,20 +53,20 @@ def add_score_head_facts(facts: dict[str, Any], num_labels: int) -> dict[str, An
     """
     if is_scored(facts):
         return facts
-    (architecture,) = facts["architectures"]
+    (architecture,) = ConfigFacts(facts).any("architectures")
     for scored, language in LANGUAGE_MODELS.items():
         if language == architecture:
             return {**facts, "architectures": [scored], **label_facts([f"LABEL_{i}" for i in range(num_labels)])}
     raise ValueError(f"head.num_labels = {num_labels}: transformers has no {architecture} that scores sequences")
 
 
-def label_facts(names: list[str]) -> dict[str, Any]:
+def label_facts(names: list[str]) -> dict[str, object]:
     """Return the fields of config.json for labels with these names."""
     id2label = {str(number): name for number, name in enumerate(names)}
     return {"id2label": id2label, "label2id": {name: number for number, name in enumerate(names)}}
 
 
-def label_names(facts: dict[str, Any]) -> list[str]:
+def label_names(facts: dict[str, object]) -> list[str]:
     """Return the names of the labels in a config.json, as transformers reads it.
 
     Raises:

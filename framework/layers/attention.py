@@ -8,7 +8,7 @@ heads, and is the form that matrix optimizers and published checkpoints expect.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from plimsoll.framework.layers.attention_kernels import Implementation, check_pl
 from plimsoll.framework.layers.base import BATCH_AXES, Context, Layer, Out, check_axis
 from plimsoll.framework.layers.kernels_call import SplashBlocks
 from plimsoll.framework.layers.linear import Linear
+from plimsoll.framework.layers.norm import LayerNorm, RMSNorm
 from plimsoll.framework.layers.rotary import Rotary
 from plimsoll.framework.layout import Nested, ParameterSpec, nearest_divisors
 
@@ -182,7 +183,7 @@ class Attention(Layer):
         v_BSKH = checkpoint_name(v_BSKH, "value")
         return q_BSNH, k_BSKH, v_BSKH
 
-    def _apply_norm(self, norm: Any, weights: Nested, x_BSNH: jax.Array, ctx: Context) -> jax.Array:
+    def _apply_norm(self, norm: RMSNorm | LayerNorm, weights: Nested, x_BSNH: jax.Array, ctx: Context) -> jax.Array:
         """Return queries or keys [B, S, N, H] after their norm, over H or over N and H together."""
         if not self.norms_all_heads:
             return norm(weights, x_BSNH, ctx)

@@ -7,12 +7,11 @@ loop over layers that wrote to it would copy it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from plimsoll.framework.layers.sinks import softmax_with_sinks
+from plimsoll.framework.layers.kernels_call import softmax_with_sinks
 
 
 def attend_with_cache(
@@ -67,7 +66,7 @@ def attend_with_cache(
     return out_BKRV.reshape(B, K, S, G, -1).swapaxes(1, 2).reshape(B, S, N, -1)
 
 
-def _mix(weights: jax.Array, value_BCKV: jax.Array, new_value_BSKV: jax.Array, dtype: Any) -> jax.Array:
+def _mix(weights: jax.Array, value_BCKV: jax.Array, new_value_BSKV: jax.Array, dtype: np.dtype) -> jax.Array:
     """Sum the values of C slots and of S new tokens with weights [B, K, R, C + S]; returns [B, K, R, V]."""
     # The new tokens are added separately: concatenating their values to the cache would copy the cache.
     num_slots = value_BCKV.shape[1]

@@ -5,15 +5,13 @@ Gemma 2 applies a norm before and after each branch; OLMo 2 only after.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 from plimsoll.framework.config import Config, Fraction, PositiveInt, component, config_for
 from plimsoll.framework.layers.attention import Attention
 from plimsoll.framework.layers.base import Context, Layer, Out
 from plimsoll.framework.layers.mlp import MLP
-from plimsoll.framework.layers.norm import RMSNorm
+from plimsoll.framework.layers.norm import LayerNorm, RMSNorm
 from plimsoll.framework.layout import Nested
 
 
@@ -44,11 +42,11 @@ class Block(Layer):
     ):
         self.attention = attention.instantiate(dim=dim, output_init_scale=output_init_scale)
         self.mlp = mlp.instantiate(dim=dim, output_init_scale=output_init_scale)
-        self.pre_norms: dict[str, Any] = {}
+        self.pre_norms: dict[str, RMSNorm | LayerNorm] = {}
         if norm is not None:
             for name in ("attention", "mlp"):
                 self.pre_norms[f"{name}_norm"] = norm.instantiate(dim=dim)
-        self.post_norms: dict[str, Any] = {}
+        self.post_norms: dict[str, RMSNorm | LayerNorm] = {}
         if post_norm is not None:
             for name in ("attention", "mlp"):
                 self.post_norms[f"{name}_post_norm"] = post_norm.instantiate(dim=dim)

@@ -80,16 +80,12 @@ class Embedding(Layer):
             # The scale is rounded to the compute dtype, as transformers does for Gemma.
             x_BSD = x_BSD * jnp.asarray(self.scale, x_BSD.dtype)
         if self.max_positions is not None:
-            x_BSD = self._add_positions(weights, x_BSD, ctx)
+            positions_BS = ctx.batch.get("positions")
+            if positions_BS is not None:
+                x_BSD = x_BSD + look_up(weights["position"], positions_BS, ctx, None)
+            else:
+                # Every row has the positions 0, 1, ..., so this is a slice, whose gradient needs no scatter.
+                table_SD = ctx.constrain(weights["position"][: x_BSD.shape[1]], None, None)
+                x_BSD = add_shared(x_BSD, table_SD)
         x_BSD = ctx.dropout(x_BSD, self.dropout, "embedding")
         return ctx.constrain_hidden(x_BSD), Out()
-
-    def _add_positions(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
-        positions_BS = ctx.batch.get("positions")
-        if positions_BS is not None:
-            return x_BSD + look_up(weights["position"], positions_BS, ctx, None)
-        # Every row has the positions 0, 1, ..., so this is a slice, whose gradient needs no scatter.
-        length = x_BSD.shape[1]
-        table_SD = weights["position"][:length]
-        table_SD = ctx.constrain(table_SD, None, None)
-        return add_shared(x_BSD, table_SD)

@@ -1,4 +1,4 @@
-"""The description of an attention call, and code that the kernels share: the mask and the sharding over a mesh.
+"""The description of an attention call, and code that the kernels share: masks, sinks, and the sharding over a mesh.
 
 Axis letters: B sequences, S queries, T keys (at the same positions), N query heads, K key/value heads, G = N / K
 query heads per key/value head (head n uses key/value head n // G), H channels per head of queries and keys, V
@@ -10,16 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from plimsoll.framework.config import PositiveInt, component
 from plimsoll.framework.layers.base import BATCH_AXES
+from plimsoll.framework.layout import PyTree
 
+# An array, or only its shape and dtype.
+ArrayLike = jax.Array | jax.ShapeDtypeStruct
 HEADS_AXIS = "model"
 LENGTH_AXIS = "seq"
 
@@ -65,7 +68,7 @@ class AttentionCall:
     heads: int
     head_dim: int
     kv_heads: int
-    dtype: Any
+    dtype: np.dtype
     has_segments: bool
     window: int | None
     softcap: float | None
@@ -111,7 +114,9 @@ class AttentionCall:
         return None
 
 
-def _check_arrays(q: Any, k: Any, v: Any, segments: Any, sinks: Any) -> None:
+def _check_arrays(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, segments: ArrayLike | None, sinks: ArrayLike | None
+) -> None:
     """Raise ValueError if the shapes or dtypes do not match."""
     shapes = f"{q.shape}, {k.shape}, {v.shape}"
     # The number of axes is checked first: the expected shape of keys reads all four axes of both.
@@ -134,16 +139,16 @@ def _check_arrays(q: Any, k: Any, v: Any, segments: Any, sinks: Any) -> None:
 
 
 def describe_call(
-    q: Any,
-    k: Any,
-    v: Any,
-    segments: Any,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    segments: ArrayLike | None,
     window: int | None,
     softcap: float | None,
     mesh: Mesh | None,
     scale: float | None = None,
     splash: SplashBlocks = SplashBlocks(),
-    sinks: Any = None,
+    sinks: ArrayLike | None = None,
 ) -> AttentionCall:
     """Check q [B, S, N, H], k [B, S, K, H], v [B, S, K, V], segments [B, S] and sinks [N], and describe them.
 
@@ -210,6 +215,28 @@ def make_mask_BST(
     return mask
 
 
+def softmax_with_sinks(logits: Array, sinks: Array) -> Array:
+    """Compute exp(logits) / (exp(sinks) + sum(exp(logits))) over the last axis, in the dtype of the logits.
+
+    As in gpt-oss (arXiv 2508.10925, section 2.1): each head learns the extra logit of the denominator, which has no
+    value; the weight that it takes attends to nothing.
+
+    Args:
+        logits: [..., T], floating point; -inf for masked positions.
+        sinks: [..., 1], finite; its axes broadcast with those of the logits.
+
+    Returns:
+        [..., T]: weights that add up to less than 1.
+    """
+    sinks = sinks.astype(logits.dtype)
+    # The result does not depend on the subtracted maximum, so no gradient flows through it.
+    largest = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), sinks)
+    largest = jax.lax.stop_gradient(largest)
+    powers = jnp.exp(logits - largest)
+    total = jnp.sum(powers, axis=-1, keepdims=True) + jnp.exp(sinks - largest)
+    return powers / total
+
+
 def on_each_device(
     call: AttentionCall,
     local: Callable[..., Array],
@@ -217,8 +244,8 @@ def on_each_device(
     k_BSKH: Array,
     v_BSKH: Array,
     segments_BS: Array | None,
-    extra: Any = None,
-    extra_spec: Any = None,
+    extra: PyTree = None,
+    extra_spec: PyTree = None,
 ) -> Array:
     """Run a kernel that the compiler cannot partition: each device has its sequences, heads and queries, and all keys.
 

@@ -61,12 +61,6 @@ def why_not(call: AttentionCall) -> str | None:
     return next((reason for holds, reason in reasons if holds), None)
 
 
-def _as_wide_as_keys(call: AttentionCall, v_BSKV: Array) -> Array:
-    """Pad values to [B, S, K, H]: JAX's interface expects the channels of keys. Zero channels give zero outputs."""
-    missing = call.head_dim - call.value_dim
-    return jnp.pad(v_BSKV, [(0, 0), (0, 0), (0, 0), (0, missing)]) if missing else v_BSKV
-
-
 def attend(
     call: AttentionCall,
     q_BSNH: Array,
@@ -97,8 +91,12 @@ def attend(
         )
 
     # JAX partitions cuDNN's calls itself, but only if query, key and value have the same sharding.
-    out_BSNH = on_each_device(call, local, q_BSNH, k_BSKH, _as_wide_as_keys(call, v_BSKH), segments_BS)
-    if call.value_dim < call.head_dim:
+    missing = call.head_dim - call.value_dim
+    if missing:
+        # JAX's interface expects the channels of keys. Zero channels give zero outputs.
+        v_BSKH = jnp.pad(v_BSKH, [(0, 0), (0, 0), (0, 0), (0, missing)])
+    out_BSNH = on_each_device(call, local, q_BSNH, k_BSKH, v_BSKH, segments_BS)
+    if missing:
         out_BSNH = out_BSNH[..., : call.value_dim]
     return checkpoint_name(out_BSNH, SAVED_NAME)
 

@@ -67,7 +67,10 @@ def attend(
     # Imported here, because importing Pallas takes a tenth of a second, which every command would otherwise pay.
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
-    q_BSNH = _scale_queries(q_BSNH, call.scale)
+    # The result is rounded once: in bf16, a scale that is not a power of two would otherwise be rounded before the
+    # product as well.
+    scaled_BSNH = q_BSNH.astype(jnp.float32) * call.scale
+    q_BSNH = scaled_BSNH.astype(q_BSNH.dtype)
 
     def local(
         q: Array,
@@ -102,13 +105,6 @@ def attend(
 def _attend_sequence(kernel: Any, q: Array, k: Array, v: Array, segment_ids: Any, sinks: Array | None) -> Array:
     """Return [N, S, H] for one sequence, with the heads first."""
     return kernel(q, k, v, segment_ids, sinks=sinks)
-
-
-def _scale_queries(q_BSNH: Array, scale: float) -> Array:
-    # The result is rounded once: in bf16, a scale that is not a power of two would otherwise be rounded before the
-    # product as well.
-    scaled_BSNH = q_BSNH.astype(jnp.float32) * scale
-    return scaled_BSNH.astype(q_BSNH.dtype)
 
 
 def _kernel(call: AttentionCall, interpret: bool) -> Any:

@@ -21,8 +21,8 @@ from plimsoll.framework.layers.kernels_call import (
     AttentionCall,
     make_mask_BST,
     separate_padding,
+    softmax_with_sinks,
 )
-from plimsoll.framework.layers.sinks import softmax_with_sinks
 
 
 def why_not(call: AttentionCall) -> None:

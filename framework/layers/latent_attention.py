@@ -11,7 +11,6 @@ a head without positions, H = U + P channels of a query or key, V channels of a 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +89,17 @@ class LatentAttention(Layer):
         from_stream = {"inputs": dim, "mesh_axes": ("fsdp", None), "bias": bias}
         to_heads = {"mesh_axes": ("fsdp", "model"), "roles": ("in", "heads"), "bias": False}
         query_heads = {"outputs": num_heads * self.key_dim, "num_heads": num_heads, **to_heads}
-        self._make_queries(query_rank, linear, norm, from_stream, query_heads)
+        # The projection of the queries: one matrix, or two with a norm between them.
+        self.query: Linear | None = None
+        self.query_down: Linear | None = None
+        self.query_up: Linear | None = None
+        self.query_norm: RMSNorm | None = None
+        if query_rank is None:
+            self.query = linear.instantiate(inputs=dim, **query_heads)
+        else:
+            self.query_down = linear.instantiate(outputs=query_rank, **from_stream)
+            self.query_norm = norm.instantiate(dim=query_rank)
+            self.query_up = linear.instantiate(inputs=query_rank, **query_heads)
         self.kv_down: Linear = linear.instantiate(outputs=kv_rank + rotary_dim, **from_stream)
         self.kv_norm: RMSNorm = norm.instantiate(dim=kv_rank)
         kv_size = num_heads * (plain_dim + value_dim)
@@ -103,26 +112,6 @@ class LatentAttention(Layer):
             bias=bias,
             init_scale=output_init_scale,
         )
-
-    def _make_queries(
-        self,
-        query_rank: int | None,
-        linear: Config,
-        norm: Config,
-        from_stream: dict[str, Any],
-        to_heads: dict[str, Any],
-    ) -> None:
-        """Create the projection of the queries: one matrix, or two with a norm between them."""
-        self.query: Linear | None = None
-        self.query_down: Linear | None = None
-        self.query_up: Linear | None = None
-        self.query_norm: RMSNorm | None = None
-        if query_rank is None:
-            self.query = linear.instantiate(inputs=from_stream["inputs"], **to_heads)
-        else:
-            self.query_down = linear.instantiate(outputs=query_rank, **from_stream)
-            self.query_norm = norm.instantiate(dim=query_rank)
-            self.query_up = linear.instantiate(inputs=query_rank, **to_heads)
 
     def children(self) -> dict[str, Layer]:
         """Return query, or query_down, query_norm and query_up; and kv_down, kv_norm, kv_up, output."""
@@ -253,7 +242,13 @@ class LatentAttention(Layer):
         Section 2.1.2 of the paper: q (W c) = (W^T q) c. Queries are mapped to the latent, which has one key for all
         heads, and the weighted sum of latents is mapped to values.
         """
-        up_RNE = self._up_matrix(weights, ctx).reshape(self.kv_rank, self.num_heads, -1)
+        if type(self.kv_up) is Linear:
+            up_RE = weights["kv_up"]["weight"]
+        else:
+            # With an adapter, or quantized, no such array exists: applying `kv_up` to the identity gives its rows.
+            identity_1RR = jnp.eye(self.kv_rank, dtype=ctx.compute_dtype)[None]
+            up_RE = self.kv_up(weights["kv_up"], identity_1RR, ctx)[0]
+        up_RNE = up_RE.reshape(self.kv_rank, self.num_heads, -1)
         key_up_RNU, value_up_RNV = jnp.split(up_RNE, [self.plain_dim], axis=-1)
         plain_BSNU, rotated_BSNP = jnp.split(q_BSNH, [self.plain_dim], axis=-1)
         latent_q_BSNR = jnp.einsum("bsnu,rnu->bsnr", plain_BSNU, key_up_RNU)
@@ -267,14 +262,6 @@ class LatentAttention(Layer):
             scale=self.scale,
         )
         return jnp.einsum("bsnr,rnv->bsnv", latents_BSNR, value_up_RNV)
-
-    def _up_matrix(self, weights: Nested, ctx: Context) -> jax.Array:
-        """Return the matrix [R, N (U + V)] that `kv_up` multiplies by."""
-        if type(self.kv_up) is Linear:
-            return weights["kv_up"]["weight"]
-        # With an adapter, or quantized, no such array exists: applying `kv_up` to the identity gives its rows.
-        identity_1RR = jnp.eye(self.kv_rank, dtype=ctx.compute_dtype)[None]
-        return self.kv_up(weights["kv_up"], identity_1RR, ctx)[0]
 
     def flops_per_token(self, seq_len: int) -> float:
         """Count the projections, and QK and AV over the whole context: 2 N (H + V) S."""

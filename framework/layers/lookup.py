@@ -13,14 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
 from plimsoll.framework.layers.base import BATCH_AXES, Context, cast
+from plimsoll.framework.layers.custom_gradients import zero_cotangent
 
 # Maximum bytes of float32 sums that may exist next to the gradient of a table in a narrower dtype: the gradient of a
 # larger table is summed a few columns at a time.
@@ -60,13 +61,12 @@ def look_up(table_VD: jax.Array, indices_BS: jax.Array, ctx: Context, vocab_axis
     def forward(table: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
         return rows(table, indices), indices
 
-    def backward(indices: jax.Array, rows_grad: jax.Array) -> tuple[jax.Array, Any]:
+    def backward(indices: jax.Array, rows_grad: jax.Array) -> tuple[jax.Array, jax.Array | np.ndarray]:
         compute_gradient = partial(table_gradient, shape=shape, dtype=table_dtype)
         gradient = on_mesh(compute_gradient, mesh, vocab_axis)
         with jax.named_scope("gradient"):
             grad = gradient(indices, rows_grad)
-        # float0 is JAX's dtype for cotangents of integers.
-        return grad, np.zeros(indices.shape, jax.dtypes.float0)
+        return grad, zero_cotangent(indices)
 
     rows.defvjp(forward, backward)
     return ctx.constrain_hidden(rows(table_VD, indices_BS))
@@ -91,7 +91,7 @@ def shard_gradient(
     indices: jax.Array,
     rows_grad: jax.Array,
     *,
-    mesh: Any,
+    mesh: Mesh | AbstractMesh,
     vocab_axis: str | None,
 ) -> jax.Array:
     """Compute the gradient of one device's shard of the table, summed over the devices with other tokens.
@@ -123,7 +123,7 @@ def table_gradient(
     rows_grad: jax.Array,
     *,
     shape: tuple[int, ...],
-    dtype: Any,
+    dtype: DTypeLike,
     over_devices: Callable[[jax.Array], jax.Array] = lambda sums: sums,
 ) -> jax.Array:
     """Compute the gradient of a table [V, D]: each row is the sum of the gradients of the tokens that looked it up.

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from plimsoll.framework.config import DType, Fraction, PositiveFloat, PositiveInt, component
 from plimsoll.framework.layers.base import Context, Layer, add_shared
@@ -115,7 +116,8 @@ def _compile_regex(name: str, text: str) -> re.Pattern[str]:
         raise ValueError(f"{name} = {text!r} is not a regular expression: {error}") from error
 
 
-class _LinearSite(NamedTuple):
+@dataclass(frozen=True)
+class _LinearSite:
     """The location of a Linear in a model: `getattr(parent, attribute)`."""
 
     path: str
@@ -134,7 +136,8 @@ def _find_linears(parent: Layer, path: str) -> Iterator[_LinearSite]:
             yield from _find_linears(child, child_path)
 
 
-class _ExpertSite(NamedTuple):
+@dataclass(frozen=True)
+class _ExpertSite:
     """One matrix of all experts of a layer, with its name in that layer."""
 
     path: str
@@ -160,9 +163,9 @@ class FrozenLinear(Layer):
         self.lora = lora
         self.path = path
 
-    def param_specs(self) -> dict[str, Any]:
+    def param_specs(self) -> Nested:
         """Return the specs of the Linear; a quantized weight is a dict."""
-        specs: dict[str, Any] = self.linear.param_specs()
+        specs: Nested = {**self.linear.param_specs()}
         weight: ParameterSpec = specs["weight"]
         if self.lora.storage is not None:
             specs["weight"] = make_quantized_specs(weight, self.lora.storage, self.path)
@@ -174,7 +177,7 @@ class FrozenLinear(Layer):
         """Map x [..., inputs] to [..., outputs], in x's dtype."""
         if self.lora.storage is None:
             return self.linear(weights, x, ctx)
-        y: Any = matmul(self.lora.storage, x, weights["weight"])
+        y = matmul(self.lora.storage, x, weights["weight"])
         return add_shared(y, weights["bias"]) if self.linear.bias else y
 
     def flops_per_token(self, seq_len: int) -> float:
@@ -185,7 +188,7 @@ class FrozenLinear(Layer):
 class LoRALinear(FrozenLinear):
     """A FrozenLinear with an adapter. Only adapters have an axis with the role "rank", which marks them as trained."""
 
-    def param_specs(self) -> dict[str, Any]:
+    def param_specs(self) -> Nested:
         """Return the specs of the FrozenLinear, of lora_a [inputs, rank] and of lora_b [rank, outputs]."""
         specs = super().param_specs()
         weight: ParameterSpec = self.linear.param_specs()["weight"]
@@ -230,13 +233,20 @@ class LoRALinear(FrozenLinear):
         return super().flops_per_token(seq_len) + adapter
 
 
-def merge_adapters(model: Any, params: Nested) -> Nested:
+class AdaptedModel(Protocol):
+    """The part of a model that `merge_adapters` uses; see `framework.models.chain.Chain`."""
+
+    lora: LoRA | None
+    param_dtype: np.dtype
+
+
+def merge_adapters(model: AdaptedModel, params: Nested) -> Nested:
     """Convert the parameters of a model with LoRA to those of the same model without it: W + (alpha / rank) A B.
 
     The sum is computed in float32 (or wider, if the weights are) and cast to the model's `param_dtype`. Other leaves
     are returned unchanged.
     """
-    lora: LoRA | None = model.lora
+    lora = model.lora
     if lora is None or not isinstance(params, dict):
         return params
     merged = {}
@@ -246,20 +256,18 @@ def merge_adapters(model: Any, params: Nested) -> Nested:
         adapter = [params.get(f"{prefix}lora_{letter}") for letter in "ab"]
         if name.endswith(("lora_a", "lora_b")):
             continue
-        if adapter[0] is not None or _is_quantized(leaf):
+        if adapter[0] is not None or (isinstance(leaf, dict) and "codes" in leaf):
             merged[name] = _merge_adapter(lora, leaf, *adapter).astype(model.param_dtype)
         else:
             merged[name] = merge_adapters(model, leaf)
     return merged
 
 
-def _is_quantized(leaf: Any) -> bool:
-    return isinstance(leaf, dict) and "codes" in leaf
-
-
-def _merge_adapter(lora: LoRA, weight: Any, lora_a: jax.Array | None, lora_b: jax.Array | None) -> jax.Array:
+def _merge_adapter(
+    lora: LoRA, weight: Nested | jax.Array, lora_a: jax.Array | None, lora_b: jax.Array | None
+) -> jax.Array:
     """Return W + (alpha / rank) A B, [..., in, out]; without an adapter W."""
-    if _is_quantized(weight):
+    if isinstance(weight, dict):
         assert lora.storage is not None
         weight = dequantize(weight, lora.storage, jnp.float32)
     weight = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from plimsoll.framework.layout import PyTree
+
 
 @dataclass(frozen=True)
 class PullBack:
@@ -25,7 +27,7 @@ class PullBack:
     structure: Any = field(compare=False, repr=False)
 
     @staticmethod
-    def split(pull: Any, arguments: Any) -> tuple[PullBack, list[Any]]:
+    def split(pull: Callable[..., PyTree], arguments: PyTree) -> tuple[PullBack, list[jax.Array]]:
         """Split a pullback into (the part without arrays, the residuals).
 
         Args:
@@ -40,7 +42,7 @@ class PullBack:
         residuals = [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None]
         return PullBack(sources, structure), residuals
 
-    def rebuild(self, arguments: Any, residuals: list[Any]) -> Callable[[Any], Any]:
+    def rebuild(self, arguments: PyTree, residuals: list[jax.Array]) -> Callable[[PyTree], PyTree]:
         """Inverse of `split`."""
         argument_leaves = jax.tree.leaves(arguments)
         next_residual = iter(residuals)

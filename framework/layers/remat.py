@@ -25,12 +25,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import TypeVar
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
 
-from plimsoll.framework.layout import nearest_divisors
+from plimsoll.framework.layers.base import Carry
+from plimsoll.framework.layout import Nested, PyTree, nearest_divisors
 
 # The name of a layer's input. In a loop's body, naming the result would offload nothing (jax#23869).
 INPUT = "input"
@@ -38,9 +41,11 @@ ACTIVATION_NAMES = ("query", "key", "value", "attention", "output", "mlp_gate", 
 POLICIES = ("none", "full", "sqrt", "dots", "dots_no_batch", "offload", "invert")
 # The name of prepared weights, which no policy saves.
 _WEIGHTS = "weights"
+T = TypeVar("T")
 
 
-class PolicyRange(NamedTuple):
+@dataclass(frozen=True)
+class PolicyRange:
     """Consecutive layers with the same policy.
 
     Attributes:
@@ -132,7 +137,7 @@ def group_size(remat: str, num_repeats: int) -> int | None:
     return size if 1 < size < num_repeats else None
 
 
-def wrap(run_layer: Callable[..., Any], remat: str, *, unrolled: bool) -> Callable[..., Any]:
+def wrap(run_layer: Callable[..., T], remat: str, *, unrolled: bool) -> Callable[..., T]:
     """Wrap `run_layer` in jax.checkpoint with this policy. It names its prepared weights with `tag_weights`.
 
     Args:
@@ -160,7 +165,7 @@ def wrap(run_layer: Callable[..., Any], remat: str, *, unrolled: bool) -> Callab
     else:
         policy = policies.nothing_saveable
 
-    def run_with_tagged_input(carry: Any, *layer_args: Any) -> Any:
+    def run_with_tagged_input(carry: Carry, *layer_args: PyTree) -> T:
         return run_layer(_tag(carry, INPUT), *layer_args)
 
     # Without a loop, XLA would merge what the backward pass recomputes with the forward pass, and so save it, unless
@@ -182,7 +187,7 @@ def _names(remat: str) -> tuple[list[str], list[str]]:
     return saved_names, offloaded_names
 
 
-def _all_but_weights(primitive: Any, *avals: Any, **params: Any) -> bool:
+def _all_but_weights(primitive: Primitive, *avals: object, **params: object) -> bool:
     """Save everything except prepared weights: neither values with their name, nor casts and gathers before it."""
     if primitive.name == "name":
         return params["name"] != _WEIGHTS
@@ -192,10 +197,10 @@ def _all_but_weights(primitive: Any, *avals: Any, **params: Any) -> bool:
     return primitive.name not in recomputed
 
 
-def tag_weights(weights: Any) -> Any:
+def tag_weights(weights: Nested) -> Nested:
     """Name prepared weights, so that no policy saves them."""
     return _tag(weights, _WEIGHTS)
 
 
-def _tag(tree: Any, name: str) -> Any:
+def _tag(tree: T, name: str) -> T:
     return jax.tree.map(lambda x: checkpoint_name(x, name), tree)

@@ -1,7 +1,8 @@
 """Rotary positions (Su et al. 2021, arXiv 2104.09864) with the frequency scaling of Llama 3.1.
 
 This module uses the half-split convention of Hugging Face and GPT-NeoX: element i rotates with element i + R/2, where
-the first R of a head's H elements rotate. Other scalings are in separate files, such as `yarn.py`.
+the first R of a head's H elements rotate. Further scalings of the frequencies, YaRN and LongRoPE, are in
+`rotary_scaling.py`.
 """
 
 from __future__ import annotations

@@ -14,9 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from plimsoll.framework.layers.base import Context, Layer, Out
+from plimsoll.framework.layers.base import Carry, Context, Layer, Out
 from plimsoll.framework.layers.layer_range import LayerRange
 from plimsoll.framework.layers.lora import LoRA
 from plimsoll.framework.layers.score_head import LABEL
@@ -46,8 +47,8 @@ class Chain:
     stages: dict[str, Layer]
     ties: dict[str, str] = {}
     lora: LoRA | None = None
-    param_dtype: Any
-    compute_dtype: Any
+    param_dtype: np.dtype
+    compute_dtype: np.dtype
     calibrates: bool = False
     generates_images: bool = False
 
@@ -173,13 +174,11 @@ class Chain:
 
     def stack_layers(self, grads: Nested) -> Nested:
         """Inverse of `unstack_layers`, for gradients."""
-
-        def join_stage(stage: Any) -> Any:
-            if not isinstance(stage, list):
-                return stage
-            return jax.tree.map(lambda *leaves: jnp.stack(leaves), *stage)
-
-        return {name: join_stage(stage) for name, stage in grads.items()}
+        stacked = {}
+        for name, stage in grads.items():
+            is_list = isinstance(stage, list)
+            stacked[name] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *stage) if is_list else stage
+        return stacked
 
     def stage_params(self, params: Nested, stage: str) -> Nested:
         """Return a stage's parameters, including those that it reads through a tie."""
@@ -207,8 +206,8 @@ class Chain:
     # --- execution ---------------------------------------------------------------------------------------------------
 
     def run(
-        self, name: str, params: Nested, carry: Any, ctx: Context, buffers: Nested, specs: StageSpecs | None = None
-    ) -> tuple[Any, Out]:
+        self, name: str, params: Nested, carry: Carry, ctx: Context, buffers: Nested, specs: StageSpecs | None = None
+    ) -> tuple[Carry, Out]:
         """Run one stage and return (carry, Out).
 
         Parameters that are in host memory according to `specs` (from `stage_specs`) are moved to the device; those of

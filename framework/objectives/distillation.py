@@ -10,8 +10,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import annotated_types as at
 import jax
@@ -26,7 +27,9 @@ from plimsoll.framework.layout import Nested
 Divergence = Literal["forward", "reverse", "jsd"]
 
 
-class TokenInputs(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TokenInputs:
     """Inputs of the loss of positions, in addition to their logits.
 
     Attributes:
@@ -149,7 +152,11 @@ def distillation_loss(
     targets_BS1 = inputs.targets_BS[..., None]
     nll_BS = lse_BS - jnp.take_along_axis(logits_BSV, targets_BS1, axis=-1)[..., 0]
     student_BSJ = _compute_student_log_probs(logits_BSV, lse_BS, inputs.ids_BSK)
-    teacher_BSJ = _compute_teacher_log_probs(inputs, logits_BSV)
+    # The teacher's log-probabilities of the parts, as stored, in the logits' dtype.
+    teacher_BSJ = inputs.log_probs_BSK.astype(logits_BSV.dtype)
+    if teacher_BSJ.shape[-1] < logits_BSV.shape[-1]:
+        tail_BS1 = inputs.tail_BS[..., None].astype(logits_BSV.dtype)
+        teacher_BSJ = jnp.concatenate([teacher_BSJ, tail_BS1], axis=-1)
     # Both are normalized again, so that rounding errors of the stored numbers do not contribute to the divergence.
     temperature = objective.temperature
     tempered_teacher_BSJ = jax.nn.log_softmax(teacher_BSJ / temperature, axis=-1)
@@ -179,15 +186,6 @@ def _compute_student_log_probs(logits_BSV: jax.Array, lse_BS: jax.Array, ids_BSK
         tail_BS1 = jax.nn.logsumexp(others_BSV, axis=-1, keepdims=True)
         bucket_logits_BSJ = jnp.concatenate([picked_BSK, tail_BS1], axis=-1)
     return bucket_logits_BSJ - lse_BS[..., None]
-
-
-def _compute_teacher_log_probs(inputs: TokenInputs, logits_BSV: jax.Array) -> jax.Array:
-    """Return the teacher's log-probabilities of the parts, as stored, in the logits' dtype."""
-    log_probs_BSK = inputs.log_probs_BSK.astype(logits_BSV.dtype)
-    if log_probs_BSK.shape[-1] == logits_BSV.shape[-1]:
-        return log_probs_BSK
-    tail_BS1 = inputs.tail_BS[..., None].astype(logits_BSV.dtype)
-    return jnp.concatenate([log_probs_BSK, tail_BS1], axis=-1)
 
 
 def _kl(p_BSJ: jax.Array, q_BSJ: jax.Array) -> jax.Array:

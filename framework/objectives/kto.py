@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,8 @@ from plimsoll.framework.objectives.sequences import sum_sequences
 _LABELS = ("desirable", "undesirable")
 
 
-class _UnpairedSequences(NamedTuple):
+@dataclass(frozen=True)
+class _UnpairedSequences:
     """The sequences of a microbatch, each field f32[B, N]; zeros for missing sequences.
 
     Attributes:
@@ -87,7 +88,10 @@ class KTO(Objective):
     def loss(self, head: Head, weights: Nested, x_BSD: jax.Array, ctx: Context) -> LossAndMetrics:
         """Return the mean over answers, and the metrics."""
         unpaired = _sum_unpaired(head.log_probs(weights, x_BSD, ctx), ctx.batch)
-        kl = _kl(unpaired)
+        # z, in nats: the mean over the sequences that estimate it.
+        log_ratio_sum = jnp.sum(unpaired.estimates_kl * unpaired.log_ratios)
+        mean_log_ratio = log_ratio_sum / jnp.maximum(jnp.sum(unpaired.estimates_kl), 1.0)
+        kl = jax.lax.stop_gradient(jnp.maximum(mean_log_ratio, 0.0))
         # The distance by which an answer is on the right side of z, [B, N].
         margins_BN = (unpaired.desirable - unpaired.undesirable) * (self.beta * (unpaired.log_ratios - kl))
         # 1 - sigmoid(x) is computed as sigmoid(-x), which loses no digits.
@@ -145,10 +149,3 @@ def _sum_unpaired(log_probs_BS: jax.Array, batch: dict[str, jax.Array]) -> _Unpa
         log_ratios=sum_sequences(answer_BS * (log_probs_BS - batch["reference"]), segments_BS),
         lengths=sum_sequences(answer_BS, segments_BS),
     )
-
-
-def _kl(unpaired: _UnpairedSequences) -> jax.Array:
-    """Return z, f32 scalar, in nats."""
-    log_ratio_sum = jnp.sum(unpaired.estimates_kl * unpaired.log_ratios)
-    mean = log_ratio_sum / jnp.maximum(jnp.sum(unpaired.estimates_kl), 1.0)
-    return jax.lax.stop_gradient(jnp.maximum(mean, 0.0))

@@ -84,7 +84,10 @@ class GRPO(Objective):
         token_weights_BS = batch["weights"]
         advantages_BS = batch["advantages"]
         is_counted_BS = token_weights_BS > 0
-        behavior_BS = _fill_unknown_behavior(batch["behavior"], log_probs_BS)
+        # If the log-probabilities of an answer when it was sampled are unknown, the current model's replace them: the
+        # ratio is 1 there, and its gradient that of the log-probability.
+        current_BS = jax.lax.stop_gradient(log_probs_BS)
+        behavior_BS = jnp.where(jnp.isnan(batch["behavior"]), current_BS, batch["behavior"])
         # After an answer, `behavior` is 0 and the target is padding: the exponential of their difference could be
         # infinite.
         log_ratios_BS = jnp.where(is_counted_BS, log_probs_BS - behavior_BS, 0.0)
@@ -148,12 +151,3 @@ class GRPO(Objective):
         answers = max(totals["sequences"], 1.0)
         reward = totals["reward"] / answers
         return {"loss": -reward, "reward": reward, "length": totals["length"] / answers, "answers": totals["sequences"]}
-
-
-def _fill_unknown_behavior(behavior_BS: jax.Array, log_probs_BS: jax.Array) -> jax.Array:
-    """Return the log-probabilities under the sampling policy; if those of an answer are unknown, the current model's.
-
-    The ratio is 1 there, and its gradient that of the log-probability.
-    """
-    current_BS = jax.lax.stop_gradient(log_probs_BS)
-    return jnp.where(jnp.isnan(behavior_BS), current_BS, behavior_BS)

@@ -142,7 +142,7 @@ class DPO(PairLoss):
 
     def rewards(self, answers: AnswerPairs) -> Pairs:
         """Return beta (log pi - log ref)."""
-        return _scale_pairs(self.beta, answers.log_ratios)
+        return jax.tree.map(lambda values: self.beta * values, answers.log_ratios)
 
     def pair_losses(self, answers: AnswerPairs) -> jax.Array:
         """Return the loss of each pair."""
@@ -175,7 +175,7 @@ class IPO(PairLoss):
 
     def rewards(self, answers: AnswerPairs) -> Pairs:
         """Return beta (log pi - log ref), with sums over tokens as in DPO, so that the two are comparable."""
-        return _scale_pairs(self.beta, answers.log_ratios)
+        return jax.tree.map(lambda values: self.beta * values, answers.log_ratios)
 
     def pair_losses(self, answers: AnswerPairs) -> jax.Array:
         """Return the loss of each pair."""
@@ -209,11 +209,11 @@ class ORPO(PairLoss):
 
     def rewards(self, answers: AnswerPairs) -> Pairs:
         """Return beta times the log-probability per token."""
-        return _scale_pairs(self.beta, answers.mean_log_probs)
+        return jax.tree.map(lambda values: self.beta * values, answers.mean_log_probs)
 
     def pair_losses(self, answers: AnswerPairs) -> jax.Array:
         """Return the odds ratio term of each pair."""
-        log_odds = Pairs(*map(_log_odds, answers.mean_log_probs))
+        log_odds = jax.tree.map(_log_odds, answers.mean_log_probs)
         return self.beta * _logistic(log_odds.chosen - log_odds.rejected)
 
 
@@ -245,7 +245,7 @@ class SimPO(PairLoss):
 
     def rewards(self, answers: AnswerPairs) -> Pairs:
         """Return beta times the log-probability per token; gamma is only in the loss."""
-        return _scale_pairs(self.beta, answers.mean_log_probs)
+        return jax.tree.map(lambda values: self.beta * values, answers.mean_log_probs)
 
     def pair_losses(self, answers: AnswerPairs) -> jax.Array:
         """Return the loss of each pair."""
@@ -267,10 +267,6 @@ def _sum_answers(log_probs_BS: jax.Array, batch: dict[str, jax.Array]) -> Answer
     return AnswerPairs(
         log_probs=sums(log_probs_BS), log_ratios=sums(log_ratios_BS), lengths=sums(jnp.ones_like(log_probs_BS))
     )
-
-
-def _scale_pairs(factor: float, values: Pairs) -> Pairs:
-    return Pairs(factor * values.chosen, factor * values.rejected)
 
 
 def _logistic(margins_BP: jax.Array, smoothing: float = 0.0) -> jax.Array:

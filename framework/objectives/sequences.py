@@ -7,21 +7,30 @@ followed by the rejected one. A sequence of n tokens takes n - 1 positions, each
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 
-class Pairs(NamedTuple):
-    """Values of the sequences of pairs, [B, P] each; zeros for missing pairs."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Pairs:
+    """Values of the sequences of pairs.
+
+    Attributes:
+        chosen: those of the chosen sequences, [B, P]; zeros for missing pairs.
+        rejected: those of the rejected sequences, [B, P]; zeros for missing pairs.
+    """
 
     chosen: jax.Array
     rejected: jax.Array
 
 
-class AnswerPairs(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AnswerPairs:
     """Inputs of a loss over pairs.
 
     Attributes:
@@ -57,4 +66,4 @@ def split_pairs(values_BN: jax.Array) -> Pairs:
 
 def per_token(sums: Pairs, lengths: Pairs) -> Pairs:
     """Divide sums over the tokens of answers by the numbers of tokens; a sequence without an answer stays at zero."""
-    return Pairs(*(values / jnp.maximum(lengths, 1.0) for values, lengths in zip(sums, lengths, strict=True)))
+    return jax.tree.map(lambda values, lengths: values / jnp.maximum(lengths, 1.0), sums, lengths)

@@ -9,8 +9,7 @@ from jax.sharding import Mesh
 from plimsoll.framework.layers import kernels_splash
 from plimsoll.framework.layers.attention_cache import attend_with_cache
 from plimsoll.framework.layers.attention_kernels import choose_implementation, dot_product_attention
-from plimsoll.framework.layers.kernels_call import SplashBlocks, describe_call
-from plimsoll.framework.layers.sinks import softmax_with_sinks
+from plimsoll.framework.layers.kernels_call import SplashBlocks, describe_call, softmax_with_sinks
 
 AXES = ("data", "fsdp", "expert", "seq", "model")
 BATCH, LENGTH, HEADS, KV_HEADS, CHANNELS = 2, 150, 6, 2, 8

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from plimsoll.framework.config import config_for
-from plimsoll.framework.layers.longrope import LongRopeScaling
 from plimsoll.framework.layers.rotary import Rotary
-from plimsoll.framework.layers.yarn import YarnScaling
+from plimsoll.framework.layers.rotary_scaling import LongRopeScaling, YarnScaling
 from tests.support import small
 from tests.support.latent import with_latents
 
