@@ -16,7 +16,7 @@ from plimsoll.framework.layout import StateLayout
 from plimsoll.framework.plan.buffers import Buffers, BufferValue, PeakBlock
 from plimsoll.framework.plan.hlo import Instruction, Module, arrays
 
-# Maps the layout's groups to the report's groups (`report_tables.BREAKDOWN_KEYS`).
+# Maps the layout's groups to the report's groups (`plan_report.BREAKDOWN_KEYS`).
 REPORT_GROUPS = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers", "optimizer": "optimizer_state"}
 REPORT_GROUPS |= {"ema": "ema", "gradient": "gradients", "counter": "other"}
 _MOVES = {"copy", "copy-start", "copy-done", "bitcast", "transpose", "reshape", "bitcast-convert", "convert", "slice"}
