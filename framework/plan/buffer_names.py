@@ -16,7 +16,7 @@ from plimsoll.framework.layout import StateLayout
 from plimsoll.framework.plan.buffers import Buffers, BufferValue, PeakBlock
 from plimsoll.framework.plan.hlo import Instruction, Module, arrays
 
-# Maps the layout's groups to the report's groups (`report_tables.BREAKDOWN_KEYS`).
+# Maps the layout's groups to the report's groups (`plan_report.BREAKDOWN_KEYS`).
 REPORT_GROUPS = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers", "optimizer": "optimizer_state"}
 REPORT_GROUPS |= {"ema": "ema", "gradient": "gradients", "counter": "other"}
 _MOVES = {"copy", "copy-start", "copy-done", "bitcast", "transpose", "reshape", "bitcast-convert", "convert", "slice"}
@@ -204,19 +204,19 @@ def _gradient_paths(op_names: list[str], dims: _Dims, shapes: _PathsByShape) -> 
     # Activations may have such unsharded shapes too, but only a matrix product makes a gradient.
     if any(name.endswith("dot_general") and "rematted" not in name for name in backward_names):
         paths += [path for path in shapes.unsharded.get(dims, []) if path not in paths]
-    paths_of_layer = [path for path in paths if any(_layer_scope(path) in name for name in backward_names)]
+    paths_of_layer = []
+    for path in paths:
+        # The scope name inside a loop over blocks is attention/key/ for stack/block0/attention/key/weight.
+        keys = path.split("/")
+        scope = "/".join(keys[2:-1] or keys[:1]) + "/"
+        if any(scope in name for name in backward_names):
+            paths_of_layer.append(path)
     return paths_of_layer or paths
 
 
 def _summarize_paths(paths: list[str]) -> str:
     num_others = len(paths) - 1
     return paths[0] + (f" (or {num_others} more of its shape)" if num_others else "")
-
-
-def _layer_scope(path: str) -> str:
-    """Map stack/block0/attention/key/weight to attention/key/, the scope name inside a loop over blocks."""
-    keys = path.split("/")
-    return "/".join(keys[2:-1] or keys[:1]) + "/"
 
 
 def _trace_source(module: Module, value: BufferValue) -> str | None:
@@ -252,17 +252,14 @@ def _step_back(module: Module, instruction: Instruction, index: tuple[int, ...])
         if not fused or not operands or any(inner.opcode not in _MOVES | _INDEX_OPCODES for inner in fused):
             return None
         # The largest operand is the moved array; the small ones are indices.
-        return max(operands, key=lambda name: _largest_array_bytes(module, name)), ()
+        sizes = {}
+        for name in operands:
+            operand_arrays = arrays(module.instructions[name].type) if name in module.instructions else []
+            sizes[name] = max((array.num_bytes for array in operand_arrays), default=0)
+        return max(sizes, key=lambda name: sizes[name]), ()
     if opcode in _MOVES and operands:
         return operands[0], index[1:]
     return None
-
-
-def _largest_array_bytes(module: Module, name: str) -> int:
-    """Return the bytes of the largest array that an instruction returns."""
-    if name not in module.instructions:
-        return 0
-    return max((array.num_bytes for array in arrays(module.instructions[name].type)), default=0)
 
 
 def _op_names(module: Module, value: BufferValue) -> Iterator[str]:
@@ -306,7 +303,11 @@ def _find_stacked_row(module: Module, writer: Instruction) -> str | None:
     row = module.instructions.get(update.operands[1])
     # While the row is inside the fusion, parameters refer to the operands of the fusion.
     caller = writer
-    while row is not None and not _names_layer(row.op_name):
+    while row is not None:
+        # Stop at the name of a layer's operation, instead of the bookkeeping of a loop.
+        is_bookkeeping = row.op_name.endswith(("dynamic_update_slice", "broadcast_in_dim", "/while"))
+        if row.op_name.count("/") > 1 and not is_bookkeeping:
+            return f"{row.op_name}{_PER_LAYER_SUFFIX}"
         if row.opcode == "parameter" and caller is not update and row.operands[0].isdigit():
             row = module.instructions.get(caller.operands[int(row.operands[0])])
             caller = update
@@ -314,12 +315,7 @@ def _find_stacked_row(module: Module, writer: Instruction) -> str | None:
             row = module.instructions.get(row.operands[0])
         else:
             row = None
-    return f"{row.op_name}{_PER_LAYER_SUFFIX}" if row is not None else None
-
-
-def _names_layer(op_name: str) -> bool:
-    """Return whether a name belongs to a layer's operation, not to the bookkeeping of a loop."""
-    return op_name.count("/") > 1 and not op_name.endswith(("dynamic_update_slice", "broadcast_in_dim", "/while"))
+    return None
 
 
 def describe_operation(op_name: str) -> str:
@@ -329,8 +325,19 @@ def describe_operation(op_name: str) -> str:
     """
     if op_name.startswith(("state.", "batch[")):
         return f"copy of {parse_argument(op_name)[1]}"
-    phase = _phase(op_name)
-    plain_name = _without_transformations(op_name)
+    phase = "forward"
+    if "rematted_computation" in op_name:
+        phase = "backward, recomputed"
+    elif "/update/" in op_name:
+        phase = "update"
+    elif "transpose(" in op_name:
+        phase = "backward"
+    # Strip JAX transformations: `jit(step)/transpose(jvp(stack))/mul` becomes `/stack/mul`. They are nested, and the
+    # pattern matches only the innermost ones.
+    plain_name = re.sub(r"\b(?:jit|pjit)\([^()]*\)", "", op_name)
+    num_unwrapped = 1
+    while num_unwrapped:
+        plain_name, num_unwrapped = re.subn(r"\b(?:jvp|transpose|vmap|checkpoint|remat)\(([^()]*)\)", r"\1", plain_name)
     parts = []
     for part in plain_name.split("/"):
         if part and part not in _IGNORED_SCOPES and part != "update":
@@ -341,22 +348,3 @@ def describe_operation(op_name: str) -> str:
         parts[-1] = _PER_LAYER_SUFFIX.strip("/")
     path = "/".join(parts) or "step"
     return f"{path}, {phase}"
-
-
-def _phase(op_name: str) -> str:
-    if "rematted_computation" in op_name:
-        return "backward, recomputed"
-    if "/update/" in op_name:
-        return "update"
-    return "backward" if "transpose(" in op_name else "forward"
-
-
-def _without_transformations(op_name: str) -> str:
-    """Strip JAX transformations: `jit(step)/transpose(jvp(stack))/mul` becomes `/stack/mul`."""
-    plain_name = re.sub(r"\b(?:jit|pjit)\([^()]*\)", "", op_name)
-    # Transformations are nested, and the pattern matches only the innermost ones.
-    while True:
-        unwrapped = re.sub(r"\b(?:jvp|transpose|vmap|checkpoint|remat)\(([^()]*)\)", r"\1", plain_name)
-        if unwrapped == plain_name:
-            return plain_name
-        plain_name = unwrapped

@@ -94,7 +94,12 @@ def read_dump(directory: Path) -> Buffers:
             continue
         size = int(header[1])
         purpose = header[3]
-        values = _values(text, live_ranges)
+        values = []
+        for name, index, value_size, offset, shape in _VALUE.findall(text):
+            # Values without a live range are never alive: they end before they start.
+            start, end = live_ranges.get((name, index), (0, -1))
+            tuple_index = tuple(int(part) for part in index.split(",") if part)
+            values.append(BufferValue(name, tuple_index, int(value_size), int(offset), shape, start, end))
         if purpose.startswith("parameter"):
             names = [value.name for value in values]
             # An output that aliases an argument is a value of the same allocation.
@@ -109,16 +114,6 @@ def read_dump(directory: Path) -> Buffers:
         else:
             buffers.fixed_bytes += size
     return buffers
-
-
-def _values(text: str, live_ranges: dict[tuple[str, str], tuple[int, int]]) -> list[BufferValue]:
-    """Return the values of one allocation. Values without a live range are never alive: they end before they start."""
-    values = []
-    for name, index, size, offset, shape in _VALUE.findall(text):
-        start, end = live_ranges.get((name, index), (0, -1))
-        tuple_index = tuple(int(part) for part in index.split(",") if part)
-        values.append(BufferValue(name, tuple_index, int(size), int(offset), shape, start, end))
-    return values
 
 
 def _text(directory: Path, kind: str) -> str:
@@ -166,11 +161,12 @@ def _history(value: BufferValue, values: list[BufferValue]) -> list[BufferValue]
         if shares_address and candidate is not value:
             candidates.append(candidate)
     # Values may hand the buffer over in a chain, so each round looks for values that adjoin one found earlier.
-    while joined := [candidate for candidate in candidates if _meets(candidate, chain)]:
+    while True:
+        joined = []
+        for candidate in candidates:
+            if any(candidate.start <= link.end and candidate.end >= link.start for link in chain):
+                joined.append(candidate)
+        if not joined:
+            return chain
         chain += joined
         candidates = [candidate for candidate in candidates if candidate not in joined]
-    return chain
-
-
-def _meets(value: BufferValue, chain: list[BufferValue]) -> bool:
-    return any(value.start <= link.end and value.end >= link.start for link in chain)

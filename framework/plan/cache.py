@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,7 +31,7 @@ def versions(*packages: str) -> dict[str, str]:
     return installed
 
 
-def cache_path(config: Config, **about: Any) -> Path:
+def cache_path(config: Config, **about: object) -> Path:
     """Return the cache file of a report, under $XDG_CACHE_HOME.
 
     Args:
@@ -81,7 +82,7 @@ def load(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def store(path: Path, report: dict[str, Any]) -> None:
+def store(path: Path, report: Mapping[str, object]) -> None:
     """Write a report to the cache. On a full or read-only disk the plan still works, only without the cache."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -57,22 +57,22 @@ class CompiledProgram:
 
 
 def compile_for(
-    lowered: Any,
+    lowered: jax.stages.Lowered,
     platform: str,
     offloaded: HostBytes = HostBytes(),
     memory_mib: int | None = None,
-    compiler_options: Mapping[str, Any] = MappingProxyType({}),
+    compiler_options: Mapping[str, str | int | bool] = MappingProxyType({}),
 ) -> CompiledProgram:
     """Compile a lowered program with the compiler of the devices it was lowered for.
 
     Args:
-        lowered: the program, a `jax.stages.Lowered`.
+        lowered: the program.
         platform: tpu, gpu or cpu.
         offloaded: bytes of its arguments and results that are in host memory.
         memory_mib: device memory limit in MiB (TPU only); the compiler refuses a program that needs more.
         compiler_options: additional XLA compiler options.
     """
-    limits: dict[str, Any] = {}
+    limits: dict[str, int] = {}
     if memory_mib is not None and platform == "tpu":
         limits["xla_tpu_max_hbm_size_mib"] = memory_mib
     with tempfile.TemporaryDirectory(prefix="plimsoll-plan-") as folder, interrupts.remove_on_signal(folder):

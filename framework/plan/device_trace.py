@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.sharding import AbstractMesh, PartitionSpec
 
@@ -27,7 +28,7 @@ from plimsoll.framework.layers.embedding import Embedding
 from plimsoll.framework.layers.head import LMHead
 from plimsoll.framework.layers.kernels_call import SAVED_NAME, AttentionCall
 from plimsoll.framework.layers.stack import Stack
-from plimsoll.framework.layout import MeshAxes, Nested, ParameterSpec, StateLayout, TrainState, flatten, merge
+from plimsoll.framework.layout import MeshAxes, Nested, ParameterSpec, PyTree, StateLayout, TrainState, flatten, merge
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.plan.jaxpr_analysis import LOCAL_ATTENTION, LOCAL_GROUPED_PRODUCT
 from plimsoll.framework.plan.split_experiment import SplitExperiment
@@ -109,7 +110,7 @@ class _DeviceStep:
                 layer.localize(sizes)
         self.specs = self.model.parameter_specs()
 
-    def gradients(self, params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> Any:
+    def gradients(self, params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> PyTree:
         """Return the gradients of one microbatch with respect to `params`."""
         model = self.model
         remat = self.experiment.memory.remat
@@ -136,10 +137,10 @@ class _DeviceStep:
         head_ctx = functools.partial(Context, **fields)
         return self._compute_language_model_grads(model, params, frozen, buffers, ctx, head_ctx)
 
-    def _compute_stage_grads(self, params: Nested, frozen: Nested, buffers: Nested, ctx: Context) -> Any:
+    def _compute_stage_grads(self, params: Nested, frozen: Nested, buffers: Nested, ctx: Context) -> PyTree:
         model = self.model
 
-        def objective(params: Nested) -> Any:
+        def objective(params: Nested) -> jax.Array:
             weights = merge(params, model.unstack_layers(frozen, ctx.remat))
             carry = None
             total_loss = jnp.float32(0)
@@ -159,14 +160,14 @@ class _DeviceStep:
         buffers: Nested,
         ctx: Context,
         make_head_ctx: Callable[[], Context],
-    ) -> Any:
+    ) -> PyTree:
         table_path = "embed/token" if model.head.tied else "head/table"
         sharded_table = flatten(merge(params, frozen))[table_path]
         table = self._gather(model.language_head.table_spec(), sharded_table)
 
         def loss(params: Nested, table: jax.Array) -> jax.Array:
             weights = merge(params, model.unstack_layers(frozen, ctx.remat))
-            carry: Any = None
+            carry: PyTree = None
             losses: list[jax.Array] = []
             for name in model.stages:
                 if name != "head":
@@ -185,7 +186,7 @@ class _DeviceStep:
         grads, *table_grad = jax.grad(loss, argnums=argnums)(model.unstack_layers(params, ctx.remat), table)
         return model.stack_layers(grads), table_grad
 
-    def _run_stage(self, name: str, params: Nested, carry: Any, ctx: Context, buffers: Nested) -> tuple[Any, Out]:
+    def _run_stage(self, name: str, params: Nested, carry: PyTree, ctx: Context, buffers: Nested) -> tuple[PyTree, Out]:
         """Return the result of a stage; its weights are gathered as the layers do it on a real mesh."""
         stage = self.model.stages[name]
         stage_buffers = buffers.get(name, {})
@@ -250,7 +251,7 @@ class _LocalKernels:
             # Each device sends its columns of the other devices' tokens, and receives all columns of its own tokens.
             return jax.lax.all_to_all(local_columns, "fsdp", split_axis=0, concat_axis=2, tiled=True)
 
-        def backward(indices: jax.Array, rows_grad: jax.Array) -> Any:
+        def backward(indices: jax.Array, rows_grad: jax.Array) -> tuple[jax.Array, np.ndarray]:
             rows_grad = jax.lax.all_to_all(rows_grad, "fsdp", split_axis=2, concat_axis=0, tiled=True)
             table_gradient = functools.partial(lookup.table_gradient, shape=table_shape, dtype=table_type.dtype)
             grad = lookup.shard_gradient(table_gradient, indices, rows_grad, mesh=mesh, vocab_axis=vocab_axis)
@@ -275,10 +276,12 @@ class _LocalKernels:
         sinks_N = options.get("sinks_N")
         if implementation == "auto":
             platform = self._platform
-            has_splash = _splash_supports(platform, query_BSNH)
-            has_cudnn = _cudnn_supports(platform, query_BSNH) and softcap is None and sinks_N is None
-            has_kernel = has_splash or has_cudnn
-            implementation = "fused" if has_kernel else "xla"
+            is_half_precision = query_BSNH.dtype.itemsize == 2
+            has_splash = platform == "tpu" and length % 128 == 0 and head_size % 8 == 0
+            has_cudnn = platform == "gpu" and is_half_precision and head_size % 8 == 0 and head_size <= 256
+            # cuDNN has neither of these.
+            has_cudnn = has_cudnn and softcap is None and sinks_N is None
+            implementation = "fused" if has_splash or has_cudnn else "xla"
         if implementation != "xla":
             # Sinks are only N numbers, so they are left out of the kernel's memory and work.
             return self._flash_attention(query_BSNH, key_BSKH, value_BSKH)
@@ -289,24 +292,13 @@ class _LocalKernels:
         return kernels_xla.attend(call, query_BSNH, key_BSKH, value_BSKH, segments_BS, sinks_N)
 
 
-def _splash_supports(platform: str, q: jax.Array) -> bool:
-    _, length, _, head_size = q.shape
-    return platform == "tpu" and length % 128 == 0 and head_size % 8 == 0
-
-
-def _cudnn_supports(platform: str, q: jax.Array) -> bool:
-    head_size = q.shape[-1]
-    is_half_precision = q.dtype.itemsize == 2
-    return platform == "gpu" and is_half_precision and head_size % 8 == 0 and head_size <= 256
-
-
 def _make_flash_attention(seq_shards: int) -> Callable[..., jax.Array]:
     """Return flash attention over `seq_shards` seq shards: queries are one shard, keys and values are all-gathered.
 
     For the backward pass it saves its operands (heads first), its result and a float32 row sum.
     """
 
-    def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
         if seq_shards > 1:
             k, v = (jax.lax.all_gather(x, "seq", axis=2, tiled=True) for x in (k, v))
@@ -316,7 +308,7 @@ def _make_flash_attention(seq_shards: int) -> Callable[..., jax.Array]:
         saved_results = [checkpoint_name(x, SAVED_NAME) for x in results]
         return saved_results[0].swapaxes(1, 2), (q, k, v, *saved_results)
 
-    def backward(saved: Any, out_grad: jax.Array) -> Any:
+    def backward(saved: tuple[jax.Array, ...], out_grad: jax.Array) -> tuple[jax.Array, ...]:
         grad_types = tuple(map(jax.typeof, saved[:3]))
         dq, dk, dv = ATTENTION_KERNEL.bind(*saved, out_grad.swapaxes(1, 2), results=grad_types)
         if seq_shards > 1:
@@ -331,7 +323,7 @@ def _make_flash_attention(seq_shards: int) -> Callable[..., jax.Array]:
 def _make_grouped_product(rows: int) -> Callable[..., jax.Array]:
     """Return a grouped product of `rows` rows; each of its two gradients is another such product."""
 
-    def bind_product(result: Any, x: jax.Array, y: jax.Array, weight: Any) -> jax.Array:
+    def bind_product(result: ShapedArray, x: jax.Array, y: jax.Array, weight: jax.Array) -> jax.Array:
         inputs, outputs = weight.shape[1:]
         return GROUPED_PRODUCT.bind(x, y, result=result, flops=2 * rows * inputs * outputs)
 
@@ -339,7 +331,7 @@ def _make_grouped_product(rows: int) -> Callable[..., jax.Array]:
         result = jax.typeof(x_NI[:, :1] + weight_EIO[:1, 0, :])
         return bind_product(result, x_NI, weight_EIO, weight_EIO)
 
-    def backward(saved: Any, grad_NO: jax.Array) -> Any:
+    def backward(saved: tuple[jax.Array, jax.Array], grad_NO: jax.Array) -> tuple[jax.Array, jax.Array]:
         x_NI, weight_EIO = saved
         x_grad = bind_product(jax.typeof(x_NI), grad_NO, weight_EIO, weight_EIO)
         weight_grad = bind_product(jax.typeof(weight_EIO), x_NI, grad_NO, weight_EIO)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+
+import jax
 
 from plimsoll.framework.devices import compile_times
 from plimsoll.framework.devices.executables import HostBytes
@@ -85,7 +86,7 @@ class _TimedCompiler:
         self._description = description
         self.seconds = 0.0
 
-    def __call__(self, lowered: Any, offloaded: HostBytes) -> programs.LayerProgram:
+    def __call__(self, lowered: jax.stages.Lowered, offloaded: HostBytes) -> programs.LayerProgram:
         target = self._target
         description = f"{self._description} for {target.name}"
         with compile_times.compiling(description, lowered, about=target.name, times=times_folder()):

@@ -55,7 +55,7 @@ class FunctionCall:
     shardings: Sequence[PyTree] | None = None
     out_shardings: PyTree = None
     name: str = ""
-    compiler_options: Mapping[str, object] = field(default_factory=dict)
+    compiler_options: Mapping[str, str | int | bool] = field(default_factory=dict)
     argument_names: tuple[str, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from plimsoll.framework.layout import PyTree
 from plimsoll.framework.plan.grouped_products import count_grouped_flops
 
 
@@ -37,7 +38,8 @@ def flops(jaxpr: ClosedJaxpr | Jaxpr) -> FlopCount:
     or else its whole grid: blocks that splash skips because the causal mask empties them are counted, as in PaLM's
     formula (arXiv 2204.02311, appendix B). The same holds for cuDNN's attention. Other custom calls count as 0.
     """
-    return _sum(map(_count_flops, _open_jaxpr(jaxpr).eqns))
+    program = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+    return _sum(map(_count_flops, program.eqns))
 
 
 def sum_flops(calls: Iterable[ClosedJaxpr]) -> FlopCount:
@@ -76,7 +78,7 @@ LOCAL_GROUPED_PRODUCT = "grouped_products"
 def _count_flops(eqn: JaxprEqn) -> FlopCount:
     name = eqn.primitive.name
     params = eqn.params
-    shapes: list[Any] = [_shape(var) for var in (*eqn.invars, *eqn.outvars)]
+    shapes: list[tuple[int, ...]] = [getattr(var.aval, "shape", ()) for var in (*eqn.invars, *eqn.outvars)]
     if name == "dot_general":
         (contracted_axes, _), _ = params["dimension_numbers"]
         contracted_size = math.prod(shapes[0][axis] for axis in contracted_axes)
@@ -103,37 +105,28 @@ def _count_flops(eqn: JaxprEqn) -> FlopCount:
     if name == LOCAL_GROUPED_PRODUCT:
         return FlopCount(params["flops"])
     if name == "ragged_dot_general":
-        return FlopCount(_count_ragged_flops(params["ragged_dot_dimension_numbers"], shapes))
+        # Every row is multiplied with the weights of exactly one group.
+        dimensions = params["ragged_dot_dimension_numbers"]
+        (contracted_axes, _), _ = dimensions.dot_dimension_numbers
+        rows, weights = shapes[:2]
+        # The gradient of the weights sums over rows, and its result has a group axis.
+        if set(dimensions.lhs_ragged_dimensions) & set(contracted_axes):
+            return FlopCount(2 * math.prod(rows) * math.prod(weights) // rows[contracted_axes[0]])
+        contracted_size = math.prod(rows[axis] for axis in contracted_axes)
+        return FlopCount(2 * math.prod(shapes[-1]) * contracted_size)
     # A grouped product is a kernel, a function that calls one, or a loop over experts.
     if name in ("pallas_call", "jit", "pjit", "scan"):
-        float_shapes = [_shape(var) for var in (*eqn.invars, *eqn.outvars) if _is_float(var)]
+        float_shapes = []
+        for var, shape in zip((*eqn.invars, *eqn.outvars), shapes, strict=True):
+            dtype = getattr(var.aval, "dtype", None)
+            if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+                float_shapes.append(shape)
         work = count_grouped_flops(str(eqn.source_info.name_stack), float_shapes)
         if work:
             return FlopCount(work)
     if name == "pallas_call" and params["cost_estimate"] is not None:
         return FlopCount(int(params["cost_estimate"].flops))
     return _flops_inside(name, params)
-
-
-def _shape(var: Any) -> tuple[int, ...]:
-    return getattr(var.aval, "shape", ())
-
-
-def _is_float(var: Any) -> bool:
-    dtype = getattr(var.aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-
-
-def _count_ragged_flops(dimensions: Any, shapes: list[Any]) -> int:
-    """Return the FLOPs of a ragged product: every row is multiplied with the weights of exactly one group."""
-    (contracted_axes, _), _ = dimensions.dot_dimension_numbers
-    rows, weights = shapes[:2]
-    result = shapes[-1]
-    # The gradient of the weights sums over rows, and its result has a group axis.
-    if set(dimensions.lhs_ragged_dimensions) & set(contracted_axes):
-        return 2 * math.prod(rows) * math.prod(weights) // rows[contracted_axes[0]]
-    contracted_size = math.prod(rows[axis] for axis in contracted_axes)
-    return 2 * math.prod(result) * contracted_size
 
 
 def _flops_inside(name: str, params: dict[str, Any]) -> FlopCount:
@@ -162,18 +155,14 @@ def inner_jaxprs(params: dict[str, Any]) -> list[Jaxpr]:
         # Branches are in tuples.
         items = value if isinstance(value, (tuple, list)) else (value,)
         for item in items:
-            body = _open_jaxpr(item)
+            # A closed jaxpr has an open one.
+            body = getattr(item, "jaxpr", item)
             if hasattr(body, "eqns"):
                 bodies.append(body)
     return bodies
 
 
-def _open_jaxpr(jaxpr: Any) -> Any:
-    """Return the open jaxpr of a closed one; anything else is returned unchanged."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
-def find_zero_gradients(loss: Callable[..., jax.Array], params: Any, *inputs: Any) -> list[bool]:
+def find_zero_gradients(loss: Callable[..., jax.Array], params: PyTree, *inputs: PyTree) -> list[bool]:
     """Return, for each leaf of `params`, whether the gradient of `loss(params, *inputs)` is zero for any data.
 
     That is the case if no derivative reaches the leaf, for example behind a `stop_gradient`.
@@ -187,7 +176,7 @@ def find_zero_gradients(loss: Callable[..., jax.Array], params: Any, *inputs: An
         *inputs: further arguments of `loss`.
     """
 
-    def derivative(tangents: Any, params: Any, *inputs: Any) -> jax.Array:
+    def derivative(tangents: PyTree, params: PyTree, *inputs: PyTree) -> jax.Array:
         return jax.jvp(lambda params: loss(params, *inputs), (params,), (tangents,))[1]
 
     closed = jax.make_jaxpr(derivative)(params, params, *inputs)

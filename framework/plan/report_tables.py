@@ -36,11 +36,19 @@ def sections(report: PlanReport) -> list[TableSection]:
     fitting = [[suggestion.setting, needs_text(suggestion)] for suggestion in report.suggestions]
     # A report on a user's function names it as its subject.
     subject = report.subject or "the training step"
+    largest = []
+    for buffer in report.largest[:_LINES]:
+        repeats = f" x {buffer.count}" if buffer.count > 1 else ""
+        largest.append([buffer.name, buffer.shape + repeats, human_bytes(buffer.bytes)])
+    # Without phases there is no header either, so that the section is left out.
+    phases = [["", "device", "host"]] if report.phases else []
+    for name, phase in report.phases.items():
+        phases.append([name, human_bytes(phase.device_peak_bytes), human_bytes(phase.host_peak_bytes)])
     possible_sections = [
         TableSection("plan", _about(report)),
         TableSection(f"per device, at the peak of {subject}", _breakdown(report), numbers=True),
-        TableSection("largest buffers", _largest(report)),
-        TableSection("phases, per device", _phases(report), numbers=True),
+        TableSection("largest buffers", largest),
+        TableSection("phases, per device", phases, numbers=True),
         TableSection("work", _work(report)),
         TableSection("time, estimated", _time(report), numbers=False),
         TableSection("never trained: the gradient is zero for all data (freeze these with a rule)", untrained),
@@ -75,24 +83,6 @@ def _breakdown(report: PlanReport) -> list[list[str]]:
             share = f"{100 * size / peak:.1f}%"
             rows.append([name, human_bytes(size), share, human_bytes(host_size) if host_size else "-"])
     rows.append(["peak", human_bytes(report.device_allocated_bytes), "", human_bytes(report.host_peak_bytes)])
-    return rows
-
-
-def _largest(report: PlanReport) -> list[list[str]]:
-    rows = []
-    for buffer in report.largest[:_LINES]:
-        repeats = f" x {buffer.count}" if buffer.count > 1 else ""
-        rows.append([buffer.name, buffer.shape + repeats, human_bytes(buffer.bytes)])
-    return rows
-
-
-def _phases(report: PlanReport) -> list[list[str]]:
-    """Return the rows of the phases under a header; [] if there are no phases, so that the section is left out."""
-    if not report.phases:
-        return []
-    rows = [["", "device", "host"]]
-    for name, phase in report.phases.items():
-        rows.append([name, human_bytes(phase.device_peak_bytes), human_bytes(phase.host_peak_bytes)])
     return rows
 
 

@@ -22,12 +22,6 @@ class SplitExperiment:
     experiment: Experiment
 
     @cached_property
-    def _parts(self) -> StackParts:
-        experiment = self.experiment
-        layer_ranges = split_stacks(experiment.model, experiment.memory)
-        return StackParts.from_layer_ranges(experiment.model, experiment.memory, layer_ranges)
-
-    @cached_property
     def model(self) -> Chain:
         """The model with layer ranges as stages."""
         experiment = self.experiment
@@ -37,7 +31,10 @@ class SplitExperiment:
     @cached_property
     def specs(self) -> TrainState:
         """Specs of the state."""
-        return self._parts.specs(self.experiment.state_specs())
+        experiment = self.experiment
+        layer_ranges = split_stacks(experiment.model, experiment.memory)
+        parts = StackParts.from_layer_ranges(experiment.model, experiment.memory, layer_ranges)
+        return parts.specs(experiment.state_specs())
 
     @property
     def stacks(self) -> dict[str, Stack]:
@@ -54,11 +51,7 @@ class SplitExperiment:
                 offloading.add(name)
         return offloading
 
-    @property
-    def updates_in_backward(self) -> bool:
-        """True if each layer is updated as soon as its gradient is computed, which then is freed."""
-        return self.experiment.memory.traits.updates_in_backward
-
     def releases_gradients(self, stage: str) -> bool:
         """Return whether a stage's gradients leave device memory as soon as the backward pass computes them."""
-        return self.updates_in_backward or stage in self.specs.gradient
+        updates_in_backward = self.experiment.memory.traits.updates_in_backward
+        return updates_in_backward or stage in self.specs.gradient

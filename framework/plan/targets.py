@@ -26,8 +26,6 @@ from plimsoll.framework.terminal.tables import TableSection, human_bytes
 
 TPUS = {alias: spec for spec in ACCELERATORS if spec.topologies for alias in (spec.name, *spec.aliases)}
 GPUS = {alias: spec for spec in ACCELERATORS if spec.platform == "gpu" for alias in (spec.name, *spec.aliases)}
-
-
 # Consumer cards are bought one by one, and no machine has room for more than this.
 _CARDS_PER_HOST = 8
 

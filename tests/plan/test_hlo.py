@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from plimsoll.framework.plan.hlo import Array, Module, arrays
 from plimsoll.framework.plan.hlo.arrays import parse_stored_arrays
+from plimsoll.framework.plan.hlo.computations import SourceLine
 
 TEXT = """
 HloModule jit_step, is_scheduled=true
@@ -174,12 +175,13 @@ def test_source_lines(shift: int):
     for frame in (1, 2, 3, 8):
         module = Module(text.replace('mul"}', f'mul" stack_frame_id={frame}}}'))
         lines.append(module.source(module.instructions["inner"]))
-    assert lines == [("/home/me/model.py", 7), ("/home/me/model.py", 7), ("/home/me/model.py", 9), None]
+    file = "/home/me/model.py"
+    assert lines == [SourceLine(file, 7), SourceLine(file, 7), SourceLine(file, 9), None]
 
 
 def test_source_lines_at_the_instruction():
     module = Module(TEXT.replace('mul"}', 'mul" source_file="model.py" source_line=12}'))
-    assert module.source(module.instructions["inner"]) == ("model.py", 12)
+    assert module.source(module.instructions["inner"]) == SourceLine("model.py", 12)
 
 
 def test_loops_count_by_their_trips():

@@ -13,6 +13,7 @@ from plimsoll.framework.devices.accelerators import ACCELERATORS, spec_for
 from plimsoll.framework.plan import targets
 from plimsoll.framework.plan.compilation import compile_for
 from plimsoll.framework.plan.hlo import Module
+from plimsoll.framework.plan.hlo.computations import SourceLine
 from plimsoll.framework.plan.hlo.transfers import collectives
 from plimsoll.framework.plan.step_time import StepCount, TpuRates, count
 from plimsoll.framework.plan.step_time.schedule_simulation import AsyncCollective, InstructionCost, simulate
@@ -117,7 +118,7 @@ def test_times(recorded_module: Module):
 def test_names_and_lines(recorded_module: Module):
     (product,) = (one for one in count_on_v5e(recorded_module).operations if one.category == "matmul")
     assert product.op_name == "jit(step)/while/body/closed_call/dot_general"
-    assert product.source == ("model.py", 36)
+    assert product.source == SourceLine("model.py", 36)
 
 
 def test_step_programs_add_up(recorded_module: Module):
