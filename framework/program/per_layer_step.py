@@ -24,6 +24,7 @@ from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.initializer import GroupedArrays, InitFunction, Paths
 from plimsoll.framework.program.rows import Batch, BatchRows
 from plimsoll.framework.schedules.layerwise import schedule
+from plimsoll.framework.schedules.layerwise.layer_functions import Weights
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker, Programs
 from plimsoll.framework.schedules.layerwise.schedule import LayerPrograms
 from plimsoll.framework.schedules.stack_parts import FIRST, STACK, StackParts
@@ -188,7 +189,7 @@ class PerLayerStep(StepBackend):
 
     def evaluate(self, state: State, batch: Batch, group: str) -> Metrics:
         """See `StepBackend`."""
-        weights = {"parameter": state[group], "frozen": state["frozen"]}
+        weights = Weights(frozen=state["frozen"], parameter=state[group])
         return self.layers.evaluate(weights, state["buffer"], batch)
 
     # --- information about the programs -------------------------------------------------------------------------------
@@ -208,8 +209,8 @@ class PerLayerStep(StepBackend):
     def dry_run_evaluation(self, compile: Compile) -> MemoryTracker:
         """See `StepBackend`."""
         specs = self.layout.specs
-        weights = {group: specs[group] for group in ("parameter", "frozen")}
-        return self.layers.evaluate(weights, specs["buffer"], self.rows.evaluation_specs, compile)
+        weights = Weights(frozen=specs["frozen"], parameter=specs["parameter"])
+        return self.layers.dry_run_evaluation(weights, specs["buffer"], self.rows.evaluation_specs, compile)
 
     def step_jaxprs(self, tracker: MemoryTracker | None = None) -> list[ClosedJaxpr]:
         """See `StepBackend`; the list is empty without a dry run."""

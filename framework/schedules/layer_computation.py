@@ -1,7 +1,7 @@
 """The computation of one layer of a stack, forward and backward, and of one stage, without loops or placement.
 
 A "layer" is one iteration of the stack's loop: one period of its pattern. `schedules/stack_pass.py`
-calls these functions in loops within one program; `schedules/layerwise/functions.py` compiles a program for each
+calls these functions in loops within one program; `schedules/layerwise/layer_functions.py` compiles a program for each
 call. The callers decide where arrays are stored and when they are moved. `schedules/gradients.py` processes the
 gradients.
 """

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
+import jax
+
+from plimsoll.framework.layers.base import BATCH_AXES
 from plimsoll.framework.layers.remat import group_size
 from plimsoll.framework.layers.stack import Stack
-from plimsoll.framework.schedules.layer_computation import is_worth_offloading
+from plimsoll.framework.layout import MemoryKind, TensorSpec
+from plimsoll.framework.schedules.layer_computation import Carry, LayerResiduals, is_worth_offloading
 from plimsoll.framework.schedules.layer_ranges import policies
 from plimsoll.framework.schedules.memory import Memory
 
 # "all" residuals of the layer's backward pass; "now", the same, but used so soon that offloading is not worth it;
 # only the layer's "input"; or "nothing".
 SavedValues = Literal["all", "now", "input", "nothing"]
+# An array, or the shape and dtype of one.
+Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
-class SavePolicy(NamedTuple):
+@dataclass(frozen=True)
+class SavePolicy:
     """The residuals that a layer's forward program saves.
 
     Attributes:
@@ -37,7 +44,7 @@ class SavePolicy(NamedTuple):
         """Return the name of the forward program."""
         return f"unit forward, keeps {self.what}{self.label}"
 
-    def goes_to_host(self, x: Any) -> bool:
+    def goes_to_host(self, x: Shaped) -> bool:
         """Return whether a residual, or one of its shape, goes to host memory."""
         return self.offloads and self.what != "now" and is_worth_offloading(x)
 
@@ -45,7 +52,8 @@ class SavePolicy(NamedTuple):
 SAVE_NOTHING = SavePolicy("nothing")
 
 
-class LayerGroup(NamedTuple):
+@dataclass(frozen=True)
+class LayerGroup:
     """Layers that save only the input of the first one until their own backward pass; or a single layer.
 
     Attributes:
@@ -111,3 +119,42 @@ class ResidualPlan:
             return self.save_policy(index, "all")
         # A group saves only the input of its first layer.
         return self.save_policy(index, "input" if index == group.first else "nothing")
+
+
+def carry_specs(tree: Carry, kind: MemoryKind = "device") -> Carry:
+    """Return the specs of activations between layers: rows are sharded over data and fsdp, positions over seq."""
+
+    def make_spec(x: Shaped) -> TensorSpec:
+        if x.ndim > 2:
+            feature_axes = (None,) * (x.ndim - 2)
+            return TensorSpec(x.shape, x.dtype, (BATCH_AXES, "seq", *feature_axes), kind)
+        axes = (BATCH_AXES,) * (x.ndim > 0)
+        return TensorSpec(x.shape, x.dtype, axes, kind)
+
+    return jax.tree.map(make_spec, tree)
+
+
+def residual_specs(residuals: LayerResiduals, save_policy: SavePolicy, carry: Carry) -> LayerResiduals:
+    """Return the specs of a layer's residuals.
+
+    If the policy saves only inputs, residuals are sharded like them. Otherwise the compiler chooses the sharding.
+
+    Args:
+        residuals: the layer's residuals.
+        save_policy: the remat policy, and the memory of the residuals.
+        carry: the activations between layers, [B, S, ...].
+    """
+    leaves = residuals.leaves
+    kinds: list[MemoryKind] = ["pinned_host" if save_policy.goes_to_host(x) else "device" for x in leaves]
+    # With other policies the leaves are whatever a pull-back holds, and their axes are unknown.
+    if save_policy.policy != "full" and not save_policy.policy.startswith("sqrt"):
+        return residuals.with_leaves(kinds)
+    rows = {x.shape[:2] for x in jax.tree.leaves(carry)}
+    specs = []
+    for x, kind in zip(leaves, kinds, strict=True):
+        if x.ndim > 2 and x.shape[:2] in rows:
+            specs.append(carry_specs(x, kind))
+        else:
+            # A leaf without rows is a constant of the layer (rotary frequencies), and is replicated.
+            specs.append(TensorSpec(x.shape, x.dtype, memory_kind=kind))
+    return residuals.with_leaves(specs)
