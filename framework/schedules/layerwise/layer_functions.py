@@ -349,13 +349,10 @@ class LayerFunctions:
         else:
             result = layer.forward(arguments, x)
         leaves = jax.tree.leaves(x) if save_policy.what == "input" else result.residuals.leaves
-        moved_leaves = []
-        for leaf in leaves:
-            if save_policy.goes_to_host(leaf):
-                leaf = jax.device_put(leaf, jax.memory.Space.Host)
-            moved_leaves.append(leaf)
+        host = jax.memory.Space.Host
+        leaves = [jax.device_put(leaf, host) if save_policy.goes_to_host(leaf) else leaf for leaf in leaves]
         out = replace(result.out, layer_state=_with_axis(result.out.layer_state))
-        return ForwardResult(result.output, result.residuals.with_leaves(moved_leaves), out)
+        return ForwardResult(result.output, result.residuals.with_leaves(leaves), out)
 
     def layer_backward(
         self,

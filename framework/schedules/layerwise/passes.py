@@ -222,7 +222,6 @@ def _run_layer_forward(
     unit = UpdateUnit(STACK, index)
     weights = runner.take_layer(index)
     runner.request_layer(next_index)
-
     result: ForwardResult = runner.run(
         save_policy.program,
         partial(f.layer_forward, save_policy),
@@ -244,7 +243,6 @@ def run_head(runner: Runner, updates: Updates, microbatch: Microbatch, x: Carry)
     unit = UpdateUnit("head")
     weights = runner.take_weights(unit)
     grad_sums = updates.take_gradients(unit)
-
     result: HeadResult = runner.run(
         "head backward",
         f.head_step,
@@ -265,40 +263,38 @@ def run_head(runner: Runner, updates: Updates, microbatch: Microbatch, x: Carry)
 # --- backward --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Purpose:
-    """The purpose of a backward pass; by default it stores gradients for a later update.
-
-    Attributes:
-        decision: if given, each stage and layer is updated immediately, by this decision.
-        measures: whether the pass only computes gradient statistics; a second backward pass then needs everything
-            else again.
-    """
-
-    decision: Decision | None = None
-    measures: bool = False
-
-
 class BackwardPass:
     """The backward pass of a microbatch, from the head to the embedding.
+
+    By default it stores the gradients for a later update.
 
     Args:
         runner: runs the programs.
         updates: stores the gradients or updates by them.
         microbatch: results of the forward pass and of the head.
         grad_stats: initial gradient statistics; None while more microbatches follow.
-        purpose: whether the gradients are stored, applied immediately, or only measured.
+        decision: if given, each stage and layer is updated immediately, by this decision.
+        measures: whether the pass only computes gradient statistics; a second backward pass then needs everything
+            else again.
     """
 
     def __init__(
-        self, runner: Runner, updates: Updates, microbatch: Microbatch, grad_stats: GradStats | None, purpose: Purpose
+        self,
+        runner: Runner,
+        updates: Updates,
+        microbatch: Microbatch,
+        grad_stats: GradStats | None,
+        decision: Decision | None = None,
+        *,
+        measures: bool = False,
     ):
         self._runner = runner
         self._run = runner.run
         self._functions = runner.functions
         self._updates = updates
         self._microbatch = microbatch
-        self._purpose = purpose
+        self._decision = decision
+        self._measures = measures
         # The following values pass from layer to layer. Replacing one after its use frees the arrays.
         self._grad_stats = grad_stats
         # The cotangent of the output of the layer that runs next.
@@ -315,9 +311,9 @@ class BackwardPass:
         if microbatch.head_grads:
             self._measure(microbatch.head_grads)
             self._process_grads(UpdateUnit("head"), microbatch.head_grads)
-            if not self._purpose.measures:
+            if not self._measures:
                 microbatch.head_grads = {}
-        if self._purpose.measures:
+        if self._measures:
             # Copied: the first layer's program donates the cotangent, and the second backward pass needs it again.
             self._ct = self._run("copy", partial(jax.tree.map, jnp.copy), self._ct, out=carry_specs)
         for number in reversed(range(len(self._functions.residual_plan.groups))):
@@ -344,8 +340,8 @@ class BackwardPass:
         """
         if not grads:
             return
-        if self._purpose.decision is None:
-            if not self._purpose.measures:
+        if self._decision is None:
+            if not self._measures:
                 self._updates.store_gradients(unit, grads)
             return
         assert self._grad_stats is not None
@@ -357,7 +353,7 @@ class BackwardPass:
             self._runner.loaded = None
         # Its frozen weights are not needed.
         del loaded
-        self._updates.update(unit, grads, self._purpose.decision._replace(ok=self._grad_stats["ok"]), params)
+        self._updates.update(unit, grads, self._decision._replace(ok=self._grad_stats["ok"]), params)
 
     # --- layers of the stack -----------------------------------------------------------------------------------------
 
@@ -365,43 +361,42 @@ class BackwardPass:
         """Run a group of layers backward; without memory.remat = sqrt a group is a single layer."""
         residual_plan = self._functions.residual_plan
         residuals = self._microbatch.residuals
-        measures = self._purpose.measures
         group = residual_plan.groups[number]
         if residual_plan.inverts:
             group_residuals = [self._previous]
-        elif group.count == 1:
-            group_residuals = [residuals[group.first]]
+        elif len(group) == 1:
+            group_residuals = [residuals[group[0]]]
         else:
-            group_residuals = self._run_forward_again(group.first, group.count)
-        if not measures:
-            residuals[group.first] = None
-        for index in reversed(range(group.first, group.first + group.count)):
+            group_residuals = self._run_forward_again(group)
+        if not self._measures:
+            residuals[group[0]] = None
+        for index in reversed(group):
             # During the last layer of this group, the residuals of the next group are fetched.
-            if index == group.first and index and not residual_plan.inverts:
-                next_first = residual_plan.groups[number - 1].first
+            if index == group[0] and index and not residual_plan.inverts:
+                next_first = residual_plan.groups[number - 1][0]
                 self._run.request(UpdateUnit(STACK, next_first).key("kept"), residuals[next_first])
-            layer_residuals = group_residuals.pop() if group.count > 1 or not measures else group_residuals[0]
+            layer_residuals = group_residuals.pop()
             grads = self._run_layer_backward(index, layer_residuals)
             del layer_residuals
             self._process_grads(UpdateUnit(STACK, index), grads)
             del grads
 
-    def _run_forward_again(self, first: int, count: int) -> list[LayerResiduals | None]:
+    def _run_forward_again(self, group: range) -> list[LayerResiduals | None]:
         """Run a group of layers forward from its input, and return the residuals for its backward pass."""
-        group_input = self._run.take(UpdateUnit(STACK, first).key("kept"), self._microbatch.residuals[first])
+        unit = UpdateUnit(STACK, group[0])
+        group_input = self._run.take(unit.key("kept"), self._microbatch.residuals[group[0]])
         # The cotangent has the structure of the activations between layers, which residuals do not have.
         x = jax.tree.unflatten(jax.tree.structure(self._ct), group_input.leaves)
         # No other name may refer to the input: it has to be freed once the first layer has run.
         del group_input
-        if self._purpose.measures:
+        if self._measures:
             # Copied: inputs are donated to the next layer's program, and the second backward pass needs this one
             # again.
             x = self._run("copy", partial(jax.tree.map, jnp.copy), x, out=carry_specs)
         group_residuals: list[LayerResiduals | None] = []
-        end = first + count
-        for index in range(first, end):
+        for index in group:
             # The backward pass starts with the last layer, whose weights are already on the device.
-            next_index = index + 1 if index + 1 < end else -1
+            next_index = index + 1 if index + 1 in group else -1
             save_policy = self._functions.residual_plan.save_policy(index, "now")
             result = _run_layer_forward(self._runner, self._microbatch, index, x, save_policy, next_index)
             x = result.y
@@ -423,20 +418,20 @@ class BackwardPass:
         # During this program, the weights and gradients of the next layer and the inputs of this layer's update are
         # fetched.
         self._runner.request_layer(index - 1)
-        if self._purpose.decision is not None:
+        if self._decision is not None:
             self._updates.request_state(unit)
-        if not self._purpose.measures:
+        if not self._measures:
             self._updates.request_gradients(UpdateUnit(STACK, index - 1))
         name = f"unit backward{f.residual_plan.label(index)}"
         result: BackwardResult = self._run(
-            f"{name}, measured" if self._purpose.measures else name,
+            f"{name}, measured" if self._measures else name,
             partial(f.layer_backward, f.residual_plan.policies[index]),
             Variables(weights, self._runner.shared, unit.select(self._microbatch.buffers)),
             residuals,
             BackwardInputs(self._ct, self._shared_sums, grad_sums),
             self._grad_stats,
             replace(self._microbatch.inputs, layer=self._runner.numbers[index]),
-            donate=(1, 2) if f.residual_plan.inverts and not self._purpose.measures else (2,),
+            donate=(1, 2) if f.residual_plan.inverts and not self._measures else (2,),
             out=partial(f.backward_specs, STACK),
         )
         self._ct = result.ct
@@ -476,9 +471,9 @@ class BackwardPass:
         is_last = index + 1 == f.num_first
         name = f"{FIRST} backward{', last' if is_last else ''}"
         first_inputs = self._microbatch.first_inputs
-        x = first_inputs[index] if self._purpose.measures else first_inputs.pop()
+        x = first_inputs[index] if self._measures else first_inputs.pop()
         result: BackwardResult = self._run(
-            f"{name}, measured" if self._purpose.measures else name,
+            f"{name}, measured" if self._measures else name,
             partial(f.first_backward, is_last),
             Variables(self._runner.take_weights(unit), Weights(), unit.select(self._microbatch.buffers)),
             x,
@@ -515,7 +510,7 @@ class BackwardPass:
         )
         del weights
         self._grad_stats = result.grad_stats
-        if not self._purpose.measures:
+        if not self._measures:
             # Kept, these would stay alive through the update, and they are as large as the table.
             self._microbatch.tie_grads = {}
         self._process_grads(unit, result.grads)

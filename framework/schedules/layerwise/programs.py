@@ -18,7 +18,6 @@ from jax.sharding import Sharding
 from plimsoll.framework.devices.executables import HostBytes
 from plimsoll.framework.layout import PyTree, StateLayout, TensorSpec, path_name
 
-BytesByMemoryKind = dict[str, int]  # bytes per device by memory kind
 ProgramKey: TypeAlias = tuple[Hashable, Hashable]  # name, and structure of the arguments
 # In a dry run arrays are abstract.
 Array: TypeAlias = "jax.Array | AbstractArray"
@@ -126,7 +125,7 @@ class MemoryTracker:
     """Counts the memory of a dry run: bytes per device, and of the device's host memory.
 
     Attributes:
-        live: bytes of the arrays that are alive now, by memory kind.
+        live: bytes per device of the arrays that are alive now, by memory kind.
         alive: these arrays, by the id of the `AbstractArray`.
         calls: the programs, in order.
         peak: bytes on the device during the call that needs the most.
@@ -137,7 +136,7 @@ class MemoryTracker:
     """
 
     def __init__(self) -> None:
-        self.live: BytesByMemoryKind = {"device": 0, "pinned_host": 0}
+        self.live: dict[str, int] = {"device": 0, "pinned_host": 0}
         self.alive: dict[int, LiveArray] = {}
         self.calls: list[LayerProgram] = []
         self.peak = 0
@@ -188,10 +187,11 @@ class Programs:
             trees: its arguments, as arrays or TensorSpecs; it gets abstract arrays instead.
         """
         tracker = MemoryTracker()
+        # Like the caller of a real step, this name keeps the arguments alive until the end, except donated ones.
+        arguments = _make_abstract_arrays(tracker, "", trees, jax.tree.map(self._get_placement, trees))
         self._tracker = tracker
         try:
-            # The abstract arrays are not bound to a name here: only the driver may hold references to them.
-            driver(*_make_abstract_arrays(tracker, "", trees, jax.tree.map(self._get_placement, trees)))
+            driver(*arguments)
         finally:
             self._tracker = None
         return tracker

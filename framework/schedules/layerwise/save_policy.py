@@ -53,30 +53,18 @@ SAVE_NOTHING = SavePolicy("nothing")
 
 
 @dataclass(frozen=True)
-class LayerGroup:
-    """Layers that save only the input of the first one until their own backward pass; or a single layer.
-
-    Attributes:
-        first: index of the first layer.
-        count: number of layers.
-    """
-
-    first: int
-    count: int
-
-
-@dataclass(frozen=True)
 class ResidualPlan:
     """The residuals that each layer of the stack saves.
 
     Attributes:
         policies: the remat policy of each layer.
-        groups: groups of layers, in order.
+        groups: in order, the ranges of layers that save only the input of the first one until their own backward pass.
+            A range may be a single layer.
         num_offloaded: number of layers, from the first, whose residuals go to host memory.
     """
 
     policies: tuple[str, ...]
-    groups: tuple[LayerGroup, ...]
+    groups: tuple[range, ...]
     num_offloaded: int
 
     @staticmethod
@@ -88,8 +76,9 @@ class ResidualPlan:
         for policy, run in itertools.groupby(layer_policies):
             num_repeats = len(list(run))
             count = group_size(policy, num_repeats) or 1
-            groups += [LayerGroup(first + offset, count) for offset in range(0, num_repeats, count)]
-            first += num_repeats
+            end = first + num_repeats
+            groups += [range(start, start + count) for start in range(first, end, count)]
+            first = end
         num_offloaded = memory.activations.num_offloaded("activations", stack)
         return ResidualPlan(tuple(layer_policies), tuple(groups), num_offloaded)
 
@@ -114,11 +103,11 @@ class ResidualPlan:
         """Return which residuals a layer saves in the forward pass."""
         if self.inverts:
             return self.save_policy(index, "nothing")
-        group = next(group for group in self.groups if group.first <= index < group.first + group.count)
-        if group.count == 1:
+        group = next(group for group in self.groups if index in group)
+        if len(group) == 1:
             return self.save_policy(index, "all")
         # A group saves only the input of its first layer.
-        return self.save_policy(index, "input" if index == group.first else "nothing")
+        return self.save_policy(index, "input" if index == group[0] else "nothing")
 
 
 def carry_specs(tree: Carry, kind: MemoryKind = "device") -> Carry:

@@ -30,7 +30,6 @@ from plimsoll.framework.schedules.layerwise.layer_functions import Inputs, Layer
 from plimsoll.framework.schedules.layerwise.passes import (
     BackwardPass,
     Microbatch,
-    Purpose,
     Runner,
     copy_containers,
     forward,
@@ -105,11 +104,7 @@ class LayerPrograms:
             compile: replaces the function that compiles programs, from now on; None keeps it.
         """
         self.programs.compile = compile or self.programs.compile
-
-        # A name for the arguments keeps the old state alive until the end, as the caller of a real step does.
-        def step(*arguments: PyTree) -> tuple[State, Metrics]:
-            return _run_step(self._functions, self.programs, *arguments)
-
+        step = partial(_run_step, self._functions, self.programs)
         return self.programs.dry_run(step, self._numbers, state, batch)
 
     def __call__(self, state: State, batch: Nested) -> tuple[State, Metrics]:
@@ -127,10 +122,7 @@ class LayerPrograms:
         """
         programs = self._evaluation_programs
         programs.compile = compile or programs.compile
-
-        def evaluate(*arguments: PyTree) -> Metrics:
-            return _evaluate(self._evaluation_functions, programs, *arguments)
-
+        evaluate = partial(_evaluate, self._evaluation_functions, programs)
         return programs.dry_run(evaluate, self._numbers, weights, buffers, batch)
 
     def evaluate(self, weights: Weights, buffers: Nested, batch: Nested) -> Metrics:
@@ -154,7 +146,7 @@ class LayerPrograms:
 
 
 def _run_step(
-    functions: LayerFunctions, programs: Programs, numbers: list[jax.Array], state: State, batch: Nested
+    functions: LayerFunctions, programs: Programs, numbers: list[Any], state: State, batch: Nested
 ) -> tuple[State, Metrics]:
     """Run a training step: microbatches forward and backward, the decision, and the update.
 
@@ -180,12 +172,12 @@ def _run_step(
     squares = run("zero", jnp.zeros_like, total.loss, out=replicated_specs)
     if updates_at_once and functions.learner.clip_mode == "two_pass":
         _, grad_stats = decide(total.loss, squares, counter)
-        grad_stats = BackwardPass(runner, updates, microbatch, grad_stats, Purpose(measures=True)).run()
+        grad_stats = BackwardPass(runner, updates, microbatch, grad_stats, measures=True).run()
         assert grad_stats is not None
         squares = grad_stats["squares"]
     decision, grad_stats = decide(total.loss, squares, counter)
-    purpose = Purpose(decision) if updates_at_once else Purpose()
-    grad_stats = BackwardPass(runner, updates, microbatch, grad_stats, purpose).run()
+    immediate = decision if updates_at_once else None
+    grad_stats = BackwardPass(runner, updates, microbatch, grad_stats, immediate).run()
     assert grad_stats is not None
     if not updates_at_once:
         decision, _ = decide(total.loss, grad_stats["squares"], counter)
@@ -219,7 +211,7 @@ def _run_microbatches(runner: Runner, updates: Updates, state: State, batch: Nes
     microbatch: Microbatch | None = None
     for number in range(f.learner.accumulate):
         if microbatch is not None:
-            BackwardPass(runner, updates, microbatch, None, Purpose()).run()
+            BackwardPass(runner, updates, microbatch, None).run()
         buffers = state["buffer"] if microbatch is None else microbatch.new_buffers
         inputs = Inputs(batch, state["counter"], runner.numbers[number])
         microbatch = Microbatch(inputs, buffers, copy_containers(buffers))
@@ -229,7 +221,7 @@ def _run_microbatches(runner: Runner, updates: Updates, state: State, batch: Nes
         if f.residual_plan.inverts:
             assert residuals[-1] is not None
             residuals[-1] = residuals[-1].with_leaves(jax.tree.leaves(x))
-        last_group = f.residual_plan.groups[-1].first
+        last_group = f.residual_plan.groups[-1][0]
         runner.run.request(UpdateUnit(STACK, last_group).key("kept"), residuals[last_group])
         outs["head"] = run_head(runner, updates, microbatch, x)
         del x
@@ -243,19 +235,9 @@ def _run_microbatches(runner: Runner, updates: Updates, state: State, batch: Nes
 
 
 def _evaluate(
-    functions: LayerFunctions,
-    programs: Programs,
-    numbers: list[jax.Array],
-    weights: Weights,
-    buffers: Nested,
-    batch: Nested,
+    functions: LayerFunctions, programs: Programs, numbers: list[Any], weights: Weights, buffers: Nested, batch: Nested
 ) -> Metrics:
-    """Return sums over a batch.
-
-    Args:
-        functions, programs, numbers: see `_run_step`.
-        weights, buffers, batch: see `LayerPrograms.evaluate`.
-    """
+    """Return sums over a batch; see `_run_step` and `LayerPrograms.evaluate`."""
     runner = Runner(functions, programs, numbers, weights)
     head = UpdateUnit("head")
     sums: Metrics | None = None

@@ -65,13 +65,11 @@ class UpdateUnit:
 
     def key(self, role: TransferRole) -> TransferKey:
         """Return the key of the transfer of one of this unit's trees."""
-        if role == "weights":
-            name = role if self.stage == STACK else self.stage
-        elif role == "gradient":
-            name = f"{role} {self.stage}"
-        else:
-            name = role if self.stage == STACK else f"{role} {self.stage}"
-        return TransferKey(name, self.index)
+        if role == "weights" and self.stage != STACK:
+            return TransferKey(self.stage, self.index)
+        if role == "gradient" or self.stage != STACK:
+            return TransferKey(f"{role} {self.stage}", self.index)
+        return TransferKey(role, self.index)
 
 
 # --- the functions that are compiled ---------------------------------------------------------------------------------
