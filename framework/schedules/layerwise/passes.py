@@ -129,13 +129,12 @@ class Runner:
             self.run.request(unit.key("weights"), self._get_weights(unit))
 
     def add(self, earlier: PyTree, later: PyTree) -> PyTree:
-        """Add two trees of scalars leaf by leaf."""
+        """Add two trees of scalars leaf by leaf; a tree without leaves adds nothing."""
+        if not jax.tree.leaves(later):
+            return earlier
+        if not jax.tree.leaves(earlier):
+            return later
         return self.run("add", partial(jax.tree.map, jnp.add), earlier, later, out=replicated_specs)
-
-
-def copy_containers(tree: Nested) -> Nested:
-    """Copy the containers of a tree, down to the lists of a stack's parts, but not its arrays."""
-    return {key: list(value) if isinstance(value, list) else value for key, value in tree.items()}
 
 
 # --- forward ---------------------------------------------------------------------------------------------------------
@@ -168,18 +167,8 @@ def forward(runner: Runner, microbatch: Microbatch) -> tuple[Carry, dict[str, Ou
         result = _run_layer_forward(runner, microbatch, index, x, save_policy, index + 1)
         x = result.y
         microbatch.residuals.append(result.residuals)
-        outs[STACK] = _add_outs(runner, outs[STACK], result.out)
+        outs[STACK] = runner.add(outs[STACK], result.out)
     return x, outs
-
-
-def _add_outs(runner: Runner, earlier: Out, out: Out) -> Out:
-    """Add a layer's loss and metrics to those of the layers before it."""
-    # A layer may have neither a loss nor metrics.
-    if not jax.tree.leaves(out):
-        return earlier
-    if not jax.tree.leaves(earlier):
-        return out
-    return runner.add(earlier, out)
 
 
 def _run_first_layers_forward(runner: Runner, microbatch: Microbatch, x: Carry) -> tuple[Carry, Out]:
@@ -202,7 +191,7 @@ def _run_first_layers_forward(runner: Runner, microbatch: Microbatch, x: Carry) 
             out=f.forward_specs,
         )
         x = result.y
-        total = _add_outs(runner, total, microbatch.split_buffers(unit, result.out))
+        total = runner.add(total, microbatch.split_buffers(unit, result.out))
     return x, total
 
 
@@ -223,7 +212,7 @@ def _run_layer_forward(
     weights = runner.take_layer(index)
     runner.request_layer(next_index)
     result: ForwardResult = runner.run(
-        save_policy.program,
+        f"unit forward, keeps {save_policy.what}{save_policy.label}",
         partial(f.layer_forward, save_policy),
         Variables(weights, runner.shared, unit.select(microbatch.buffers)),
         x,

@@ -39,11 +39,6 @@ class SavePolicy:
     offloads: bool = False
     label: str = ""
 
-    @property
-    def program(self) -> str:
-        """Return the name of the forward program."""
-        return f"unit forward, keeps {self.what}{self.label}"
-
     def goes_to_host(self, x: Shaped) -> bool:
         """Return whether a residual, or one of its shape, goes to host memory."""
         return self.offloads and self.what != "now" and is_worth_offloading(x)

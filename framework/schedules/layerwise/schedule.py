@@ -27,14 +27,7 @@ from plimsoll.framework.learner.update_types import select_updated
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.schedules import in_backward
 from plimsoll.framework.schedules.layerwise.layer_functions import Inputs, LayerFunctions, Variables, Weights
-from plimsoll.framework.schedules.layerwise.passes import (
-    BackwardPass,
-    Microbatch,
-    Runner,
-    copy_containers,
-    forward,
-    run_head,
-)
+from plimsoll.framework.schedules.layerwise.passes import BackwardPass, Microbatch, Runner, forward, run_head
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker, Programs
 from plimsoll.framework.schedules.layerwise.update import Updates, UpdateUnit, replicated_specs
 from plimsoll.framework.schedules.memory import Memory
@@ -231,6 +224,11 @@ def _run_microbatches(runner: Runner, updates: Updates, state: State, batch: Nes
     return microbatch, total
 
 
+def copy_containers(tree: Nested) -> Nested:
+    """Copy the containers of a tree, down to the lists of a stack's parts, but not its arrays."""
+    return {key: list(value) if isinstance(value, list) else value for key, value in tree.items()}
+
+
 # --- the evaluation --------------------------------------------------------------------------------------------------
 
 
@@ -240,7 +238,7 @@ def _evaluate(
     """Return sums over a batch; see `_run_step` and `LayerPrograms.evaluate`."""
     runner = Runner(functions, programs, numbers, weights)
     head = UpdateUnit("head")
-    sums: Metrics | None = None
+    sums: Metrics = {}
     for number in range(functions.learner.accumulate):
         microbatch = Microbatch(Inputs(batch, {}, numbers[number]), buffers, copy_containers(buffers))
         x, _ = forward(runner, microbatch)
@@ -248,6 +246,5 @@ def _evaluate(
         scores = runner.run("score", functions.score, variables, x, microbatch.inputs, out=replicated_specs)
         # Dropped, because the next microbatch needs their memory.
         del x, variables
-        sums = scores if sums is None else runner.add(sums, scores)
-    assert sums is not None
+        sums = runner.add(sums, scores)
     return sums

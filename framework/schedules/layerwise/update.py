@@ -247,17 +247,13 @@ class Updates:
 
     def store_gradients(self, unit: UpdateUnit, grads: Nested) -> None:
         """Store gradients until their update, on the host if there are buffers for them."""
-        host_buffers = self._get_host_buffers(unit)
+        host_buffers = unit.select(self._state.get("gradient", {}))
         if host_buffers:
             stored_gradients = self._gradients.get(unit) or host_buffers
             self._run.put(unit.key("gradient"), grads, stored_gradients)
             self._leaving.add(unit)
             grads = stored_gradients
         self._gradients[unit] = grads
-
-    def _get_host_buffers(self, unit: UpdateUnit) -> Nested:
-        """Return the buffers in host memory for an update unit's gradients; {} if they stay on the device."""
-        return unit.select(self._state.get("gradient", {}))
 
     def _get_stored_gradients(self, unit: UpdateUnit) -> Nested:
         """Return stored gradients, in the memory in which they are stored."""
@@ -321,7 +317,7 @@ class Updates:
             grads = self._run.take(unit.key("gradient"), self._get_stored_gradients(unit))
             stored_grads = self._gradients.pop(unit)
             # Buffers in host memory are part of the state; gradients on the device are dropped here.
-            if self._get_host_buffers(unit):
+            if unit.select(self._state.get("gradient", {})):
                 unit.put(self._state["gradient"], stored_grads)
             del stored_grads
             if unit.index is not None and number + 1 < len(units):
