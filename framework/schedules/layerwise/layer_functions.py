@@ -200,12 +200,6 @@ class LayerFunctions:
         micro_batch, rows = slice_layer(parts, inputs.microbatch)
         return replace(ctx, batch=micro_batch, rows=rows)
 
-    def _run_stage(
-        self, name: str, weights: Weights, params: Nested, carry: Carry, buffers: Nested, ctx: Context
-    ) -> tuple[Carry, Out]:
-        """Run a stage outside the stack with these trainable parameters; see `run_stage`."""
-        return run_stage(self.model, name, merge(params, weights.frozen), carry, ctx, buffers)
-
     # --- specs of the results ----------------------------------------------------------------------------------------
 
     def forward_specs(self, result: ForwardResult, save_policy: SavePolicy | None = None) -> ForwardResult:
@@ -239,8 +233,8 @@ class LayerFunctions:
     def enter_embedding(self, embedding: Variables, inputs: Inputs) -> ForwardResult:
         """Run the embedding; the output is the stack's input."""
         ctx = self._context(inputs)
-        params = embedding.weights.parameter
-        y, out = self._run_stage("embed", embedding.weights, params, None, embedding.buffers, ctx)
+        params = merge(embedding.weights.parameter, embedding.weights.frozen)
+        y, out = run_stage(self.model, "embed", params, None, ctx, embedding.buffers)
         return ForwardResult(self._entry_stack.enter(y), None, out)
 
     def head_step(self, head: Variables, x: Carry, grad_sums: Nested | None, inputs: Inputs) -> HeadResult:
@@ -256,7 +250,7 @@ class LayerFunctions:
 
         def run(params: Nested, x: Carry) -> tuple[jax.Array, Out]:
             head_input = self.model.stack.leave(x, ctx)
-            return self._run_stage("head", head.weights, params, head_input, head.buffers, ctx)
+            return run_stage(self.model, "head", merge(params, head.weights.frozen), head_input, ctx, head.buffers)
 
         loss, pull, out = jax.vjp(run, head.weights.parameter, x, has_aux=True)
         grads, ct = pull(jnp.ones_like(loss))
@@ -275,7 +269,8 @@ class LayerFunctions:
         """
         ctx = self._context(inputs)
         head_input = self.model.stack.leave(x, ctx)
-        _, out = self._run_stage("head", head.weights, head.weights.parameter, head_input, head.buffers, ctx)
+        params = merge(head.weights.parameter, head.weights.frozen)
+        _, out = run_stage(self.model, "head", params, head_input, ctx, head.buffers)
         return self.model.scores(Out.merge({"head": out}), ctx.batch)
 
     def leave_embedding(
@@ -300,7 +295,8 @@ class LayerFunctions:
 
         def run(params: Nested) -> Carry:
             ctx = self._context(inputs)
-            y, _ = self._run_stage("embed", embedding.weights, params, None, embedding.buffers, ctx)
+            params = merge(params, embedding.weights.frozen)
+            y, _ = run_stage(self.model, "embed", params, None, ctx, embedding.buffers)
             return self._entry_stack.enter(y)
 
         # The embedding runs forward again here, so that it needs no residuals.

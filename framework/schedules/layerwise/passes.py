@@ -73,7 +73,7 @@ class Microbatch:
 class LoadedLayer:
     """A layer whose weights are on the device, and its weights."""
 
-    index: int
+    index: int | None
     weights: Weights
 
 
@@ -109,18 +109,24 @@ class Runner:
             groups.append(with_tied_weights(self.functions.model.ties, unit.stage, unit.select(tree), homes))
         return Weights(*groups)
 
-    def take_weights(self, unit: UpdateUnit) -> Weights:
-        """Return the parameters that a stage or layer reads, on the device."""
-        return self.run.take(unit.key("weights"), self._get_weights(unit))
+    def take_variables(self, unit: UpdateUnit, buffers: Nested) -> Variables:
+        """Return the variables of a stage or layer, with its weights on the device.
 
-    def take_layer(self, index: int) -> Weights:
-        """Return the weights of a layer of the stack on the device, and drop those of the previous layer."""
-        if self.loaded is None or self.loaded.index != index:
+        A layer of the stack stays loaded until another one is taken.
+
+        Args:
+            unit: the stage or layer.
+            buffers: the model's buffers, by stage.
+        """
+        if unit.stage != STACK:
+            weights = self.run.take(unit.key("weights"), self._get_weights(unit))
+            return Variables(weights, Weights(), unit.select(buffers))
+        if self.loaded is None or self.loaded.index != unit.index:
             # The old weights are dropped first; otherwise two layers' weights would be on the device during the
             # fetch.
             self.loaded = None
-            self.loaded = LoadedLayer(index, self.take_weights(UpdateUnit(STACK, index)))
-        return self.loaded.weights
+            self.loaded = LoadedLayer(unit.index, self.run.take(unit.key("weights"), self._get_weights(unit)))
+        return Variables(self.loaded.weights, self.shared, unit.select(buffers))
 
     def request_layer(self, index: int) -> None:
         """Request that the next program fetches the weights of a layer of the stack, if it exists."""
@@ -144,23 +150,17 @@ def forward(runner: Runner, microbatch: Microbatch) -> tuple[Carry, dict[str, Ou
     """Run everything before the head: (output of the stack, loss and metrics by stage)."""
     f = runner.functions
     embed = UpdateUnit("embed")
-    weights = runner.take_weights(embed)
+    variables = runner.take_variables(embed, microbatch.buffers)
     if not f.num_first:
         runner.request_layer(0)
-    result = runner.run(
-        "embed forward",
-        f.enter_embedding,
-        Variables(weights, Weights(), embed.select(microbatch.buffers)),
-        microbatch.inputs,
-        out=f.forward_specs,
-    )
-    del weights
+    result = runner.run("embed forward", f.enter_embedding, variables, microbatch.inputs, out=f.forward_specs)
+    del variables
     x = result.y
     outs = {"embed": microbatch.split_buffers(embed, result.out)}
     del result
     if f.num_first:
         x, outs[FIRST] = _run_first_layers_forward(runner, microbatch, x)
-    runner.shared = runner.take_weights(UpdateUnit("shared"))
+    runner.shared = runner.take_variables(UpdateUnit("shared"), {}).weights
     outs[STACK] = Out()
     for index in range(f.num_repeats):
         save_policy = f.residual_plan.forward_save_policy(index) if f.training else SAVE_NOTHING
@@ -185,7 +185,7 @@ def _run_first_layers_forward(runner: Runner, microbatch: Microbatch, x: Carry) 
         result = runner.run(
             f"{FIRST} forward{', last' if is_last else ''}",
             partial(f.first_forward, is_last),
-            Variables(runner.take_weights(unit), Weights(), unit.select(microbatch.buffers)),
+            runner.take_variables(unit, microbatch.buffers),
             x,
             replace(microbatch.inputs, layer=runner.numbers[index]),
             out=f.forward_specs,
@@ -209,12 +209,12 @@ def _run_layer_forward(
     """
     f = runner.functions
     unit = UpdateUnit(STACK, index)
-    weights = runner.take_layer(index)
+    variables = runner.take_variables(unit, microbatch.buffers)
     runner.request_layer(next_index)
     result: ForwardResult = runner.run(
         f"unit forward, keeps {save_policy.what}{save_policy.label}",
         partial(f.layer_forward, save_policy),
-        Variables(weights, runner.shared, unit.select(microbatch.buffers)),
+        variables,
         x,
         replace(microbatch.inputs, layer=runner.numbers[index]),
         donate=(1,),
@@ -230,12 +230,12 @@ def run_head(runner: Runner, updates: Updates, microbatch: Microbatch, x: Carry)
     """Run the head forward and backward, from the stack's output `x`; return its loss and metrics."""
     f = runner.functions
     unit = UpdateUnit("head")
-    weights = runner.take_weights(unit)
+    variables = runner.take_variables(unit, microbatch.buffers)
     grad_sums = updates.take_gradients(unit)
     result: HeadResult = runner.run(
         "head backward",
         f.head_step,
-        Variables(weights, Weights(), unit.select(microbatch.buffers)),
+        variables,
         x,
         grad_sums,
         microbatch.inputs,
@@ -295,6 +295,7 @@ class BackwardPass:
 
     def run(self) -> GradStats | None:
         """Run from the head to the embedding; return the gradient statistics."""
+        f = self._functions
         microbatch = self._microbatch
         # `run_head` has computed the head's gradients.
         if microbatch.head_grads:
@@ -305,11 +306,23 @@ class BackwardPass:
         if self._measures:
             # Copied: the first layer's program donates the cotangent, and the second backward pass needs it again.
             self._ct = self._run("copy", partial(jax.tree.map, jnp.copy), self._ct, out=carry_specs)
-        for number in reversed(range(len(self._functions.residual_plan.groups))):
+        for number in reversed(range(len(f.residual_plan.groups))):
             self._run_group_backward(number)
+        # The gradients of the parameters that all layers share are now complete.
         if self._shared_sums:
-            self._process_shared_grads()
-        for index in reversed(range(self._functions.num_first)):
+            grad_sums = self._updates.take_gradients(UpdateUnit("shared"))
+            # The result reuses the memory of the previous sum. Without one, it reuses that of the gradients, if they
+            # have the same dtype.
+            donate = (1,)
+            if grad_sums is None:
+                donate = (0,) if f.learner.accumulate == 1 else ()
+            add = partial(f.updates.add_gradients, "shared")
+            specs = partial(f.updates.gradient_specs, "shared")
+            self._shared_sums = self._run("sum", add, self._shared_sums, grad_sums, donate=donate, out=specs)
+            self._measure(self._shared_sums)
+            self._process_grads(UpdateUnit("shared"), self._shared_sums)
+            self._shared_sums = {}
+        for index in reversed(range(f.num_first)):
             self._run_first_layer_backward(index)
         self._run_embedding_backward()
         return self._grad_stats
@@ -401,7 +414,7 @@ class BackwardPass:
         """
         f = self._functions
         unit = UpdateUnit(STACK, index)
-        weights = self._runner.take_layer(index)
+        variables = self._runner.take_variables(unit, self._microbatch.buffers)
         residuals = self._run.take(unit.key("kept"), residuals)
         grad_sums = self._updates.take_gradients(unit)
         # During this program, the weights and gradients of the next layer and the inputs of this layer's update are
@@ -415,7 +428,7 @@ class BackwardPass:
         result: BackwardResult = self._run(
             f"{name}, measured" if self._measures else name,
             partial(f.layer_backward, f.residual_plan.policies[index]),
-            Variables(weights, self._runner.shared, unit.select(self._microbatch.buffers)),
+            variables,
             residuals,
             BackwardInputs(self._ct, self._shared_sums, grad_sums),
             self._grad_stats,
@@ -428,28 +441,6 @@ class BackwardPass:
         self._grad_stats = result.grad_stats
         self._previous = result.previous
         return result.grads
-
-    def _process_shared_grads(self) -> None:
-        """Process the gradients of the parameters that all layers share, which are now complete."""
-        updates = self._functions.updates
-        unit = UpdateUnit("shared")
-        grad_sums = self._updates.take_gradients(unit)
-        # The result reuses the memory of the previous sum. Without one, it reuses that of the gradients, if they have
-        # the same dtype.
-        donate = (1,)
-        if grad_sums is None:
-            donate = (0,) if self._functions.learner.accumulate == 1 else ()
-        self._shared_sums = self._run(
-            "sum",
-            partial(updates.add_gradients, "shared"),
-            self._shared_sums,
-            grad_sums,
-            donate=donate,
-            out=partial(updates.gradient_specs, "shared"),
-        )
-        self._measure(self._shared_sums)
-        self._process_grads(unit, self._shared_sums)
-        self._shared_sums = {}
 
     # --- stages before the stack -------------------------------------------------------------------------------------
 
@@ -464,7 +455,7 @@ class BackwardPass:
         result: BackwardResult = self._run(
             f"{name}, measured" if self._measures else name,
             partial(f.first_backward, is_last),
-            Variables(self._runner.take_weights(unit), Weights(), unit.select(self._microbatch.buffers)),
+            self._runner.take_variables(unit, self._microbatch.buffers),
             x,
             BackwardInputs(self._ct, {}, self._updates.take_gradients(unit)),
             self._grad_stats,
@@ -481,14 +472,14 @@ class BackwardPass:
         """Run the embedding backward, and process its gradients."""
         f = self._functions
         unit = UpdateUnit("embed")
-        weights = self._runner.take_weights(unit)
+        variables = self._runner.take_variables(unit, self._microbatch.buffers)
         grad_sums = self._updates.take_gradients(unit)
-        if not weights.parameter:
+        if not variables.weights.parameter:
             return
         result: BackwardResult = self._run(
             "embed backward",
             f.leave_embedding,
-            Variables(weights, Weights(), unit.select(self._microbatch.buffers)),
+            variables,
             self._ct,
             self._microbatch.tie_grads,
             grad_sums,
@@ -497,7 +488,7 @@ class BackwardPass:
             donate=(3,),
             out=partial(f.backward_specs, "embed"),
         )
-        del weights
+        del variables
         self._grad_stats = result.grad_stats
         if not self._measures:
             # Kept, these would stay alive through the update, and they are as large as the table.

@@ -223,12 +223,31 @@ class Programs:
         """
         # Shapes are not part of the key: calls with the same name differ only in the structure of their arguments.
         key = name, jax.tree.structure(args)
+        donate = tuple(donate)
         if self._tracker is None:
             results = self._compiled[key].run(*args)
             return jax.block_until_ready(results) if self._waits else results
         if key not in self._compiled:
-            self._compile(key, function, args, tuple(donate), out)
-        return self._dry_run(self._tracker, key, args, tuple(donate))
+            self._compile(key, function, args, donate, out)
+        compiled = self._compiled[key]
+        tracker = self._tracker
+        # An array that is passed twice is counted once.
+        array_by_id = {id(abstract_array): abstract_array for abstract_array in jax.tree.leaves(args)}
+        abstract_arrays = list(array_by_id.values())
+        argument_bytes = sum(
+            abstract_array.nbytes for abstract_array in abstract_arrays if abstract_array.placement.kind == "device"
+        )
+        # The program's own peak includes its arguments; all other arrays stay allocated in addition.
+        tracker.count(compiled, compiled.peak + tracker.live["device"] - argument_bytes)
+        donated_arrays = jax.tree.leaves([args[i] for i in donate])
+        # A donated host array is the destination of a result; nothing is read from it.
+        tracker.moved += _offloaded_bytes(abstract_arrays) - _offloaded_bytes(donated_arrays)
+        for abstract_array in donated_arrays:
+            abstract_array.delete()
+        results = _make_abstract_arrays(tracker, str(name), compiled.results, compiled.placements)
+        tracker.moved += _offloaded_bytes(results)
+        tracker.host_peak = max(tracker.host_peak, tracker.live["pinned_host"])
+        return results
 
     def _compile(
         self,
@@ -269,29 +288,6 @@ class Programs:
         )
         compiled = self.compile(traced.lower(), offloaded)
         self._compiled[key] = replace(compiled, results=traced.out_info, placements=placements, jaxpr=traced.jaxpr)
-
-    def _dry_run(
-        self, tracker: MemoryTracker, key: ProgramKey, args: tuple[PyTree, ...], donate: tuple[int, ...]
-    ) -> PyTree:
-        """Record a call of a compiled program; return its results as abstract arrays."""
-        compiled = self._compiled[key]
-        # An array that is passed twice is counted once.
-        array_by_id = {id(abstract_array): abstract_array for abstract_array in jax.tree.leaves(args)}
-        abstract_arrays = list(array_by_id.values())
-        argument_bytes = sum(
-            abstract_array.nbytes for abstract_array in abstract_arrays if abstract_array.placement.kind == "device"
-        )
-        # The program's own peak includes its arguments; all other arrays stay allocated in addition.
-        tracker.count(compiled, compiled.peak + tracker.live["device"] - argument_bytes)
-        donated_arrays = jax.tree.leaves([args[i] for i in donate])
-        # A donated host array is the destination of a result; nothing is read from it.
-        tracker.moved += _offloaded_bytes(abstract_arrays) - _offloaded_bytes(donated_arrays)
-        for abstract_array in donated_arrays:
-            abstract_array.delete()
-        results = _make_abstract_arrays(tracker, str(key[0]), compiled.results, compiled.placements)
-        tracker.moved += _offloaded_bytes(results)
-        tracker.host_peak = max(tracker.host_peak, tracker.live["pinned_host"])
-        return results
 
 
 def _make_abstract_arrays(tracker: MemoryTracker, name: str, trees: PyTree, placements: PyTree) -> PyTree:

@@ -26,7 +26,7 @@ from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.update_types import select_updated
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.schedules import in_backward
-from plimsoll.framework.schedules.layerwise.layer_functions import Inputs, LayerFunctions, Variables, Weights
+from plimsoll.framework.schedules.layerwise.layer_functions import Inputs, LayerFunctions, Weights
 from plimsoll.framework.schedules.layerwise.passes import BackwardPass, Microbatch, Runner, forward, run_head
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker, Programs
 from plimsoll.framework.schedules.layerwise.update import Updates, UpdateUnit, replicated_specs
@@ -242,7 +242,7 @@ def _evaluate(
     for number in range(functions.learner.accumulate):
         microbatch = Microbatch(Inputs(batch, {}, numbers[number]), buffers, copy_containers(buffers))
         x, _ = forward(runner, microbatch)
-        variables = Variables(runner.take_weights(head), Weights(), head.select(microbatch.buffers))
+        variables = runner.take_variables(head, microbatch.buffers)
         scores = runner.run("score", functions.score, variables, x, microbatch.inputs, out=replicated_specs)
         # Dropped, because the next microbatch needs their memory.
         del x, variables
