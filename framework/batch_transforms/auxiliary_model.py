@@ -19,7 +19,7 @@ from plimsoll.framework.data.pretrained_tokenizer import PretrainedTokenizer
 from plimsoll.framework.data.tokenizers import Tokenizer
 from plimsoll.framework.families.published import shape_url
 from plimsoll.framework.files import hub_models
-from plimsoll.framework.layout import Nested, flatten
+from plimsoll.framework.layout import TrainState, flatten
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.program import Program
@@ -68,7 +68,7 @@ class AuxiliaryModel:
             raise self._name_option(error) from None
         accumulate = program.experiment.learner.accumulate
         self._forward = AuxiliaryForward(self.program, function, what=what, accumulate=accumulate)
-        self._state: Nested | None = None
+        self._state: TrainState | None = None
 
     def _name_option(self, error: FileNotFoundError | ValueError) -> FileNotFoundError | ValueError:
         """Prefix the error with the option that names the directory; return it unchanged if there is no path."""
@@ -120,7 +120,7 @@ class AuxiliaryModel:
                 state = experiment.pretrained.init(self.program)
             else:
                 state = self.program.init()
-        self._state = {group: state[group] for group in ("parameter", "frozen", "buffer")}
+        self._state = state.select(("parameter", "frozen", "buffer"))
 
     @property
     def is_loaded(self) -> bool:

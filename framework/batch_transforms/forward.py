@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from plimsoll.framework.devices.executables import HostBytes, compile_or_load
 from plimsoll.framework.layers.base import Context, batch_specs
 from plimsoll.framework.layers.head import LMHead
-from plimsoll.framework.layout import Group, Nested, merge
+from plimsoll.framework.layout import Group, Nested, TrainState, merge
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.program.jit_step import JitStep
 from plimsoll.framework.program.program import Program
@@ -76,7 +76,7 @@ class AuxiliaryForward:
         self._change = change
         self._accumulate = accumulate
 
-    def __call__(self, state: Nested, batch: Batch, after: Any = ()) -> Batch:
+    def __call__(self, state: TrainState, batch: Batch, after: Any = ()) -> Batch:
         """Return the function's results for the rows of the batch, on the devices.
 
         Args:
@@ -162,7 +162,7 @@ class AuxiliaryForward:
         model = self.model
         layout = self.program.layout
         ctx = self.program.evaluation_context(batch)
-        storage_specs = model.stage_specs(layout.specs[self._groups[0]], layout.specs["frozen"])
+        storage_specs = model.stage_specs(layout.specs[self._groups[0]], layout.specs.frozen)
         x_BSD = None
         # Not `model.compute_hidden`, which does not handle a stack that is split into layer ranges.
         for stage in model.stages:

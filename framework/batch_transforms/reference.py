@@ -25,7 +25,7 @@ from plimsoll.framework.config import component
 from plimsoll.framework.data.batches import Shapes
 from plimsoll.framework.layers.base import Context
 from plimsoll.framework.layers.head import LMHead
-from plimsoll.framework.layout import Nested
+from plimsoll.framework.layout import Nested, TrainState
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.program.batch_transform import BatchTransform, ForwardCost, Log
 from plimsoll.framework.program.experiment import Experiment
@@ -161,16 +161,14 @@ class Reference(BatchTransform):
         # adapter_off uses the trained model, which is already loaded.
         return self.choice.kind in ("none", "adapter_off") or self._program is program
 
-    def complete_batch(
-        self, program: Program, state: dict[str, Any], batch: Batch, *, group: str = "parameter"
-    ) -> Batch:
+    def complete_batch(self, program: Program, state: TrainState, batch: Batch, *, group: str = "parameter") -> Batch:
         """See `BatchTransform`."""
         # The data pipeline delivers stored values together with their rows.
         if ARRAY in batch or self.choice.kind == "none":
             return batch
         if self.choice.kind == "adapter_off":
-            return {**batch, **self._without_adapters(program, group)(state, batch, after=state["counter"])}
-        return {**batch, **self._get_other_model(program)(batch, after=state.get("counter", ()))}
+            return {**batch, **self._without_adapters(program, group)(state, batch, after=state.counter)}
+        return {**batch, **self._get_other_model(program)(batch, after=state.counter)}
 
     def host_bytes(self, program: Program) -> int:
         """See `BatchTransform`: the weights of an offloaded reference."""

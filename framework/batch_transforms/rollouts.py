@@ -32,7 +32,7 @@ from plimsoll.framework.data.batches import Shapes
 from plimsoll.framework.data.prompts import Prompts, prompt_text
 from plimsoll.framework.devices.executables import HostBytes
 from plimsoll.framework.inference.rollout import SampledAnswers, SamplingInputs, rollout_jit
-from plimsoll.framework.layout import merge
+from plimsoll.framework.layout import TrainState, merge
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.objectives.policy_gradient import GRPO
 from plimsoll.framework.program.batch_transform import BatchTransform, ForwardCost, Log
@@ -207,13 +207,11 @@ class Rollouts(BatchTransform):
         """See `BatchTransform`."""
         return 0 if self.reference is None else self.reference.host_bytes(program)
 
-    def complete_batch(
-        self, program: Program, state: dict[str, Any], batch: Batch, *, group: str = "parameter"
-    ) -> Batch:
+    def complete_batch(self, program: Program, state: TrainState, batch: Batch, *, group: str = "parameter") -> Batch:
         """See `BatchTransform`. Raises ValueError if the reward function fails."""
         host_batch = {name: np.asarray(array) for name, array in batch.items()}
         # A state for inference has no step counter.
-        step = int(state["counter"]["step"]) if "counter" in state else None
+        step = int(state.counter["step"]) if state.counter else None
         is_training = not host_batch["sources"].any()
         if is_training and step is not None and step < self.demonstrations:
             arrays = self._build_demonstrations(_prompts(program.experiment), host_batch)
@@ -234,7 +232,7 @@ class Rollouts(BatchTransform):
     def _sample_rollouts(
         self,
         program: Program,
-        state: dict[str, Any],
+        state: TrainState,
         batch: Batch,
         host_batch: dict[str, np.ndarray],
         step: int | None,
@@ -243,7 +241,7 @@ class Rollouts(BatchTransform):
         """Return the arrays of a batch with answers sampled from the model."""
         data = _prompts(program.experiment)
         # Wait before the clock starts, because the previous step may still be running.
-        jax.block_until_ready(state["parameter"])
+        jax.block_until_ready(state.parameter)
         self._timer.begin()
         answers = self._answers(program, state, batch, host_batch, step, group)
         self._timer.end_sampling()
@@ -273,10 +271,10 @@ class Rollouts(BatchTransform):
         data = _prompts(program.experiment)
         layout = program.layout
         weight_groups = ("parameter", "frozen", "buffer")
-        groups = {name: layout.abstract(layout.specs[name]) for name in weight_groups}
-        weights = merge(groups["parameter"], groups["frozen"])
+        groups = layout.abstract(layout.specs.select(weight_groups))
+        weights = merge(groups.parameter, groups.frozen)
         batch = layout.abstract(program.delivered_specs)
-        words = layout.abstract(layout.specs["counter"])["rng"]
+        words = layout.abstract(layout.specs.counter)["rng"]
 
         def everywhere(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=program.replicated)
@@ -286,7 +284,7 @@ class Rollouts(BatchTransform):
         # Without data, as in a plan, the stop tokens are unknown. Memory use does not depend on them.
         stop_ids = data.stop_ids if data.is_ready else (0,)
         sampler = rollout_jit(program, weights, data.answer_tokens, stop_ids)
-        lowered = sampler.lower((weights, groups["buffer"]), batch["prompts"], batch["lengths"], draws)
+        lowered = sampler.lower((weights, groups.buffer), batch["prompts"], batch["lengths"], draws)
         offloaded = sum(layout.bytes_per_device(name, "pinned_host") for name in weight_groups)
         resident = sum(layout.bytes_per_device(name, "device") for name in weight_groups)
         compiled = compile(lowered, HostBytes(arguments=offloaded))
@@ -303,7 +301,7 @@ class Rollouts(BatchTransform):
     def _answers(
         self,
         program: Program,
-        state: dict[str, Any],
+        state: TrainState,
         batch: Batch,
         host_batch: dict[str, np.ndarray],
         step: int | None,
@@ -311,7 +309,7 @@ class Rollouts(BatchTransform):
     ) -> SampledAnswers:
         """Sample the answers on the devices and return them as host arrays."""
         data = _prompts(program.experiment)
-        weights = merge(state[group], state["frozen"])
+        weights = merge(state[group], state.frozen)
         sampler = self._samplers.get(group)
         if sampler is None:
             # The memory placement of a group's weights never changes during a run, so one program serves all steps.
@@ -328,9 +326,9 @@ class Rollouts(BatchTransform):
         if step is None:
             words = jax.device_put(jax.random.key_data(jax.random.key(0)), program.replicated)
         else:
-            words = state["counter"]["rng"]
+            words = state.counter["rng"]
         draws = SamplingInputs(words, *jax.device_put(host_draws, program.replicated))
-        answers = sampler((weights, state["buffer"]), batch["prompts"], batch["lengths"], draws)
+        answers = sampler((weights, state.buffer), batch["prompts"], batch["lengths"], draws)
         return SampledAnswers(*jax.device_get(answers))
 
     def _rewards(self, data: Prompts, host_batch: dict[str, np.ndarray], texts: list[str]) -> np.ndarray:

@@ -19,6 +19,7 @@ from plimsoll.framework.data.files import FileHashes
 from plimsoll.framework.data.pipeline import DataPipeline
 from plimsoll.framework.files.text_files import parse_json
 from plimsoll.framework.files.workdir import write_json
+from plimsoll.framework.layout import TrainState
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.processes import distributed
 from plimsoll.framework.program.batch_transform import BatchTransform, ForwardCost, Log
@@ -155,12 +156,10 @@ class Teacher(BatchTransform):
             return self._rows is not None
         return self._model is not None and self._model.run is program and self._model.is_loaded
 
-    def complete_batch(
-        self, program: Program, state: dict[str, Any], batch: Batch, *, group: str = "parameter"
-    ) -> Batch:
+    def complete_batch(self, program: Program, state: TrainState, batch: Batch, *, group: str = "parameter") -> Batch:
         """See `BatchTransform`."""
         if self.kind == "live":
-            return {**batch, **self._get_live_model(program)(batch, after=state.get("counter", ()))}
+            return {**batch, **self._get_live_model(program)(batch, after=state.counter)}
         return {**batch, **program.put(self._load_stored(program, batch))}
 
     def host_bytes(self, program: Program) -> int:

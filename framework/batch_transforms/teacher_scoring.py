@@ -25,7 +25,7 @@ from plimsoll.framework.data.pipeline import DataPipeline
 from plimsoll.framework.data.sources import LeafSource
 from plimsoll.framework.inference.generation import InferenceForward
 from plimsoll.framework.layers.base import batch_shards
-from plimsoll.framework.layout import Nested, flatten
+from plimsoll.framework.layout import Nested, TrainState, flatten
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.terminal.phases import phase
@@ -153,9 +153,9 @@ class TeacherScorer:
         batch_size: number of rows to score at a time, rounded up to a multiple of the mesh's batch shards.
     """
 
-    def __init__(self, program: Program, state: Nested, facts: TeacherFacts, *, averaged: bool, batch_size: int):
+    def __init__(self, program: Program, state: TrainState, facts: TeacherFacts, *, averaged: bool, batch_size: int):
         weights = program.weights(state, averaged=averaged)
-        self._arrays = (weights, state["buffer"])
+        self._arrays = (weights, state.buffer)
         self.facts = facts
         shards = batch_shards(program.mesh.shape)
         # The number of rows must be a multiple of the batch shards.

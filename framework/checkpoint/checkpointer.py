@@ -37,13 +37,14 @@ from plimsoll.framework.checkpoint.state_leaves import (
     find_narrow_averages,
     select_groups,
     select_records,
+    to_groups,
     widen_average,
     without_frozen,
 )
 from plimsoll.framework.config import PositiveInt
 from plimsoll.framework.files import durable
 from plimsoll.framework.files.remote import is_url
-from plimsoll.framework.layout import flatten
+from plimsoll.framework.layout import PyTree, TrainState, flatten
 from plimsoll.framework.processes import distributed
 from plimsoll.framework.terminal.phases import SHORT, phase
 
@@ -61,13 +62,13 @@ class Restored:
 
     Attributes:
         step: number of training steps that the state has taken.
-        state: pytree of arrays.
+        state: pytree of arrays, with the structure of the abstract arrays that were passed.
         extra: JSON that the caller stored with the arrays.
         problems: descriptions of the entries that `restore_latest` skipped because they are incomplete or corrupt.
     """
 
     step: int
-    state: Any
+    state: PyTree
     extra: dict[str, Any]
     problems: list[str]
 
@@ -170,7 +171,7 @@ class Checkpointer:
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, state: Any, extra: dict[str, Any]) -> bool:
+    def save(self, step: int, state: PyTree, extra: dict[str, Any]) -> bool:
         """Save a checkpoint in the background; returns once the arrays may be donated or overwritten.
 
         The group "frozen" never changes, so only the first save writes it, and waits for it; later saves refer to it.
@@ -179,7 +180,7 @@ class Checkpointer:
 
         Args:
             step: number of training steps that the state has taken.
-            state: pytree of jax.Arrays.
+            state: a `TrainState`, or any other pytree of jax.Arrays.
             extra: JSON data to store with the arrays.
 
         Returns:
@@ -198,6 +199,7 @@ class Checkpointer:
         self.wait()
         if step in self._saved:
             return False
+        state = to_groups(state)
         frozen_arrays = state.get("frozen") if isinstance(state, dict) else None
         if frozen_arrays:
             state = without_frozen(state)
@@ -343,13 +345,14 @@ class Checkpointer:
     # --- restoring ---------------------------------------------------------------------------------------------------
 
     def restore(
-        self, step: int, abstract: Any, *, groups: Collection[str] | None = None, what: str | None = None
+        self, step: int, abstract: PyTree, *, groups: Collection[str] | None = None, what: str | None = None
     ) -> Restored:
         """Restore one step, independent of the mesh and process count that saved it.
 
         Args:
             step: step of the checkpoint.
-            abstract: pytree of ShapeDtypeStructs with the shardings and memory kinds to restore into.
+            abstract: a `TrainState`, or any other pytree, of ShapeDtypeStructs with the shardings and memory kinds to
+                restore into.
             groups: restore only these top-level groups of `abstract`, such as ("parameter", "ema"); None for all.
             what: name of the arrays in the status message; None for "the checkpoint of step N".
 
@@ -361,6 +364,8 @@ class Checkpointer:
         self._join()
         manifest = self.manifest(step)
         stored = manifest.leaves
+        is_train_state = isinstance(abstract, TrainState)
+        abstract = to_groups(abstract)
         if groups is not None:
             abstract = select_groups(abstract, groups)
             stored = select_records(stored, groups)
@@ -388,6 +393,8 @@ class Checkpointer:
         state = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
         if frozen:
             state = {**state, **frozen}
+        if is_train_state:
+            state = TrainState(**state)
         return Restored(step, state, manifest.extra, [])
 
     def _frozen_reader(self) -> Checkpointer:
@@ -419,12 +426,13 @@ class Checkpointer:
             f"was saved: {listed_names}{ellipsis}"
         )
 
-    def compare(self, step: int, abstract: Any) -> files.Manifest:
+    def compare(self, step: int, abstract: PyTree) -> files.Manifest:
         """Return the manifest of `step` after checking that it has the same leaves as `abstract`.
 
         No array is read. Raises the same errors as `restore`.
         """
         manifest = self.manifest(step)
+        abstract = to_groups(abstract)
         if manifest.frozen is not None:
             frozen_abstract = abstract.get("frozen", {})
             self._frozen_reader().compare(manifest.frozen, frozen_abstract)
@@ -443,7 +451,7 @@ class Checkpointer:
         if table:
             raise CheckpointMismatchError(f"step {step} of {self.directory} belongs to another model: {table}")
 
-    def restore_latest(self, abstract: Any, *, groups: Collection[str] | None = None) -> Restored:
+    def restore_latest(self, abstract: PyTree, *, groups: Collection[str] | None = None) -> Restored:
         """Restore the newest valid step, see `restore`. Corrupt steps are skipped with a warning.
 
         Raises:

@@ -12,7 +12,12 @@ import jax.numpy as jnp
 
 from plimsoll.framework.checkpoint import directory as files
 from plimsoll.framework.checkpoint.integrity import checksums
-from plimsoll.framework.layout import flatten
+from plimsoll.framework.layout import PyTree, TrainState, flatten
+
+
+def to_groups(state: PyTree) -> PyTree:
+    """Return a training state as a dict of its groups, and any other pytree unchanged."""
+    return dict(state.items()) if isinstance(state, TrainState) else state
 
 
 def without_frozen(groups: dict[str, Any]) -> dict[str, Any]:

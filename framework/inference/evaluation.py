@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 from plimsoll.framework.data.batches import Pipeline
+from plimsoll.framework.layout import TrainState
 from plimsoll.framework.metrics.throughput import MetricsBuffer
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.terminal.phases import phase
@@ -14,7 +14,7 @@ from plimsoll.framework.terminal.phases import phase
 
 def evaluate_set(
     program: Program,
-    state: dict[str, Any],
+    state: TrainState,
     name: str,
     *,
     limit: int | None = None,

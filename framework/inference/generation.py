@@ -23,7 +23,7 @@ import numpy as np
 from plimsoll.framework.data.tokenizers import Tokenizer
 from plimsoll.framework.inference.sampling import Sampling, choose, row_keys
 from plimsoll.framework.layers.base import BATCH_AXES, Context, Out, batch_shards
-from plimsoll.framework.layout import Nested, merge
+from plimsoll.framework.layout import Nested, TrainState, merge
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.terminal.phases import SHORT, phase
 
@@ -86,13 +86,13 @@ class Generator:
         averaged: use the moving averages of the weights.
     """
 
-    def __init__(self, program: Program, state: Nested, *, averaged: bool = False):
+    def __init__(self, program: Program, state: TrainState, *, averaged: bool = False):
         self._cached: _CachedPrompt | None = None
         # The property raises ValueError if the model has no language head.
         _ = program.experiment.language_model.language_head
         self._program = program
         weights = program.weights(state, averaged=averaged)
-        self._arrays = (weights, state["buffer"])
+        self._arrays = (weights, state.buffer)
         forward = InferenceForward(program, weights)
         # `_shard_cache` sets the sharding of the cache inside the functions.
         out_shardings = (program.replicated, None)

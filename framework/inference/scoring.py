@@ -16,7 +16,7 @@ from plimsoll.framework.data.packing import num_windows, pack
 from plimsoll.framework.data.tokenizers import Tokenizer
 from plimsoll.framework.inference.generation import InferenceForward, bucket
 from plimsoll.framework.layers.base import batch_shards
-from plimsoll.framework.layout import Nested
+from plimsoll.framework.layout import Nested, TrainState
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.terminal.phases import SHORT, phase
 
@@ -64,11 +64,11 @@ class Scorer:
         batch_size: number of rows to score at a time, rounded up to a multiple of the mesh's batch shards.
     """
 
-    def __init__(self, program: Program, state: Nested, *, averaged: bool = False, batch_size: int = 8):
+    def __init__(self, program: Program, state: TrainState, *, averaged: bool = False, batch_size: int = 8):
         # The property raises ValueError if the model has no language head.
         _ = program.experiment.language_model.language_head
         weights = program.weights(state, averaged=averaged)
-        self._arrays = (weights, state["buffer"])
+        self._arrays = (weights, state.buffer)
         self.seq_len = program.experiment.data.seq_len
         shards = batch_shards(program.mesh.shape)
         # The number of rows must be a multiple of the batch shards.

@@ -12,7 +12,7 @@ import numpy as np
 
 from plimsoll.framework.inference.generation import InferenceForward, bucket
 from plimsoll.framework.layers.base import batch_shards
-from plimsoll.framework.layout import Nested
+from plimsoll.framework.layout import Nested, TrainState
 from plimsoll.framework.program.program import Program
 
 
@@ -29,11 +29,11 @@ class SequenceScorer:
         ValueError: the model has no score head.
     """
 
-    def __init__(self, program: Program, state: Nested, *, averaged: bool = False, batch_size: int = 8):
+    def __init__(self, program: Program, state: TrainState, *, averaged: bool = False, batch_size: int = 8):
         # The property raises ValueError if the model has no score head.
         _ = program.experiment.language_model.score_head
         weights = program.weights(state, averaged=averaged)
-        self._arrays = (weights, state["buffer"])
+        self._arrays = (weights, state.buffer)
         self.seq_len = program.experiment.data.seq_len
         shards = batch_shards(program.mesh.shape)
         # The number of rows must be a multiple of the batch shards.

@@ -2,8 +2,6 @@
 
 from plimsoll.framework.layout.initialization import fold_in_name, initialize, name_hash
 from plimsoll.framework.layout.specs import (
-    GROUPS,
-    Group,
     Initializer,
     MemoryKind,
     MeshAxes,
@@ -14,6 +12,7 @@ from plimsoll.framework.layout.specs import (
     move_to_host,
 )
 from plimsoll.framework.layout.table import StateLayout, StateLeaf, nearest_divisors
+from plimsoll.framework.layout.train_state import GROUPS, Group, TrainState
 from plimsoll.framework.layout.transfers import fetch_leaf, fetch_tree, store_leaf
 from plimsoll.framework.layout.trees import (
     Nested,
@@ -40,6 +39,7 @@ __all__ = [
     "StateLayout",
     "StateLeaf",
     "TensorSpec",
+    "TrainState",
     "copy_partition",
     "fetch_leaf",
     "fetch_tree",

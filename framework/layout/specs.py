@@ -14,8 +14,6 @@ import jax.numpy as jnp
 from plimsoll.framework.layout.trees import flatten, path_name
 
 MemoryKind = Literal["device", "pinned_host"]
-Group = Literal["parameter", "frozen", "buffer", "optimizer", "ema", "counter", "gradient"]
-GROUPS: tuple[Group, ...] = ("parameter", "frozen", "buffer", "optimizer", "ema", "counter", "gradient")
 MeshAxes = tuple[str | tuple[str, ...] | None, ...]
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 

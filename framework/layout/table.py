@@ -16,9 +16,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from plimsoll.framework.layout.specs import GROUPS, Group, MemoryKind, OptStateSpec, ParameterSpec, TensorSpec
+from plimsoll.framework.layout.specs import MemoryKind, OptStateSpec, ParameterSpec, TensorSpec
+from plimsoll.framework.layout.train_state import GROUPS, Group, TrainState
 from plimsoll.framework.layout.transfers import fetch_leaf, store_leaf
-from plimsoll.framework.layout.trees import Nested, flatten
+from plimsoll.framework.layout.trees import flatten
 
 
 @dataclass(frozen=True)
@@ -42,18 +43,16 @@ class StateLayout:
     """The sharding and memory kind of each leaf of the training state.
 
     Args:
-        specs: nested dict; its first level are the groups, below it any pytree with TensorSpec leaves.
+        specs: the state, with TensorSpecs as leaves.
         mesh: the devices.
 
     Raises:
         ValueError: a mesh axis does not divide the dimension of a parameter that it shards.
     """
 
-    def __init__(self, specs: Nested, mesh: Mesh):
-        unknown_groups = set(specs) - set(GROUPS)
-        assert not unknown_groups, f"unknown groups {unknown_groups}"
+    def __init__(self, specs: TrainState, mesh: Mesh):
         self.mesh = mesh
-        self.specs: Nested = jax.tree.map(self._fit_spec, specs)
+        self.specs: TrainState = jax.tree.map(self._fit_spec, specs)
         # Parameters come first, so that an error about a dimension that is not divisible names the parameter, not one
         # of its moments.
         spec_by_path = flatten(self.specs)
@@ -100,9 +99,9 @@ class StateLayout:
         return iter(self.leaves)
 
     @property
-    def checkpoint_specs(self) -> Nested:
+    def checkpoint_specs(self) -> TrainState:
         """Return the specs of a checkpoint's leaves: everything except the gradient buffers in host memory."""
-        return {group: specs for group, specs in self.specs.items() if group != "gradient"}
+        return replace(self.specs, gradient={})
 
     def sharding(self, spec: TensorSpec) -> NamedSharding:
         """Return the sharding of one leaf, including its memory kind."""
@@ -139,7 +138,7 @@ class StateLayout:
         """Inside jit: move results to the memory that the layout gives them; the inverse of `fetch`."""
         return jax.tree.map(store_leaf, self.specs[group], tree)
 
-    def check(self, state: Any) -> None:
+    def check(self, state: TrainState) -> None:
         """Check that a state matches the layout.
 
         Compares structure, shapes, dtypes, shardings and memory kinds.

@@ -21,7 +21,7 @@ from plimsoll.framework.layers.layer_range import LayerRange
 from plimsoll.framework.layers.lora import LoRA
 from plimsoll.framework.layers.score_head import LABEL
 from plimsoll.framework.layers.stack import Stack
-from plimsoll.framework.layout import Nested, ParameterSpec, fetch_tree, flatten, unflatten
+from plimsoll.framework.layout import Nested, ParameterSpec, TrainState, fetch_tree, flatten, unflatten
 
 # {stage: {path: spec}}; instead of a spec, anything with a memory_kind works.
 StageSpecs = dict[str, dict[str, Any]]
@@ -51,7 +51,7 @@ class Chain:
     calibrates: bool = False
     generates_images: bool = False
 
-    def build_image_sampler(self, program: Any, state: Nested, *, averaged: bool) -> Any:
+    def build_image_sampler(self, program: Any, state: TrainState, *, averaged: bool) -> Any:
         """Return an object whose `sample(num, temperature, seed)` draws images, uint8 [num, H, W, C].
 
         Args:

@@ -119,7 +119,7 @@ class TracedBackward:
         jaxpr = self.traced.jaxpr
         groups = ["gradients"] * len(jaxpr.outvars)
         # If only layers are in host memory, the gradients of the embedding and the head stay until the end.
-        releases_all = all(split_experiment.releases_gradients(stage) for stage in split_experiment.specs["parameter"])
+        releases_all = all(split_experiment.releases_gradients(stage) for stage in split_experiment.specs.parameter)
         return find_peak_bytes(jaxpr, self._rules(in_host_memory), groups, frees_outputs=releases_all)
 
     def _rules(self, in_host_memory: bool) -> CompilerRules:

@@ -87,7 +87,7 @@ def name_buffers(buffers: Buffers, layout: StateLayout) -> list[NamedBuffer]:
 
 
 def parse_argument(op_name: str) -> tuple[str | None, str]:
-    """Return (group, path) of an argument from jax's name: `state['optimizer']['embed']['token']`, `batch['tokens']`.
+    """Return (group, path) of an argument from jax's name: `state.optimizer['embed']['token']`, `batch['tokens']`.
 
     The group is None if the name is not that of an argument.
     """
@@ -325,7 +325,7 @@ def describe_operation(op_name: str) -> str:
 
     `jit(step)/transpose(jvp(stack))/while/body/mlp/up/dot_general` becomes `stack/mlp/up/dot_general, backward`.
     """
-    if op_name.startswith(("state[", "batch[")):
+    if op_name.startswith(("state.", "batch[")):
         return f"copy of {parse_argument(op_name)[1]}"
     phase = _phase(op_name)
     plain_name = _without_transformations(op_name)

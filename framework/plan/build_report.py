@@ -12,7 +12,7 @@ import jax
 
 from plimsoll.framework.checkpoint.storage import read_bytes
 from plimsoll.framework.config import Config
-from plimsoll.framework.layout import StateLayout, merge
+from plimsoll.framework.layout import StateLayout, TrainState, merge
 from plimsoll.framework.plan import dry_run
 from plimsoll.framework.plan.buffer_names import REPORT_GROUPS, NamedBuffer
 from plimsoll.framework.plan.cache import versions
@@ -336,18 +336,18 @@ def report_zero_gradients(program: Program) -> Report:
     # Remat does not change which gradients are zero.
     remat = "none"
 
-    def loss(params: Any, state: Any, batch: Any) -> jax.Array:
-        ctx = training_context(batch, state["counter"], model, layout, remat)
+    def loss(params: Any, state: TrainState, batch: Any) -> jax.Array:
+        ctx = training_context(batch, state.counter, model, layout, remat)
         fetched = layout.fetch("parameter", params)
-        frozen = layout.fetch("frozen", state["frozen"])
+        frozen = layout.fetch("frozen", state.frozen)
         split_params = model.unstack_layers(fetched, remat)
         split_frozen = model.unstack_layers(frozen, remat)
-        return model.loss(merge(split_params, split_frozen), ctx, state["buffer"])[0]
+        return model.loss(merge(split_params, split_frozen), ctx, state.buffer)[0]
 
     state = layout.abstract()
     batch = layout.abstract(program.batch_specs)
     leaves = [leaf for leaf in layout if leaf.group == "parameter"]
-    are_zero = find_zero_gradients(loss, state["parameter"], state, batch)
+    are_zero = find_zero_gradients(loss, state.parameter, state, batch)
     zero_gradients = []
     for leaf, is_zero in zip(leaves, are_zero, strict=True):
         if is_zero:

@@ -27,7 +27,7 @@ from plimsoll.framework.layers.embedding import Embedding
 from plimsoll.framework.layers.head import LMHead
 from plimsoll.framework.layers.kernels_call import SAVED_NAME, AttentionCall
 from plimsoll.framework.layers.stack import Stack
-from plimsoll.framework.layout import MeshAxes, Nested, ParameterSpec, StateLayout, flatten, merge
+from plimsoll.framework.layout import MeshAxes, Nested, ParameterSpec, StateLayout, TrainState, flatten, merge
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.plan.jaxpr_analysis import LOCAL_ATTENTION, LOCAL_GROUPED_PRODUCT
 from plimsoll.framework.plan.split_experiment import SplitExperiment
@@ -80,9 +80,9 @@ def trace(split_experiment: SplitExperiment, sizes: dict[str, int], platform: st
     batch_arrays = experiment.batch_arrays()
     arrays = {name: ((microbatch_size, *shape[1:]), dtype) for name, (shape, dtype) in batch_arrays.items()}
     state = split_experiment.specs
-    arguments = (state["parameter"], state["frozen"], state["buffer"], batch_specs(arrays))
+    arguments = (state.parameter, state.frozen, state.buffer, batch_specs(arrays))
     axes = jax.tree.map(lambda spec: PartitionSpec(*spec.mesh_axes), arguments)
-    shapes = StateLayout({}, step.mesh).abstract(arguments)
+    shapes = StateLayout(TrainState(), step.mesh).abstract(arguments)
     # Results are declared as replicated so that each keeps its shape on one device.
     local = jax.shard_map(step.gradients, mesh=step.mesh, in_specs=axes, out_specs=PartitionSpec(), check_vma=False)
     closed = jax.make_jaxpr(local)(*shapes)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from plimsoll.framework.layers.stack import Stack
-from plimsoll.framework.layout import Nested
+from plimsoll.framework.layout import TrainState
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.schedules.layer_ranges import split_stacks
@@ -36,8 +36,8 @@ class SplitExperiment:
         return experiment.model.split_into_ranges(layer_ranges)
 
     @cached_property
-    def specs(self) -> Nested:
-        """Specs of the state, by group."""
+    def specs(self) -> TrainState:
+        """Specs of the state."""
         return self._parts.specs(self.experiment.state_specs())
 
     @property
@@ -62,4 +62,4 @@ class SplitExperiment:
 
     def releases_gradients(self, stage: str) -> bool:
         """Return whether a stage's gradients leave device memory as soon as the backward pass computes them."""
-        return self.updates_in_backward or stage in self.specs.get("gradient", {})
+        return self.updates_in_backward or stage in self.specs.gradient

@@ -79,7 +79,7 @@ def process_table(program: Program) -> TableSection:
     row_counts = _format_range(map(len, rows_by_process.values()))
     share = f"{row_counts} of {program.experiment.data.global_batch_size} rows per process"
     sets = f"{len(distinct_sets)} distinct sets"
-    leaves = sum(leaf.group in program.checkpoint_layout.checkpoint_specs for leaf in program.checkpoint_layout)
+    leaves = len(jax.tree.leaves(program.checkpoint_layout.checkpoint_specs))
     total = human_bytes(sum(written_by_process.values()))
     least = human_bytes(min(written_by_process.values()))
     most = human_bytes(max(written_by_process.values()))
@@ -122,7 +122,7 @@ def count_written_bytes(program: Program) -> tuple[dict[int, int], int]:
     written_by_process = Counter({device.process_index: 0 for device in program.mesh.devices.flat})
     chunks = 0
     for leaf in program.checkpoint_layout:
-        if leaf.group not in program.checkpoint_layout.checkpoint_specs or not leaf.bytes_per_device:
+        if leaf.group == "gradient" or not leaf.bytes_per_device:
             continue
         sharding = program.checkpoint_layout.sharding(leaf.spec)
         shard_shape = sharding.shard_shape(leaf.spec.shape)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,14 +19,14 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from plimsoll.framework.devices import executables
-from plimsoll.framework.layout import Nested, StateLayout
+from plimsoll.framework.layout import Nested, StateLayout, TrainState
 from plimsoll.framework.program.compile_thread import CompileThread
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.initializer import StateInitializer
 from plimsoll.framework.program.rows import Batch, BatchRows
 from plimsoll.framework.schedules.layerwise.programs import Compile, LayerProgram, MemoryTracker
 from plimsoll.framework.schedules.stack_parts import StackParts
-from plimsoll.framework.schedules.step import Metrics, State
+from plimsoll.framework.schedules.step import Metrics
 
 
 class StepBackend(ABC):
@@ -96,7 +97,7 @@ class StepBackend(ABC):
     # --- the state at step 0 ------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def init(self, seed: int | None, given_paths: Collection[str]) -> State:
+    def init(self, seed: int | None, given_paths: Collection[str]) -> TrainState:
         """Return the state at step 0, in the layout.
 
         Args:
@@ -104,20 +105,20 @@ class StepBackend(ABC):
             given_paths: paths of parameters to fill with zeros, because the caller overwrites them.
         """
 
-    def calibrate_state(self, state: State, batch: Batch) -> State:
+    def calibrate_state(self, state: TrainState, batch: Batch) -> TrainState:
         """Return the initial state with the parameter values that the model derives from the run's first batch.
 
         Optimizer state and averages are recreated to match. The state that was passed in is deleted.
         """
         calibrate = self.initializer.calibration()
-        weights = {group: state[group] for group in ("parameter", "frozen")}
-        derived_groups = ("optimizer", "ema")
+        weights = state.select(("parameter", "frozen"))
         # Optimizer state and averages are recreated from the weights, so free the old ones first.
-        for leaf in jax.tree.leaves([state[group] for group in derived_groups]):
+        for leaf in jax.tree.leaves(state.select(("optimizer", "ema"))):
             leaf.delete()
-        result_specs = {group: self.layout.specs[group] for group in (*weights, *derived_groups)}
+        result_specs = self.layout.specs.select(("parameter", "frozen", "optimizer", "ema"))
         run = self.jit(calibrate, out_shardings=self.layout.shardings(result_specs), donate_argnums=0)
-        return {**state, **run(weights, state["counter"], state["buffer"], batch)}
+        calibrated = run(weights, state.counter, state.buffer, batch)
+        return replace(calibrated, counter=state.counter, buffer=state.buffer, gradient=state.gradient)
 
     @abstractmethod
     def with_layer(self, old: Nested, new: Nested, index: jax.Array) -> Nested:
@@ -151,11 +152,11 @@ class StepBackend(ABC):
         """Compile the training step, once."""
 
     @abstractmethod
-    def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Run one training step; the old state is deleted."""
 
     @abstractmethod
-    def evaluate(self, state: State, batch: Batch, group: str) -> Metrics:
+    def evaluate(self, state: TrainState, batch: Batch, group: str) -> Metrics:
         """Return sums over a batch.
 
         Args:
@@ -196,20 +197,19 @@ class StepBackend(ABC):
 
     # --- checkpoint contents ------------------------------------------------------------------------------------------
 
-    def to_checkpoint(self, state: State) -> State:
+    def to_checkpoint(self, state: TrainState) -> TrainState:
         """Return the part of a state that checkpoints hold. Split stacks are joined into whole ones in host memory."""
-        saved_groups = {group: state[group] for group in self.checkpoint_layout.checkpoint_specs}
-        return self.parts.join_stacks(saved_groups, self.checkpoint_layout)
+        return self.parts.join_stacks(replace(state, gradient={}), self.checkpoint_layout)
 
     @property
-    def abstract_checkpoint(self) -> Nested:
+    def abstract_checkpoint(self) -> TrainState:
         """The abstract arrays that a checkpoint is read into. Stacks that will be split are read into host memory."""
         return self.checkpoint_layout.abstract(self.parts.specs_before_split(self.checkpoint_layout))
 
-    def from_checkpoint(self, stored: State) -> State:
+    def from_checkpoint(self, stored: TrainState) -> TrainState:
         """Build the state from a checkpoint's arrays. `stored` is deleted."""
         state = self.parts.split_state(stored, self.layout)
-        return {**state, **self.scratch_jit()}
+        return replace(state, gradient=self.gradient_jit())
 
     @property
     def bytes_through_host(self) -> int:
@@ -221,25 +221,25 @@ class StepBackend(ABC):
                 total += leaf.bytes_per_device
         return total
 
-    def join_stacks(self, state: State) -> State:
+    def join_stacks(self, state: TrainState) -> TrainState:
         """Return weights, averages and buffers with whole stacks, for generation. The state is deleted."""
         if not self.parts.parts:
             return state
-        model_state = {group: state[group] for group in ("parameter", "frozen", "ema", "buffer")}
+        model_state = state.select(("parameter", "frozen", "ema", "buffer"))
         joined_state = self.parts.join_stacks(model_state, self.checkpoint_layout)
         # Free the split stacks and the optimizer state before the whole stacks are put on the devices, which may not
         # have room for both. Leaves outside of stacks are the same arrays in the joined state, so they stay.
-        leaving: list[Any] = [state["optimizer"]]
-        for tree in model_state.values():
+        leaving: list[Any] = [state.optimizer]
+        for _, tree in model_state.items():
             leaving += [part.select(tree) for part in self.parts.parts if part.stage in tree]
         for leaf in jax.tree.leaves(leaving):
             leaf.delete()
-        specs = {group: self.checkpoint_layout.specs[group] for group in model_state}
+        specs = self.checkpoint_layout.specs.select(("parameter", "frozen", "ema", "buffer"))
         return jax.device_put(joined_state, self.checkpoint_layout.shardings(specs))
 
     @functools.cached_property
-    def scratch_jit(self) -> Any:
-        """The jitted function that creates the state groups that checkpoints do not hold, as zeros."""
-        specs = {name: tree for name, tree in self.layout.specs.items() if name not in self.layout.checkpoint_specs}
+    def gradient_jit(self) -> Any:
+        """The jitted function that creates the buffers of gradients, which checkpoints do not hold, as zeros."""
+        specs = self.layout.specs.gradient
         zeros = lambda: jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)  # noqa: E731
         return jax.jit(zeros, out_shardings=self.layout.shardings(specs))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from plimsoll.framework.data.batches import Shapes
+from plimsoll.framework.layout import TrainState
 from plimsoll.framework.program.rows import Batch
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker
 
@@ -98,7 +99,7 @@ class BatchTransform:
         """Return whether `complete_batch` can be called: `open` was called with this program, or is not needed."""
         return True
 
-    def complete_batch(self, program: Any, state: dict[str, Any], batch: Batch, *, group: str = "parameter") -> Batch:
+    def complete_batch(self, program: Any, state: TrainState, batch: Batch, *, group: str = "parameter") -> Batch:
         """Return the batch with all arrays of `arrays`.
 
         Args:

@@ -15,7 +15,7 @@ from plimsoll.framework.data.batches import Pipeline, Shapes
 from plimsoll.framework.devices.compiler import Compiler
 from plimsoll.framework.devices.mesh import MeshShape
 from plimsoll.framework.layers.base import batch_shards
-from plimsoll.framework.layout import Nested, TensorSpec, move_to_host, nearest_divisors
+from plimsoll.framework.layout import Nested, TensorSpec, TrainState, move_to_host, nearest_divisors
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.update_types import ALL_STAGES
 from plimsoll.framework.models.causal_lm import CausalLM
@@ -225,19 +225,19 @@ class Experiment:
             raise ValueError(f"model is a {type(self.model).__name__}; this is for language models (CausalLM)")
         return self.model
 
-    def state_specs(self) -> Nested:
-        """Return the specs of the training state by group, in checkpoint form."""
+    def state_specs(self) -> TrainState:
+        """Return the specs of the training state, in checkpoint form."""
         learner = self.learner
         offloaded_stages = self._find_offloaded_stages("optimizer_state")
-        return {
-            **self._get_offloaded_gradient_specs(),
-            "parameter": self._place_weights(learner.specs),
-            "frozen": self._place_weights(learner.frozen_specs),
-            "buffer": self.model.buffer_specs(),
-            "optimizer": learner.optimizer_specs(offloaded_stages),
-            "ema": learner.ema_specs(offloaded_stages),
-            "counter": _counter_specs() | learner.counter_specs(),
-        }
+        return TrainState(
+            gradient=self._get_offloaded_gradient_specs(),
+            parameter=self._place_weights(learner.specs),
+            frozen=self._place_weights(learner.frozen_specs),
+            buffer=self.model.buffer_specs(),
+            optimizer=learner.optimizer_specs(offloaded_stages),
+            ema=learner.ema_specs(offloaded_stages),
+            counter=_counter_specs() | learner.counter_specs(),
+        )
 
     def _find_offloaded_stages(self, field: str) -> set[str]:
         """Return the stages that a placement of the memory section offloads, at least in part.
@@ -252,14 +252,13 @@ class Experiment:
         return stages
 
     def _get_offloaded_gradient_specs(self) -> Nested:
-        """Return {"gradient": specs by stage}, or {} if no gradients are offloaded.
+        """Return the specs of the offloaded gradients by stage.
 
         Gradients are part of the state only in host memory. On the device they exist only within a step.
         """
         offloaded = self._find_offloaded_stages("gradients")
         specs = self.learner.gradient_specs(offloaded)
-        offloaded_specs = {stage: tree for stage, tree in specs.items() if stage in offloaded}
-        return {"gradient": offloaded_specs} if offloaded_specs else {}
+        return {stage: tree for stage, tree in specs.items() if stage in offloaded}
 
     def _place_weights(self, weights: Nested) -> Nested:
         """Tag the specs of large weights with the memory that `memory.parameters` assigns them."""

@@ -13,11 +13,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, flatten, initialize, merge, store_leaf, unflatten
+from plimsoll.framework.layout import (
+    Nested,
+    StateLayout,
+    TensorSpec,
+    TrainState,
+    flatten,
+    initialize,
+    merge,
+    store_leaf,
+    unflatten,
+)
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.update_types import unflatten_like
 from plimsoll.framework.models.chain import Chain
-from plimsoll.framework.schedules.step import State, training_context
+from plimsoll.framework.schedules.step import training_context
 
 Arrays = dict[str, jax.Array]  # by the path of a parameter
 GroupedArrays = dict[str, Arrays]  # {group of the state: {path: array}}
@@ -60,9 +70,9 @@ class StateInitializer:
         """The specs of the state, with all layers of a stack in one array: {group: {path: spec}}."""
         return {name: flatten(tree) for name, tree in self._checkpoint_layout.specs.items()}
 
-    def to_state_tree(self, flat: GroupedArrays) -> State:
+    def to_state_tree(self, flat: GroupedArrays) -> TrainState:
         """Arrange {group: {path: array}} as the tree of the running state."""
-        return {name: unflatten_like(tree, flat[name]) for name, tree in self._layout.specs.items()}
+        return TrainState(**{name: unflatten_like(tree, flat[name]) for name, tree in self._layout.specs.items()})
 
     def build_arrays(self, precise: Arrays, *, single_layer: bool) -> GroupedArrays:
         """Return all state arrays for some parameters, {group: {path: array}}. For use inside jit.
@@ -79,7 +89,7 @@ class StateInitializer:
             values_by_group = {"frozen": precise}
         else:
             values_by_group = self._learner.init_part(precise, single_layer=single_layer)
-        if "gradient" in groups and "parameter" in values_by_group:
+        if groups["gradient"] and "parameter" in values_by_group:
             params = values_by_group["parameter"]
             # Gradients that stay on the device are not part of the state.
             offloaded_params = {path: x for path, x in params.items() if path in groups["gradient"]}
@@ -117,24 +127,24 @@ class StateInitializer:
 
         return make
 
-    def calibration(self) -> Callable[[Nested, Nested, Nested, Nested], Nested]:
-        """Return the function (weights by group, counters, buffers, batch) -> {group: tree}.
+    def calibration(self) -> Callable[[TrainState, Nested, Nested, Nested], TrainState]:
+        """Return the function (parameters and frozen weights, counters, buffers, batch) -> state.
 
-        The trees hold the weights that the model sets for this batch, with matching optimizer state and averages.
+        The state holds the weights that the model sets for this batch, with matching optimizer state and averages.
         """
         learner = self._learner
         layout = self._layout
         groups = self.groups
         model: Any = self._model
 
-        def calibrate(weights: Nested, counter: Nested, buffers: Nested, batch: Nested) -> Nested:
+        def calibrate(weights: TrainState, counter: Nested, buffers: Nested, batch: Nested) -> TrainState:
             ctx = training_context(batch, counter, model, layout, "none")
-            trainable = layout.fetch("parameter", weights["parameter"])
-            frozen = layout.fetch("frozen", weights["frozen"])
+            trainable = layout.fetch("parameter", weights.parameter)
+            frozen = layout.fetch("frozen", weights.frozen)
             params = merge(trainable, frozen)
             calibrated_params = flatten(model.calibrate(params, ctx, buffers))
             params_by_group = {}
-            for group in weights:
+            for group in ("parameter", "frozen"):
                 params_by_group[group] = {path: calibrated_params[path] for path in groups[group]}
             values_by_group = learner.init_part(params_by_group["parameter"]) | {"frozen": params_by_group["frozen"]}
             trees = {}
@@ -142,7 +152,7 @@ class StateInitializer:
                 specs = groups[group]
                 stored_values = {path: store_leaf(specs[path], x) for path, x in values.items()}
                 trees[group] = unflatten_like(layout.specs[group], stored_values)
-            return trees
+            return TrainState(**trees)
 
         return calibrate
 

@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr
 
 from plimsoll.framework.devices.executables import HostBytes, compile_or_load, peak_bytes
 from plimsoll.framework.layers.remat import check_platform
-from plimsoll.framework.layout import Nested, flatten, merge
+from plimsoll.framework.layout import GROUPS, Nested, TrainState, flatten, merge
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.update_types import write_layer
 from plimsoll.framework.models.chain import Chain
@@ -26,7 +26,7 @@ from plimsoll.framework.schedules import after_backward, in_backward, streamed
 from plimsoll.framework.schedules.layer_ranges import split_stacks
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker
 from plimsoll.framework.schedules.stack_parts import StackParts
-from plimsoll.framework.schedules.step import Metrics, State, evaluation_context, microbatches
+from plimsoll.framework.schedules.step import Metrics, evaluation_context, microbatches
 from plimsoll.framework.terminal.phases import SHORT, phase
 
 # The function that builds the training step, by memory.update. `layer_programs` is missing on purpose: its step is
@@ -67,7 +67,7 @@ class JitStep(StepBackend):
 
     # --- the state at step 0 ------------------------------------------------------------------------------------------
 
-    def init_function(self, seed: int, given_paths: Collection[str] = ()) -> Callable[[], State]:
+    def init_function(self, seed: int, given_paths: Collection[str] = ()) -> Callable[[], TrainState]:
         """Return the function that initializes the state, directly into the layout when jitted with its shardings.
 
         A stack is initialized layer by layer, and offloaded leaves move to host memory immediately, so nothing is
@@ -76,9 +76,9 @@ class JitStep(StepBackend):
         initializer = self.initializer
         placing = PlacedValues(initializer.make_init_function(given_paths), self.layout, self.parts)
 
-        def init() -> State:
+        def init() -> TrainState:
             key, run_key = jax.random.split(jax.random.key(seed))
-            flat: GroupedArrays = {name: {} for name in self.layout.specs}
+            flat: GroupedArrays = {name: {} for name in GROUPS}
             part_values: GroupedArrays = {}
             for paths, num_layers in initializer.parts():
                 for layers in placing.split_layers(paths[0], num_layers):
@@ -103,7 +103,7 @@ class JitStep(StepBackend):
         seed = self.experiment.trainer.seed if seed is None else seed
         return self.jit(self.init_function(seed, given_paths), out_shardings=self.layout.shardings())
 
-    def init(self, seed: int | None, given_paths: Collection[str]) -> State:
+    def init(self, seed: int | None, given_paths: Collection[str]) -> TrainState:
         """See `StepBackend`."""
         initializer = None
         # The thread compiles initialization only for the config's seed and with no parameters given.
@@ -127,7 +127,7 @@ class JitStep(StepBackend):
     def begin_evaluation(self) -> None:
         """See `StepBackend`."""
         groups = ["parameter"]
-        if self.layout.specs["ema"]:
+        if self.layout.specs.ema:
             groups.append("ema")
         for group in groups:
             self.ahead.begin(get_evaluation_name(group), lambda group=group: self._lower_evaluation(group).compile())
@@ -176,7 +176,7 @@ class JitStep(StepBackend):
         # Reading the cached property compiles the step.
         self.compiled_step  # noqa: B018
 
-    def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """See `StepBackend`."""
         return self.compiled_step(state, batch)
 
@@ -197,7 +197,7 @@ class JitStep(StepBackend):
         model = self.running.model
         layout = self.layout
         num_microbatches = self.experiment.learner.accumulate
-        storage_specs = model.stage_specs(layout.specs[group], layout.specs["frozen"])
+        storage_specs = model.stage_specs(layout.specs[group], layout.specs.frozen)
 
         def sums(params: Nested, buffers: Nested, batch: Nested) -> Metrics:
             _, out = model.loss(params, evaluation_context(batch, model, layout), buffers, storage_specs)
@@ -224,12 +224,12 @@ class JitStep(StepBackend):
         weights = [layout.abstract(layout.specs[name]) for name in (group, "frozen", "buffer")]
         return self._get_evaluation(group).lower(*weights, layout.abstract(self.rows.evaluation_specs))
 
-    def evaluate(self, state: State, batch: Batch, group: str) -> Metrics:
+    def evaluate(self, state: TrainState, batch: Batch, group: str) -> Metrics:
         """See `StepBackend`."""
         evaluation = self.ahead.program(get_evaluation_name(group))
         if evaluation is None:
             evaluation = self._get_evaluation(group)
-        return evaluation(state[group], state["frozen"], state["buffer"], batch)
+        return evaluation(state[group], state.frozen, state.buffer, batch)
 
     # --- information about the programs -------------------------------------------------------------------------------
 

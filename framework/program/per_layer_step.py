@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, flatten, store_leaf
+from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, TrainState, flatten, store_leaf
 from plimsoll.framework.program.backend import StepBackend
 from plimsoll.framework.program.compile_thread import CompileThread
 from plimsoll.framework.program.experiment import Experiment
@@ -28,7 +28,7 @@ from plimsoll.framework.schedules.layerwise.layer_functions import Weights
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker, Programs
 from plimsoll.framework.schedules.layerwise.schedule import LayerPrograms
 from plimsoll.framework.schedules.stack_parts import FIRST, STACK, StackParts
-from plimsoll.framework.schedules.step import Metrics, State
+from plimsoll.framework.schedules.step import Metrics
 from plimsoll.framework.terminal.phases import phase
 
 
@@ -77,7 +77,7 @@ class PerLayerStep(StepBackend):
         number = TensorSpec((), "int32")
         return self._init_programs.dry_run(lambda *args: self._init_params(given_paths, *args), words, number)
 
-    def init(self, seed: int | None, given_paths: Collection[str]) -> State:
+    def init(self, seed: int | None, given_paths: Collection[str]) -> TrainState:
         """See `StepBackend`. The values equal those of `JitStep`, but each kind of leaf has its own program."""
         self.dry_run_init(self.compile_here, given_paths)
         seed = self.experiment.trainer.seed if seed is None else seed
@@ -182,15 +182,15 @@ class PerLayerStep(StepBackend):
         # Reading the cached property compiles the programs.
         self.step_memory  # noqa: B018
 
-    def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """See `StepBackend`."""
         self.compile()
         return self.layers(state, batch)
 
-    def evaluate(self, state: State, batch: Batch, group: str) -> Metrics:
+    def evaluate(self, state: TrainState, batch: Batch, group: str) -> Metrics:
         """See `StepBackend`."""
-        weights = Weights(frozen=state["frozen"], parameter=state[group])
-        return self.layers.evaluate(weights, state["buffer"], batch)
+        weights = Weights(frozen=state.frozen, parameter=state[group])
+        return self.layers.evaluate(weights, state.buffer, batch)
 
     # --- information about the programs -------------------------------------------------------------------------------
 
@@ -209,8 +209,8 @@ class PerLayerStep(StepBackend):
     def dry_run_evaluation(self, compile: Compile) -> MemoryTracker:
         """See `StepBackend`."""
         specs = self.layout.specs
-        weights = Weights(frozen=specs["frozen"], parameter=specs["parameter"])
-        return self.layers.dry_run_evaluation(weights, specs["buffer"], self.rows.evaluation_specs, compile)
+        weights = Weights(frozen=specs.frozen, parameter=specs.parameter)
+        return self.layers.dry_run_evaluation(weights, specs.buffer, self.rows.evaluation_specs, compile)
 
     def step_jaxprs(self, tracker: MemoryTracker | None = None) -> list[ClosedJaxpr]:
         """See `StepBackend`; the list is empty without a dry run."""

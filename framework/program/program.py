@@ -6,6 +6,7 @@ The training loop, custom loops and memory planning all use this object.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from plimsoll.framework.devices.mesh import MeshShape
 from plimsoll.framework.layers.base import Context
-from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, merge, move_to_host
+from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, TrainState, merge, move_to_host
 from plimsoll.framework.program.backend import StepBackend
 from plimsoll.framework.program.compile_thread import CompileThread
 from plimsoll.framework.program.experiment import Experiment
@@ -23,7 +24,7 @@ from plimsoll.framework.program.jit_step import JitStep
 from plimsoll.framework.program.per_layer_step import PerLayerStep
 from plimsoll.framework.program.rows import Batch, BatchRows
 from plimsoll.framework.schedules.memory import Memory
-from plimsoll.framework.schedules.step import Metrics, State, evaluation_context
+from plimsoll.framework.schedules.step import Metrics, evaluation_context
 
 
 def choose_backend(memory: Memory) -> type[StepBackend]:
@@ -144,7 +145,7 @@ class Program:
 
     # --- state --------------------------------------------------------------------------------------------------------
 
-    def init(self, seed: int | None = None, given: Collection[str] = ()) -> State:
+    def init(self, seed: int | None = None, given: Collection[str] = ()) -> TrainState:
         """Return the state at step 0.
 
         Args:
@@ -153,34 +154,34 @@ class Program:
         """
         return self.backend.init(seed, given)
 
-    def calibrate_state(self, state: State, batch: Batch) -> State:
+    def calibrate_state(self, state: TrainState, batch: Batch) -> TrainState:
         """Return the initial state with the parameter values that the model derives from the run's first batch.
 
         Optimizer state and averages are recreated to match. The state that was passed in is deleted.
         """
         return self.backend.calibrate_state(state, batch)
 
-    def to_checkpoint(self, state: State) -> State:
+    def to_checkpoint(self, state: TrainState) -> TrainState:
         """Return the part of a state that a checkpoint holds, with whole stacks."""
         return self.backend.to_checkpoint(state)
 
     @property
-    def abstract_checkpoint(self) -> Nested:
+    def abstract_checkpoint(self) -> TrainState:
         """The abstract arrays that a checkpoint is read into."""
         return self.backend.abstract_checkpoint
 
-    def from_checkpoint(self, stored: State) -> State:
+    def from_checkpoint(self, stored: TrainState) -> TrainState:
         """Build the state from a checkpoint's arrays. `stored` is deleted."""
         return self.backend.from_checkpoint(stored)
 
-    def join_stacks(self, state: State) -> State:
+    def join_stacks(self, state: TrainState) -> TrainState:
         """Return weights, averages and buffers with whole stacks, for generation; the state is deleted."""
         return self.backend.join_stacks(state)
 
-    def weights(self, state: State, *, averaged: bool = False) -> Nested:
+    def weights(self, state: TrainState, *, averaged: bool = False) -> Nested:
         """Return all parameters in the form that the model takes, without copying."""
         group = "ema" if averaged else "parameter"
-        return merge(state[group], state["frozen"])
+        return merge(state[group], state.frozen)
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -188,11 +189,11 @@ class Program:
         """Compile the step ahead of time."""
         self.backend.compile()
 
-    def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Run one training step; the old state is deleted."""
         return self.backend.step(state, self.complete_batch(state, batch))
 
-    def complete_batch(self, state: State, batch: Batch, *, group: str = "parameter") -> Batch:
+    def complete_batch(self, state: TrainState, batch: Batch, *, group: str = "parameter") -> Batch:
         """Return the batch as a step sees it, with the arrays of the experiment's batch transform.
 
         Args:
@@ -217,7 +218,7 @@ class Program:
         """Return the context for everything except training: no dropout, sums instead of means."""
         return evaluation_context(batch, self.experiment.model, self.layout)
 
-    def evaluate(self, state: State, batch: Batch, *, averaged: bool = False) -> Metrics:
+    def evaluate(self, state: TrainState, batch: Batch, *, averaged: bool = False) -> Metrics:
         """Return sums over a batch, as defined by the model's `scores`.
 
         Args:
@@ -228,7 +229,7 @@ class Program:
         group = "ema" if averaged else "parameter"
         return self.backend.evaluate(state, self.complete_batch(state, batch, group=group), group)
 
-    def compile_evaluation(self, state: State) -> None:
+    def compile_evaluation(self, state: TrainState) -> None:
         """Compile the evaluation by evaluating a batch of zeros. Does nothing if a thread is already compiling it."""
         if self.backend.evaluation_was_requested:
             return
@@ -236,7 +237,7 @@ class Program:
         batch = {}
         for name, spec in self._rows.delivered_specs.items():
             batch[name] = np.zeros((num_rows, *spec.shape[1:]), spec.dtype)
-        weight_kinds = [False, True] if state["ema"] else [False]
+        weight_kinds = [False, True] if state.ema else [False]
         for averaged in weight_kinds:
             metrics = self.evaluate(state, self.put(batch), averaged=averaged)
             jax.block_until_ready(metrics)
@@ -276,13 +277,14 @@ class Program:
         return self._jit_step.init_jit(seed)
 
 
-def offload_stages(specs: Nested, stages: set[str]) -> Nested:
-    """Return the specs of a state, by group, with the matrices of these stages in host memory."""
-    offloaded_specs = {group: dict(tree) for group, tree in specs.items()}
+def offload_stages(specs: TrainState, stages: set[str]) -> TrainState:
+    """Return the specs of a state with the matrices of these stages in host memory."""
+    offloaded_groups = {}
     for group in ("parameter", "frozen", "ema"):
-        tree = offloaded_specs[group]
+        tree = dict(specs[group])
         for stage in stages & tree.keys():
             stacked = stage in ("first", "stack")
             # Small matrices move too, because the flag promises a stack in host memory.
             tree[stage] = move_to_host(tree[stage], "pinned_host", stacked=stacked, min_bytes=0)
-    return offloaded_specs
+        offloaded_groups[group] = tree
+    return replace(specs, **offloaded_groups)

@@ -7,8 +7,9 @@ weights no longer exist, so they are initialized or loaded once more in the memo
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from plimsoll.framework.files.workdir import Workdir
 from plimsoll.framework.inference.generation import Generator
 from plimsoll.framework.inference.sampling import Sampling
 from plimsoll.framework.layers.head import LMHead
+from plimsoll.framework.layout import TrainState
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.program.program import Program
 
@@ -41,7 +43,7 @@ class HeldOutExample(NamedTuple):
     answer: list[int]
 
 
-def answer_table(program: Program, state: dict[str, Any]) -> AnswerTable:
+def answer_table(program: Program, state: TrainState) -> AnswerTable:
     """Return {"prompt", "data", "before", "after"} for some held-out prompts, with greedy answers.
 
     Every process takes part. The table is empty if the data has no preferences or the config asks for no samples.
@@ -74,7 +76,7 @@ def answer_table(program: Program, state: dict[str, Any]) -> AnswerTable:
     sampling = Sampling(max_new_tokens=num_tokens, temperature=0.0, stop_ids=tuple(tokenizer.stop_ids))
     answers = {"after": Generator(program, state)(prompts, sampling)}
     if model.lora is not None:
-        initial_state = {**state, "parameter": without_adapters(state["parameter"])}
+        initial_state = replace(state, parameter=without_adapters(state.parameter))
         answers["before"] = Generator(program, initial_state)(prompts, sampling)
     else:
         for leaf in jax.tree.leaves(state):

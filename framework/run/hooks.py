@@ -180,7 +180,7 @@ class Evaluate(Hook):
         row: Row = {}
         limit = run.options.eval_batches
         weight_kinds = [("eval", False)]
-        if run.state["ema"]:
+        if run.state.ema:
             weight_kinds.append(("eval_ema", True))
 
         def should_continue() -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from plimsoll.framework.data.sources import TokenMemmap
 from plimsoll.framework.data.tokenizers import NoTokenizer
 from plimsoll.framework.layers.block import Block
 from plimsoll.framework.layers.remat import parse_policies
-from plimsoll.framework.layout import flatten
+from plimsoll.framework.layout import TrainState, flatten
 from plimsoll.framework.learner.rules import Rule
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.program.program import Program
@@ -131,7 +132,7 @@ def shrink_config(config: Config, program: Program) -> Config:
     # Momentum is linear in the gradients; see the module docstring.
     small.learner.optimizer = config_for(optax.sgd, learning_rate=4.0, momentum=0.9)
     small.learner.rules = []
-    if program.layout.specs["frozen"]:
+    if program.layout.specs.frozen:
         small.learner.rules = [config_for(Rule, pattern="/mlp/", freeze=True)]
     small.learner.accumulate = accumulate
     small.pretrained = None
@@ -217,7 +218,7 @@ def _batch(program: Program, step: int) -> dict[str, np.ndarray]:
     return {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "weights": np.ones(shape, np.float32)}
 
 
-def _check_memory_kinds(program: Program, state: Any) -> None:
+def _check_memory_kinds(program: Program, state: TrainState) -> None:
     """Raise ValueError if a leaf or an argument of the compiled step is not in the memory of the layout."""
     program.layout.check(state)
     offloaded_bytes = 0
@@ -234,7 +235,7 @@ def _check_memory_kinds(program: Program, state: Any) -> None:
         )
 
 
-def _copy_to_plain(plain: Program, state: Any, parts: StackParts) -> Any:
+def _copy_to_plain(plain: Program, state: TrainState, parts: StackParts) -> TrainState:
     """Copy a state, of any placement and with split stacks, into the layout of the plain program."""
 
     def device_copy(x: jax.Array) -> jax.Array:
@@ -242,23 +243,23 @@ def _copy_to_plain(plain: Program, state: Any, parts: StackParts) -> Any:
         # Without the copy, jit may return its argument's buffer, which a step would then donate.
         return jnp.copy(on_device)
 
-    def copy_state(state: Any) -> Any:
+    def copy_state(state: TrainState) -> TrainState:
         return parts.join_in_jit(jax.tree.map(device_copy, state))
 
-    groups = {name: state[name] for name in plain.layout.specs}
     jitted = jax.jit(copy_state, out_shardings=plain.layout.shardings())
-    return jitted(groups)
+    # The plain program has no gradients in host memory.
+    return jitted(replace(state, gradient={}))
 
 
-def _differences(ours: Any, plain: Any, first: Any) -> dict[str, jax.Array]:
+def _differences(ours: TrainState, plain: TrainState, first: TrainState) -> dict[str, jax.Array]:
     """Return the error per leaf: the norm of the difference minus rounding, over the norm of the leaf's change.
 
     The change counts as at least 1% of the largest change of any leaf.
     """
     groups = ("parameter", "optimizer", "ema")
-    our_leaves = flatten({name: ours[name] for name in groups})
-    plain_leaves = flatten({name: plain[name] for name in groups})
-    first_leaves = flatten({name: first[name] for name in groups})
+    our_leaves = flatten(ours.select(groups))
+    plain_leaves = flatten(plain.select(groups))
+    first_leaves = flatten(first.select(groups))
     changes: dict[str, jax.Array] = {}
     for path, x in plain_leaves.items():
         if jnp.issubdtype(x.dtype, jnp.floating):

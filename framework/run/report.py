@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import lzma
 import math
-from typing import Any
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from plimsoll.framework.inference.evaluation import describe_share
 from plimsoll.framework.inference.generation import Generator
 from plimsoll.framework.inference.sampling import Sampling
 from plimsoll.framework.layers.head import LMHead
+from plimsoll.framework.layout import TrainState
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.terminal.phases import SHORT, phase
 from plimsoll.framework.terminal.tables import human_bytes
@@ -88,18 +88,18 @@ def _why_behind(tools: list[str], seq_len: int) -> str:
     )
 
 
-def sample_images(program: Program, state: dict[str, Any]) -> np.ndarray | None:
+def sample_images(program: Program, state: TrainState) -> np.ndarray | None:
     """Sample 64 images, uint8 [64, H, W, C]; None if the model does not generate images."""
     model = program.experiment.model
     if not model.generates_images:
         return None
     options = program.experiment.trainer
-    has_averages = bool(state["ema"])
+    has_averages = bool(state.ema)
     images = model.build_image_sampler(program, state, averaged=has_averages)
     return images.sample(_NUM_SAMPLE_IMAGES, options.sample_temperature, options.seed)
 
 
-def sample_text(program: Program, state: dict[str, Any]) -> str | None:
+def sample_text(program: Program, state: TrainState) -> str | None:
     """Return the config's prompt and the model's continuation; None if the tokens do not represent text."""
     options = program.experiment.trainer
     data = program.experiment.data
@@ -127,6 +127,6 @@ def sample_text(program: Program, state: dict[str, Any]) -> str | None:
         stop_ids=tuple(tokenizer.stop_ids),
         seed=options.seed,
     )
-    generator = Generator(program, state, averaged=bool(state["ema"]))
+    generator = Generator(program, state, averaged=bool(state.ema))
     continuations = generator([prompt], sampling)
     return options.sample_prompt + tokenizer.decode(continuations[0])

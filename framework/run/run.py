@@ -17,6 +17,7 @@ from plimsoll.framework.data.order import BatchOrder
 from plimsoll.framework.devices.accelerators import spec_for
 from plimsoll.framework.files import durable
 from plimsoll.framework.files.workdir import Workdir
+from plimsoll.framework.layout import TrainState
 from plimsoll.framework.metrics.goodput import Goodput
 from plimsoll.framework.metrics.jsonl import JsonlWriter, read_metrics
 from plimsoll.framework.metrics.retrying import RetryingWriter
@@ -28,7 +29,6 @@ from plimsoll.framework.processes.health import Pulse
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.program.run_length import report_length_change
 from plimsoll.framework.run import resuming
-from plimsoll.framework.schedules.step import State
 from plimsoll.framework.terminal.phases import SHORT, phase
 from plimsoll.framework.terminal.progress import Progress
 
@@ -45,7 +45,7 @@ class Run:
         pulse: heartbeat of this process.
 
     Attributes:
-        state: training state; {} before `start`.
+        state: training state; empty before `start`.
         evaluation: metrics of the last evaluation, by name.
         evaluated_step: step of that evaluation; None before the first one.
         signals: signals that asked this process to stop, in order of arrival.
@@ -64,7 +64,7 @@ class Run:
         self.experiment = experiment = program.experiment
         self.options = experiment.trainer
         self.data = experiment.data
-        self.state: State = {}
+        self.state: TrainState = TrainState()
         self.evaluation: dict[str, float] = {}
         self.evaluated_step: int | None = None
         self.signals: list[int] = []
@@ -178,7 +178,7 @@ class Run:
     def initialize(self) -> None:
         """Fill the state with initial values or pretrained weights."""
         # After a rollback to the start, free the old arrays before allocating new ones.
-        self.state = {}
+        self.state = TrainState()
         pretrained = self.experiment.pretrained
         if pretrained is not None:
             self.state = pretrained.init(self.program)
@@ -194,7 +194,7 @@ class Run:
     def restore(self) -> int:
         """Fill the state from the newest valid checkpoint; returns its step."""
         # Free the old arrays first, so that there is never a second copy.
-        self.state = {}
+        self.state = TrainState()
         restored = self.checkpointer.restore_latest(self.program.abstract_checkpoint)
         for problem in restored.problems:
             self.progress.print(f"checkpoint: {problem}")

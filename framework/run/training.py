@@ -14,6 +14,7 @@ from plimsoll.framework.devices.accelerators import accelerator_name
 from plimsoll.framework.devices.allocator import keep_freed_memory
 from plimsoll.framework.files.workdir import write_json
 from plimsoll.framework.layers.experts.router import Router
+from plimsoll.framework.layout import TrainState
 from plimsoll.framework.metrics.image_grid import save_grid
 from plimsoll.framework.metrics.plot import plot_experts, plot_losses, plot_objective
 from plimsoll.framework.metrics.tracking_services import check_installed
@@ -264,7 +265,7 @@ class Training:
         process.
         """
         state = self.run.state
-        self.run.state = {}
+        self.run.state = TrainState()
         state = self.program.join_stacks(state)
         text = sample_text(self.program, state)
         images = sample_images(self.program, state)

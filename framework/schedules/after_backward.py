@@ -14,15 +14,17 @@ import jax
 import jax.numpy as jnp
 
 from plimsoll.framework.layers.base import Context, Out
-from plimsoll.framework.layout import Nested, StateLayout, merge
+from plimsoll.framework.layout import Nested, StateLayout, TrainState, merge
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.update_types import Decision, LayerUpdate
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.schedules.memory import Memory
-from plimsoll.framework.schedules.step import Metrics, State, Step, finish, microbatches, training_context
+from plimsoll.framework.schedules.step import Metrics, Step, finish, microbatches, training_context
 
 
-def update_whole(learner: Learner, layout: StateLayout, state: State, grads: Nested, decision: Decision) -> LayerUpdate:
+def update_whole(
+    learner: Learner, layout: StateLayout, state: TrainState, grads: Nested, decision: Decision
+) -> LayerUpdate:
     """Update all layers at once, after fetching all of the state to the device.
 
     Args:
@@ -31,9 +33,9 @@ def update_whole(learner: Learner, layout: StateLayout, state: State, grads: Nes
         grads: gradients of all trainable parameters, on the device.
         decision: see `Learner.decide`.
     """
-    optimizer = layout.fetch("optimizer", state["optimizer"])
-    ema = layout.fetch("ema", state["ema"])
-    params, optimizer, ema = learner.update(state["parameter"], grads, optimizer, ema, decision)
+    optimizer = layout.fetch("optimizer", state.optimizer)
+    ema = layout.fetch("ema", state.ema)
+    params, optimizer, ema = learner.update(state.parameter, grads, optimizer, ema, decision)
     new_optimizer = layout.store("optimizer", optimizer)
     new_ema = layout.store("ema", ema)
     return params, new_optimizer, new_ema
@@ -45,7 +47,7 @@ def build_step(
     layout: StateLayout,
     memory: Memory,
     *,
-    update: Callable[[Learner, StateLayout, State, Nested, Decision], LayerUpdate] = update_whole,
+    update: Callable[[Learner, StateLayout, TrainState, Nested, Decision], LayerUpdate] = update_whole,
 ) -> Step:
     """Return the training step, to be jitted with the layout's shardings and a donated state.
 
@@ -59,12 +61,12 @@ def build_step(
         step(state, batch) -> (state, metrics): metrics are f32 scalars; "loss" is the mean over counted targets.
     """
 
-    def step(state: State, batch: Nested) -> tuple[State, Metrics]:
-        ctx = training_context(batch, state["counter"], model, layout, memory.remat)
+    def step(state: TrainState, batch: Nested) -> tuple[TrainState, Metrics]:
+        ctx = training_context(batch, state.counter, model, layout, memory.remat)
         (loss, out), grads = accumulate_gradients(model, learner, state, ctx)
         with jax.named_scope("update"):
             norm = learner.norm(grads)
-            decision = learner.decide(loss, norm, state["counter"])
+            decision = learner.decide(loss, norm, state.counter)
             new = update(learner, layout, state, grads, decision)
         return finish(learner, state, new, decision, loss, out)
 
@@ -72,7 +74,7 @@ def build_step(
 
 
 def accumulate_gradients(
-    model: Chain, learner: Learner, state: State, ctx: Context
+    model: Chain, learner: Learner, state: TrainState, ctx: Context
 ) -> tuple[tuple[jax.Array, Out], Nested]:
     """Return ((loss, out), gradients of the trainable parameters), summed over the learner's microbatches.
 
@@ -84,7 +86,7 @@ def accumulate_gradients(
         state: the training state before the step.
         ctx: the context of the global batch.
     """
-    frozen = model.unstack_layers(state["frozen"], ctx.remat)
+    frozen = model.unstack_layers(state.frozen, ctx.remat)
 
     def compute_loss(params: Nested, ctx: Context, buffers: Nested) -> tuple[jax.Array, Out]:
         return model.loss(merge(params, frozen), ctx, buffers)
@@ -99,13 +101,13 @@ def accumulate_gradients(
 
     count = learner.accumulate
     if count == 1:
-        return compute_grads(state["parameter"], ctx, state["buffer"])
+        return compute_grads(state.parameter, ctx, state.buffer)
 
     def body(carry: tuple[Nested, Nested], micro: tuple[Nested, jax.Array]) -> Any:
         grad_sums, buffers = carry
         batch, rows = micro
         micro_ctx = replace(ctx, batch=batch, rows=rows)
-        (loss, out), grads = compute_grads(state["parameter"], micro_ctx, buffers)
+        (loss, out), grads = compute_grads(state.parameter, micro_ctx, buffers)
         # The scope names these sums in profiles and plans.
         with jax.named_scope("gradient"):
             grad_sums = jax.tree.map(jnp.add, grad_sums, grads)
@@ -114,9 +116,9 @@ def accumulate_gradients(
     assert ctx.rows is not None
     # Sums are in the update's dtype, at least float32: adding in bfloat16 would lose small gradients.
     zeros = jax.tree.map(
-        lambda p, spec: jnp.zeros(p.shape, learner.gradient_dtype(spec)), state["parameter"], learner.specs
+        lambda p, spec: jnp.zeros(p.shape, learner.gradient_dtype(spec)), state.parameter, learner.specs
     )
-    carry = zeros, state["buffer"]
+    carry = zeros, state.buffer
     micro = microbatches((ctx.batch, ctx.rows), count, ctx)
     (grads, buffers), (losses, metrics) = jax.lax.scan(body, carry, micro)
     summed_metrics = {name: jnp.sum(values) for name, values in metrics.items()}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from plimsoll.framework.layout import Nested, StateLayout
+from plimsoll.framework.layout import Nested, StateLayout, TrainState
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.update_types import Decision, LayerTrainState, LayerUpdate, LayerUpdateFn, ParamGroup
 from plimsoll.framework.models.chain import Chain
@@ -23,7 +23,7 @@ from plimsoll.framework.schedules.chunked_update import update_group
 from plimsoll.framework.schedules.gradients import GradStats, add_grad_stats, check_finite, with_grad_stats
 from plimsoll.framework.schedules.memory import Memory
 from plimsoll.framework.schedules.optimizer_prefetch import MovedLeaves, OptimizerPrefetch, PrefetchedState
-from plimsoll.framework.schedules.step import Metrics, State, Step, finish, training_context
+from plimsoll.framework.schedules.step import Metrics, Step, finish, training_context
 from plimsoll.framework.schedules.streamed import check as check_platform
 from plimsoll.framework.schedules.streamed import train_state_specs
 
@@ -84,10 +84,10 @@ def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memo
     prefetcher = _make_prefetcher(learner, layout, memory, platform)
     layer_hooks = LayerHooks() if prefetcher is None else _make_layer_hooks(prefetcher)
 
-    def step(state: State, batch: Nested) -> tuple[State, Metrics]:
-        ctx = training_context(batch, state["counter"], model, layout, memory.remat)
-        weights = {group: state[group] for group in ("parameter", "frozen")}
-        loss, out, pull = forward(model, layout, memory, weights, ctx, state["buffer"])
+    def step(state: TrainState, batch: Nested) -> tuple[TrainState, Metrics]:
+        ctx = training_context(batch, state.counter, model, layout, memory.remat)
+        weights = {"parameter": state.parameter, "frozen": state.frozen}
+        loss, out, pull = forward(model, layout, memory, weights, ctx, state.buffer)
         zero = jnp.zeros_like(loss)
         norm = zero
         if learner.clip_mode == "two_pass":
@@ -97,11 +97,11 @@ def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memo
             norm = jnp.sqrt(measured["squares"])
         # In a single pass the norm is not known yet: it is set to zero, so that only the loss decides whether the
         # step counts.
-        decision = learner.decide(loss, norm, state["counter"])
+        decision = learner.decide(loss, norm, state.counter)
         backward_state = {
             **weights,
-            "optimizer": state["optimizer"],
-            "ema": state["ema"],
+            "optimizer": state.optimizer,
+            "ema": state.ema,
             **GradStats(ok=decision.ok, squares=zero, updated=jnp.int32(0)),
         }
         backward_state = pull(backward_state, _UpdateHook(learner, layout, prefetcher, decision), layer_hooks)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from plimsoll.framework.layers.layer_range import LayerRange
-from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, flatten
+from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, TrainState, flatten
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.schedules.memory import Memory
 
@@ -119,9 +119,9 @@ class StackParts:
 
     # --- specs -------------------------------------------------------------------------------------------------------
 
-    def specs(self, whole: Nested) -> Nested:
-        """Convert specs of whole stacks, by group, to the specs of the state in parts."""
-        return {group: self._build_group_specs(group, tree) for group, tree in whole.items()}
+    def specs(self, whole: TrainState) -> TrainState:
+        """Convert specs of whole stacks to the specs of the state in parts."""
+        return TrainState(**{group: self._build_group_specs(group, tree) for group, tree in whole.items()})
 
     def _build_group_specs(self, group: str, tree: Nested) -> Nested:
         parts = {}
@@ -159,7 +159,7 @@ class StackParts:
                     replaced[part.stage] = parts[part]
         return replaced
 
-    def specs_before_split(self, layout: StateLayout) -> Nested:
+    def specs_before_split(self, layout: StateLayout) -> TrainState:
         """Return the specs that `split_state` expects: the stacks to be split are in host memory.
 
         Args:
@@ -173,12 +173,12 @@ class StackParts:
         for group, tree in layout.checkpoint_specs.items():
             whole_stacks = {stack: move_specs_to_host(tree[stack]) for stack in self.stacks if tree.get(stack)}
             specs[group] = {**tree, **whole_stacks}
-        return specs
+        return TrainState(**specs)
 
     # --- inside jit --------------------------------------------------------------------------------------------------
 
-    def join_in_jit(self, state: Nested) -> Nested:
-        """Inside jit: join a state in parts, by group, into whole stacks, which are copies in addition to the parts."""
+    def join_in_jit(self, state: TrainState) -> TrainState:
+        """Inside jit: join a state in parts into whole stacks, which are copies in addition to the parts."""
         joined_state = {}
         for group, tree in state.items():
             part_stages = {part.stage for part in self.parts}
@@ -188,18 +188,21 @@ class StackParts:
                 if parts:
                     joined_tree[stack] = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
             joined_state[group] = joined_tree
-        return joined_state
+        return TrainState(**joined_state)
 
     # --- arrays ------------------------------------------------------------------------------------------------------
 
-    def join_stacks(self, state: Nested, layout: StateLayout) -> Nested:
+    def join_stacks(self, state: TrainState, layout: StateLayout) -> TrainState:
         """Join a state in parts into whole stacks, which are copies in host memory.
 
         Args:
-            state: the state in parts, by group.
+            state: the state in parts; empty groups stay empty.
             layout: the layout of the whole stacks.
         """
-        return {group: self._join_group(tree, layout.specs[group], layout) for group, tree in state.items()}
+        joined_state = {}
+        for group, tree in state.items():
+            joined_state[group] = self._join_group(tree, layout.specs[group], layout) if tree else {}
+        return TrainState(**joined_state)
 
     def _join_group(self, tree: Nested, specs: Nested, layout: StateLayout) -> Nested:
         def join(spec: TensorSpec, *leaves: jax.Array) -> jax.Array:
@@ -215,14 +218,15 @@ class StackParts:
                 joined_stages[stage] = tree[stage]
         return joined_stages
 
-    def split_state(self, state: Nested, layout: StateLayout) -> Nested:
+    def split_state(self, state: TrainState, layout: StateLayout) -> TrainState:
         """Split a state of whole stacks in host memory into parts, and delete the whole stacks.
 
         Args:
-            state: the state of whole stacks, by group.
+            state: the state of whole stacks.
             layout: the layout of the parts.
         """
-        return {group: self._split_group(tree, layout.specs[group], layout) for group, tree in state.items()}
+        split_groups = {group: self._split_group(tree, layout.specs[group], layout) for group, tree in state.items()}
+        return TrainState(**split_groups)
 
     def _split_group(self, tree: Nested, specs: Nested, layout: StateLayout) -> Nested:
         parts = {}

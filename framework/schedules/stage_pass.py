@@ -85,7 +85,7 @@ class StagePass:
         model: Chain, layout: StateLayout, memory: Memory, weights: BackwardState, ctx: Context, buffers: Nested
     ) -> StagePass:
         """Create the pass of a batch; the arguments are those of `backward.forward`."""
-        specs = model.stage_specs(layout.specs["parameter"], layout.specs["frozen"])
+        specs = model.stage_specs(layout.specs.parameter, layout.specs.frozen)
         return StagePass(model, layout.mesh, specs, memory.activations.offloads_everything, weights, ctx, buffers)
 
     def inputs(self, name: str, carry: Carry) -> StageWeights:

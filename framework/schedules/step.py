@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from plimsoll.framework.layers.base import BATCH_AXES, Context, Out
-from plimsoll.framework.layout import Nested, StateLayout
+from plimsoll.framework.layout import Nested, StateLayout, TrainState
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.rules import DEFAULT
 from plimsoll.framework.learner.update_types import Decision, LayerUpdate
 from plimsoll.framework.models.chain import Chain
 
-State = dict[str, Any]
 Metrics = dict[str, jax.Array]
-Step = Callable[[State, Nested], tuple[State, Metrics]]
+Step = Callable[[TrainState, Nested], tuple[TrainState, Metrics]]
 
 
 def training_context(batch: Nested, counter: Nested, model: Chain, layout: StateLayout, remat: str) -> Context:
@@ -88,13 +88,13 @@ def microbatches(batch: Any, count: int, ctx: Context) -> Any:
 
 def finish(
     learner: Learner,
-    state: State,
+    state: TrainState,
     update: LayerUpdate,
     decision: Decision,
     loss: jax.Array,
     out: Out,
     **changed: Nested,
-) -> tuple[State, Metrics]:
+) -> tuple[TrainState, Metrics]:
     """Return the new state and the metrics of a step after its update.
 
     Args:
@@ -105,10 +105,10 @@ def finish(
         changed: other groups of the state that have new values.
     """
     params, optimizer, ema = update
-    counter = state["counter"]
+    counter = state.counter
     ok = decision.ok
     # A skipped batch must not change the buffers either.
-    buffers = jax.tree.map(lambda new, old: jnp.where(ok, new, old), out.layer_state, state["buffer"])
+    buffers = jax.tree.map(lambda new, old: jnp.where(ok, new, old), out.layer_state, state.buffer)
     new_counter = {
         **counter,
         "step": counter["step"] + 1,
@@ -117,15 +117,9 @@ def finish(
         "grad_norm": jnp.where(ok, decision.norm.astype(jnp.float32), counter["grad_norm"]),
         **learner.count_loss(counter, loss.astype(jnp.float32), ok),
     }
-    new_state = {
-        **state,
-        **changed,
-        "parameter": params,
-        "optimizer": optimizer,
-        "ema": ema,
-        "buffer": buffers,
-        "counter": new_counter,
-    }
+    new_state = replace(
+        state, **changed, parameter=params, optimizer=optimizer, ema=ema, buffer=buffers, counter=new_counter
+    )
     metrics = {"loss": loss, **out.metrics, "grad_norm": decision.norm, "skipped": 1.0 - ok}
     for label, rate in learner.learning_rates.items():
         name = "learning_rate" if label == DEFAULT else f"learning_rate/{label}"

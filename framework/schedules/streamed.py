@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from plimsoll.framework.layers.base import Context, Out
-from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, fetch_leaf, store_leaf
+from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, TrainState, fetch_leaf, store_leaf
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.update_types import (
     Decision,
@@ -36,11 +36,11 @@ from plimsoll.framework.schedules.backward_hooks import BackwardState, GradientH
 from plimsoll.framework.schedules.chunked_update import update_group
 from plimsoll.framework.schedules.layer_ranges import PLACED_FIELDS
 from plimsoll.framework.schedules.memory import Memory
-from plimsoll.framework.schedules.step import Metrics, State, Step, finish, microbatches, training_context
+from plimsoll.framework.schedules.step import Metrics, Step, finish, microbatches, training_context
 
 
 def update_in_chunks(
-    learner: Learner, layout: StateLayout, state: State, grads: Nested, decision: Decision
+    learner: Learner, layout: StateLayout, state: TrainState, grads: Nested, decision: Decision
 ) -> LayerUpdate:
     """Update in chunks, with the same results as `after_backward.update_whole`.
 
@@ -57,7 +57,7 @@ def update_in_chunks(
         specs = train_state_specs(layout, learner, group, group_grad_specs)
         return update_group(learner, layout.mesh, group, train_state, specs, decision)
 
-    return learner.update(state["parameter"], grads, state["optimizer"], state["ema"], decision, run)
+    return learner.update(state.parameter, grads, state.optimizer, state.ema, decision, run)
 
 
 def train_state_specs(layout: StateLayout, learner: Learner, group: ParamGroup, gradients: Nested) -> LayerTrainState:
@@ -69,10 +69,10 @@ def train_state_specs(layout: StateLayout, learner: Learner, group: ParamGroup, 
         gradients: specs of the group's gradients, which are returned unchanged.
     """
     specs = layout.specs
-    weights = learner.select(specs["parameter"], group)
+    weights = learner.select(specs.parameter, group)
     # Optimizer state is already keyed by stage and group; the others are selected from trees of all parameters.
-    entry = specs["optimizer"][group.stage][group.label]
-    average = learner.select(specs["ema"], group) if specs["ema"] else {}
+    entry = specs.optimizer[group.stage][group.label]
+    average = learner.select(specs.ema, group) if specs.ema else {}
     return weights, gradients, entry, average
 
 
@@ -111,25 +111,25 @@ def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memo
         return after_backward.build_step(model, learner, layout, memory, update=update_in_chunks)
     backward_pass = _GradientAccumulation(model, learner, layout, memory)
 
-    def step(state: State, batch: Nested) -> tuple[State, Metrics]:
-        ctx = training_context(batch, state["counter"], model, layout, memory.remat)
+    def step(state: TrainState, batch: Nested) -> tuple[TrainState, Metrics]:
+        ctx = training_context(batch, state.counter, model, layout, memory.remat)
         loss, out, norm, backward_state = backward_pass(state, ctx)
         grads = backward_state["gradient"]
         with jax.named_scope("update"):
-            decision = learner.decide(loss, norm, state["counter"])
-            update = update_in_chunks(learner, layout, {**state, **backward_state}, grads, decision)
+            decision = learner.decide(loss, norm, state.counter)
+            weights = backward_state["parameter"]
+            update = update_in_chunks(learner, layout, replace(state, parameter=weights), grads, decision)
         # Gradients on the device are not part of the state, so they are dropped here.
-        changed = {group: tree for group, tree in backward_state.items() if group in state}
-        if "gradient" in changed:
-            changed["gradient"] = {stage: grads[stage] for stage in state["gradient"]}
-        return finish(learner, state, update, decision, loss, out, **changed)
+        gradient = {stage: grads[stage] for stage in state.gradient}
+        frozen = backward_state["frozen"]
+        return finish(learner, state, update, decision, loss, out, frozen=frozen, gradient=gradient)
 
     return step
 
 
 def _gradient_specs(learner: Learner, layout: StateLayout) -> Nested:
     """Return the specs of the buffers of all gradients; those in host memory are part of the state."""
-    return {**learner.gradient_specs(), **layout.specs.get("gradient", {})}
+    return {**learner.gradient_specs(), **layout.specs.gradient}
 
 
 class _Gradients(NamedTuple):
@@ -180,22 +180,22 @@ class _GradientAccumulation:
     layout: StateLayout
     memory: Memory
 
-    def __call__(self, state: State, ctx: Context) -> _Gradients:
+    def __call__(self, state: TrainState, ctx: Context) -> _Gradients:
         """Compute the gradients of ctx.batch."""
         count = self.learner.accumulate
-        offloaded_buffers = state.get("gradient", {})
+        offloaded_buffers = state.gradient
         buffers = dict(offloaded_buffers)
         for stage, specs in _gradient_specs(self.learner, self.layout).items():
             if stage not in offloaded_buffers:
                 buffers[stage] = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)
-        backward_state = {"parameter": state["parameter"], "frozen": state["frozen"], "gradient": buffers}
+        backward_state = {"parameter": state.parameter, "frozen": state.frozen, "gradient": buffers}
 
         def accumulate(
             carry: tuple[BackwardState, Nested], micro: _Microbatch
         ) -> tuple[tuple[BackwardState, Nested], _MicrobatchResult]:
             return self._accumulate_microbatch(ctx, carry, micro)
 
-        carry = backward_state, state["buffer"]
+        carry = backward_state, state.buffer
         if count == 1:
             micro = _Microbatch(ctx.batch, ctx.rows, jnp.int32(0))
             (backward_state, layer_state), (loss, metrics, squares) = accumulate(carry, micro)

@@ -15,11 +15,10 @@ import numpy as np
 
 from plimsoll.framework.config import Config, component
 from plimsoll.framework.layers.quantize import quantize
-from plimsoll.framework.layout import Nested, TensorSpec, flatten, store_leaf
+from plimsoll.framework.layout import Nested, TensorSpec, TrainState, flatten, store_leaf
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.program.backend import StepBackend
 from plimsoll.framework.program.program import Program
-from plimsoll.framework.schedules.step import State
 from plimsoll.framework.terminal.phase_tracker import Phase
 from plimsoll.framework.terminal.phases import SHORT, phase
 from plimsoll.framework.weights.check_tensors import check_tensors
@@ -77,7 +76,7 @@ class Pretrained:
         """
         return check_tensors(Directory(self.path), self.family, model, draws_head=self.draws_head)
 
-    def init(self, program: Program) -> State:
+    def init(self, program: Program) -> TrainState:
         """Return the state at step 0, with the directory's weights.
 
         In addition to the state, only one layer's tensor is in memory.
@@ -88,15 +87,14 @@ class Pretrained:
         with phase(f"reading the weights of {self.path}", patience=SHORT) as reading:
             return self._read(program, reading)
 
-    def _read(self, program: Program, reading: Phase) -> State:
+    def _read(self, program: Program, reading: Phase) -> TrainState:
         """Return the state for `init`, and report the progress to the phase."""
         model = program.experiment.language_model
         learner = program.experiment.learner
         directory = Directory(self.path)
         places = self.places(model)
-        state = program.init(given=places)
-        state = {group: flatten(tree) for group, tree in state.items()}
-        trained = flatten(program.checkpoint_layout.specs["parameter"])
+        state = {group: flatten(tree) for group, tree in program.init(given=places).items()}
+        trained = flatten(program.checkpoint_layout.specs.parameter)
         # Lists, not sets, because all processes must run the same programs in the same order.
         frozen_parts = [(path,) for path in places if path not in trained]
         parts = [*learner.init_parts(), *frozen_parts]

@@ -12,6 +12,7 @@ from plimsoll.framework.data.tokenizers import BPETokenizer
 from plimsoll.framework.devices.environment import prepare_jax, start_devices
 from plimsoll.framework.files import hub_models
 from plimsoll.framework.files.workdir import read_only
+from plimsoll.framework.layout import TrainState
 from plimsoll.framework.program import stored_config
 
 Log = Callable[[str], None]
@@ -26,7 +27,7 @@ class LoadedModel:
     config: Config
     experiment: Any  # its tokenizer is prepared
     program: Any
-    state: dict[str, Any]
+    state: TrainState
     averaged: bool
     folder: Path  # the workdir, or the directory of the published model
 
@@ -92,9 +93,7 @@ def load_run(
     restored = _restore_model(checkpointer, program, step, averaged)
     source = f"{folder}, step {restored.step}{', averaged' if averaged else ''}"
     log("\n".join([*restored.problems, source]))
-    # Of parameter and ema, the group that was not read is empty.
-    state = {"parameter": {}, "ema": {}, **restored.state}
-    return LoadedModel(config, experiment, program, state, averaged, workdir)
+    return LoadedModel(config, experiment, program, restored.state, averaged, workdir)
 
 
 def _load_run_config(workdir: Path, checkpointer: Any, step: int | None, log: Log) -> Config:
@@ -139,8 +138,7 @@ def _restore_model(checkpointer: Any, program: Any, step: int | None, averaged: 
     """Restore the model from a checkpoint onto the program's devices; `step` None selects the newest valid one."""
     # The optimizer state, often the largest group, is not needed here.
     groups = ("ema" if averaged else "parameter", "frozen", "buffer")
-    specs = {group: program.layout.specs[group] for group in groups}
-    abstract = program.layout.abstract(specs)
+    abstract = program.layout.abstract(program.layout.specs.select(groups))
     if step is None:
         return checkpointer.restore_latest(abstract, groups=groups)
     return checkpointer.restore(step, abstract, groups=groups)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,8 +158,8 @@ class Spoils(Hook):
 
     def before_step(self, run: Any, step: int) -> None:
         """Set all weights to NaN."""
-        weights = run.state["parameter"]
-        run.state["parameter"] = jax.tree.map(lambda leaf: leaf * np.nan, weights)
+        weights = jax.tree.map(lambda leaf: leaf * np.nan, run.state.parameter)
+        run.state = replace(run.state, parameter=weights)
 
 
 @pytest.mark.pairs

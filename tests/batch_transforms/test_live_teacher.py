@@ -12,7 +12,7 @@ from plimsoll.framework import families
 from plimsoll.framework.batch_transforms.teacher import Teacher
 from plimsoll.framework.batch_transforms.teacher_top_k import IDS, LOG_PROBS, TAIL
 from plimsoll.framework.config import Config, config_for
-from plimsoll.framework.layout import flatten
+from plimsoll.framework.layout import TrainState, flatten
 from plimsoll.framework.objectives.distillation import Distillation
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.weights.export import export_model
@@ -87,7 +87,7 @@ def test_live_teacher_equals_stored_scores_on_packed_chats(folder: Path, tmp_pat
         batch = data.train_batch(1, program.rows)
         assert 0 < batch["weights"].sum() < batch["weights"].size
         assert batch["segments"].max() > 1
-        state = {"counter": {}}
+        state = TrainState()
         complete_batch[kind] = jax.device_get(program.complete_batch(state, program.put(batch)))
     stored, live = complete_batch["stored"], complete_batch["live"]
     used = batch["segments"] > 0

@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -107,7 +108,7 @@ def test_samples_depend_only_on_step_and_row(program: Program, state):
     assert get_answers(complete_batch(program, state)) == first
     # The four answers to a prompt are sampled independently.
     assert len({tuple(answer) for answer in first[:4]}) == 4
-    later = {**state, "counter": {**state["counter"], "step": state["counter"]["step"] + 1}}
+    later = replace(state, counter={**state["counter"], "step": state["counter"]["step"] + 1})
     assert get_answers(complete_batch(program, later)) != first
 
 

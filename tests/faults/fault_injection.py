@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from plimsoll.framework.layout import flatten
+from plimsoll.framework.layout import TrainState, flatten
 from plimsoll.framework.run.hooks import Hook
 from plimsoll.framework.run.run import Run
 from plimsoll.framework.run.trainer import Trainer
@@ -48,14 +48,14 @@ class Fault(Hook):
                 time.sleep(600)
 
 
-def flip(state: dict[str, Any]) -> None:
+def flip(state: TrainState) -> None:
     """Flip the lowest bit of the first number of LEAF on this process's last device."""
-    table = flatten(state["parameter"])[LEAF]
+    table = flatten(state.parameter)[LEAF]
     shards = [shard.data for shard in table.addressable_shards]
     words = np.asarray(shards[-1]).view(np.uint32).copy()
     words.flat[0] ^= 1
     shards[-1] = jax.device_put(words.view(np.float32), shards[-1].sharding)
-    at, name = state["parameter"], LEAF.split("/")
+    at, name = state.parameter, LEAF.split("/")
     for part in name[:-1]:
         at = at[part]
     at[name[-1]] = jax.make_array_from_single_device_arrays(table.shape, table.sharding, shards)

@@ -1,6 +1,7 @@
 """The program that the TPU compiler makes for one token: it updates the cache in place and fetches offloaded weights
 one layer at a time."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -29,10 +30,10 @@ def decode_memory(*, offloaded: bool) -> Any:
     model.param_dtype = model.compute_dtype = "bfloat16"
     experiment = small.experiment(model, batch=1).instantiate()
     program = Program(experiment, targets.resolve("v5e-1").devices(), training=False)
-    specs = dict(program.layout.specs["parameter"])
+    specs = dict(program.layout.specs.parameter)
     if offloaded:
         specs["stack"] = move_to_host(specs["stack"], "pinned_host", stacked=True, min_bytes=0)
-    layout = StateLayout({**program.layout.specs, "parameter": specs}, program.mesh)
+    layout = StateLayout(replace(program.layout.specs, parameter=specs), program.mesh)
     generator = Generator(program, layout.abstract())
 
     def array(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:

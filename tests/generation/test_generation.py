@@ -1,5 +1,6 @@
 """Generation compared to the model itself: no cache, no padding, one device, weights on the device."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -202,7 +203,7 @@ def test_offloaded_weights_equal_device_weights(mesh: dict[str, int] | None) -> 
     here, state, generator = start_generator("shared", mesh and frozenset(mesh.items()))
     sampling = Sampling(NEW, 1.0, seed=4)
     offloaded_specs = copy_partition(here.layout.specs["parameter"], pattern=".", memory_kind="pinned_host")
-    there = {**state, "parameter": jax.device_put(state["parameter"], here.layout.shardings(offloaded_specs))}
+    there = replace(state, parameter=jax.device_put(state["parameter"], here.layout.shardings(offloaded_specs)))
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(there["parameter"])} == {"pinned_host"}
     assert Generator(here, there)(PROMPTS, sampling) == generator(PROMPTS, sampling)
 

@@ -227,7 +227,7 @@ def ones(spec):
     return jax.make_array_from_callback(spec.shape, found.layout.sharding(spec), lambda index: value[index])
 state = jax.tree.map(ones, found.layout.specs)
 with Checkpointer(directory=sys.argv[1]) as checkpointer:
-    checkpointer.save(1, {group: state[group] for group in found.layout.checkpoint_specs}, {})
+    checkpointer.save(1, state, {})
 print(json.dumps(startup_dry_run.count_written_bytes(found)[0]))
 """
 

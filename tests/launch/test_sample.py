@@ -14,6 +14,7 @@ from PIL import Image
 from plimsoll.configs import load as load_config
 from plimsoll.extras.flows.image_sampler import ImageSampler
 from plimsoll.extras.flows.image_source import DigitsSource
+from plimsoll.framework.layout import TrainState
 from plimsoll.framework.metrics.image_grid import save_grid
 from plimsoll.framework.program.program import Program
 from plimsoll.launch import evaluate, export, generate, prepare, sample, status, train
@@ -161,7 +162,7 @@ def test_prepare_refuses_images(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_language_model_cannot_sample_images() -> None:
     program = Program(load_config(f"{runs.CONFIG}:tiny").instantiate(), training=False)
     with pytest.raises(ValueError, match="model is a CausalLM, which generates no images; expected a flow"):
-        ImageSampler(program, {"parameter": {}, "frozen": {}})
+        ImageSampler(program, TrainState())
 
 
 @pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "RGB"), (4, "RGBA")])

@@ -32,7 +32,7 @@ def config(base=None, *, mesh=None, remat="none", dropout=0.0, dim=64, **fields)
 def perturb_adapters(program: Program):
     """Return an initial state in which all adapters have an effect: B is not zero."""
     state, rng = jax.device_get(program.init()), np.random.default_rng(1)
-    return {**state, "parameter": jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), state["parameter"])}
+    return replace(state, parameter=jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), state["parameter"]))
 
 
 @pytest.mark.pairs

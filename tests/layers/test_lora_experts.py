@@ -1,6 +1,7 @@
 """Adapters and stored weights of experts, compared in float64 to a loop over experts with weights merged in NumPy."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -210,7 +211,7 @@ def perturb_adapters(state: Any) -> Any:
     """Return a state in which all adapters have an effect: B is not zero."""
     rng = np.random.default_rng(1)
     state = jax.device_get(state)
-    return {**state, "parameter": jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), state["parameter"])}
+    return replace(state, parameter=jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), state["parameter"]))
 
 
 def adapter_paths(config: Config) -> set[str]:

@@ -12,6 +12,7 @@ from plimsoll.framework.layout import (
     ParameterSpec,
     StateLayout,
     TensorSpec,
+    TrainState,
     flatten,
     move_to_host,
     unflatten,
@@ -29,21 +30,21 @@ def parameter(*shape: int, axes: tuple = (), dtype: str = "float32", **fields) -
     return ParameterSpec(shape, dtype, axes, roles=("axis",) * len(shape), **fields)
 
 
-def specs() -> dict:
-    return {
-        "parameter": {
+def specs() -> TrainState:
+    return TrainState(
+        parameter={
             "matrix": parameter(16, 8, axes=("fsdp", "model")),
             "half": parameter(6, 8, axes=(None, ("fsdp", "model")), dtype="bfloat16"),
         },
-        "frozen": {"vector": parameter(24, axes=("fsdp",), dtype="bfloat16")},
-        "optimizer": {
+        frozen={"vector": parameter(24, axes=("fsdp",), dtype="bfloat16")},
+        optimizer={
             "mu": {"matrix": OptStateSpec((16, 8), "float32", ("fsdp", "model"), "pinned_host", owner="matrix")},
             "nu": {"matrix": OptStateSpec((16, 8), "bfloat16", ("fsdp", "model"), owner="matrix")},
             "rows": OptStateSpec((16,), "float32", ("fsdp",), "pinned_host", owner="matrix"),
             "count": OptStateSpec((), "int32"),
         },
-        "counter": {"rng": TensorSpec((2,), "uint32")},
-    }
+        counter={"rng": TensorSpec((2,), "uint32")},
+    )
 
 
 # Bytes per device, counted by hand, for fsdp = 4, model = 2.
@@ -209,8 +210,8 @@ def test_indivisible_optimizer_blocks_are_replicated():
     """The [8, 48] parameter divides along both axes; its [8, 3] scales, of blocks of 16, divide only along the rows."""
     scale, eight = OptStateSpec((8, 3), "float32", ("fsdp", "model"), owner="weight"), mesh(fsdp=4, model=2)
     weight = parameter(8, 48, axes=("fsdp", "model"))
-    layout = StateLayout({"parameter": {"weight": weight}, "optimizer": {"weight": scale}}, eight)
+    layout = StateLayout(TrainState(parameter={"weight": weight}, optimizer={"weight": scale}), eight)
     assert layout.specs["optimizer"]["weight"].mesh_axes == ("fsdp", None)
     assert layout.bytes_per_device("optimizer") == 8 * 3 * 4 // 4
     with pytest.raises(ValueError, match=r"mesh.model = 2 does not divide axis = 3 of parameter/weight"):
-        StateLayout({"parameter": {"weight": parameter(8, 3, axes=("fsdp", "model"))}}, eight)
+        StateLayout(TrainState(parameter={"weight": parameter(8, 3, axes=("fsdp", "model"))}), eight)

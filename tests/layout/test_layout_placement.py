@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from plimsoll.framework.devices.mesh import AXES
-from plimsoll.framework.layout import OptStateSpec, ParameterSpec, StateLayout, copy_partition, flatten
+from plimsoll.framework.layout import OptStateSpec, ParameterSpec, StateLayout, TrainState, copy_partition, flatten
 from plimsoll.framework.program.program import Program
 from tests.support import small
 
@@ -65,20 +65,20 @@ def test_copy_partition_without_a_match_is_an_error():
 def table() -> StateLayout:
     mesh = Mesh(np.asarray(jax.devices()).reshape(1, 4, 1, 1, 2), AXES)
     return StateLayout(
-        {
-            "parameter": {"w": ParameterSpec((8, 4), "float32", ("fsdp", "model"), roles=("in", "out"))},
-            "optimizer": {"mu": {"w": OptStateSpec((8, 4), "float32", ("fsdp", "model"), "pinned_host", owner="w")}},
-        },
+        TrainState(
+            parameter={"w": ParameterSpec((8, 4), "float32", ("fsdp", "model"), roles=("in", "out"))},
+            optimizer={"mu": {"w": OptStateSpec((8, 4), "float32", ("fsdp", "model"), "pinned_host", owner="w")}},
+        ),
         mesh,
     )
 
 
-def make_state(table: StateLayout, path: str, value: np.ndarray, axes: tuple, kind: str) -> dict:
+def make_state(table: StateLayout, path: str, value: np.ndarray, axes: tuple, kind: str) -> TrainState:
     """Return a state as the table specifies, except for one leaf."""
     good = np.zeros((8, 4), np.float32)
-    state = jax.device_put({"parameter": {"w": good}, "optimizer": {"mu": {"w": good}}}, table.shardings())
+    state = jax.device_put(TrainState(parameter={"w": good}, optimizer={"mu": {"w": good}}), table.shardings())
     array = jax.device_put(value, NamedSharding(table.mesh, PartitionSpec(*axes), memory_kind=kind))
-    return {**state, "optimizer": {"mu": {"w": array}}} if "mu" in path else {**state, "parameter": {"w": array}}
+    return replace(state, optimizer={"mu": {"w": array}}) if "mu" in path else replace(state, parameter={"w": array})
 
 
 GOOD = ("fsdp", "model")
@@ -90,7 +90,7 @@ def test_check_accepts_the_state_it_describes(table):
     spec = PartitionSpec(("fsdp",), ("model",))
     array = jax.device_put(np.zeros((8, 4), np.float32), NamedSharding(table.mesh, spec))
     state = make_state(table, "parameter/w", np.zeros((8, 4), np.float32), GOOD, "device")
-    table.check({**state, "parameter": {"w": array}})
+    table.check(replace(state, parameter={"w": array}))
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_check_names_the_misplaced_leaf(table, path, dtype, shape, axes, kind, m
 def test_check_names_leaves_that_are_missing_or_too_many(table):
     state = make_state(table, "parameter/w", np.zeros((8, 4), np.float32), GOOD, "device")
     with pytest.raises(ValueError, match=r"differ in leaves: \['optimizer/mu/w'\]"):
-        table.check({"parameter": state["parameter"]})
+        table.check(TrainState(parameter=state.parameter))
     with pytest.raises(ValueError, match=r"differ in leaves: \['ema/w'\]"):
-        table.check({**state, "ema": {"w": state["parameter"]["w"]}})
+        table.check(replace(state, ema={"w": state["parameter"]["w"]}))
 
 
 # --- host memory -----------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The language model: the effect of each option, shown by what it must not change; documents, ties, evaluation."""
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -156,8 +157,8 @@ def test_tied_table_gradient_sums_both_uses():
         return {**tree, "head": {**tree["head"], "table": tree["embed"]["token"]}}
 
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), apart.layout.abstract())
-    other = {**zeros, "counter": state["counter"]}  # the only other group that is read
-    untied_loss, parts = small.loss_and_grads(apart, {**other, "parameter": untie(state["parameter"])})
+    other = replace(zeros, counter=state.counter)  # the only other group that is read
+    untied_loss, parts = small.loss_and_grads(apart, replace(other, parameter=untie(state.parameter)))
     np.testing.assert_allclose(loss, untied_loss, rtol=1e-6)
     summed = {path: value for path, value in parts.items() if path != "head/table"}
     for path in ("embed/token", "head/table"):
@@ -238,6 +239,6 @@ def test_evaluation_sums_what_training_averages():
         name: float(value) for name, value in program.evaluate(state, program.put(batch), averaged=True).items()
     }
     assert abs(averaged["nll"] - sums["nll"]) > 1e-3 * sums["nll"]
-    swapped = {**state, "parameter": state["ema"]}
+    swapped = replace(state, parameter=state["ema"])
     assert averaged["nll"] == float(program.evaluate(swapped, program.put(batch))["nll"])
     program.layout.check(state)

@@ -1,5 +1,7 @@
 """Gradients of whole models in float64, compared to central differences of the loss along random directions."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -39,7 +41,7 @@ def test_gradients_equal_central_differences(family):
         batch = program.put(small.host_batch(program))
 
         def evaluate(params):
-            (loss, _), grads = gradients({**state, "parameter": params}, batch)
+            (loss, _), grads = gradients(replace(state, parameter=params), batch)
             return float(loss), grads
 
         _, grads = evaluate(shake)

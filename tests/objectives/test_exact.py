@@ -4,6 +4,7 @@ The reference computes all logits at once, without chunks, schedules, meshes or 
 of KL. A run has four steps, one of them with a poisoned batch, and a clip that some steps reach, then an evaluation.
 """
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -120,10 +121,8 @@ def simplest(objective: str, model: str) -> tuple[Program, Any]:
     program = Case(objective, "after_backward", model=model).program()
     first = jax.device_get(program.init())
     rng = np.random.default_rng(0)
-    first["parameter"] = jax.tree.map(
-        lambda x: x + (0.05 * rng.standard_normal(x.shape)).astype(x.dtype), first["parameter"]
-    )
-    return program, first
+    params = jax.tree.map(lambda x: x + (0.05 * rng.standard_normal(x.shape)).astype(x.dtype), first.parameter)
+    return program, replace(first, parameter=params)
 
 
 def host_batch(case: Case, step: int) -> dict[str, np.ndarray]:

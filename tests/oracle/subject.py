@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from plimsoll.framework.checkpoint.checkpointer import Checkpointer
-from plimsoll.framework.layout import flatten
+from plimsoll.framework.layout import TrainState, flatten
 from plimsoll.framework.learner.update_types import unflatten_like
 from plimsoll.framework.program.program import Program
 from tests.oracle import experiments as plain
@@ -68,14 +68,13 @@ def _first_state(drawn: plain.RandomExperiment, program: Program) -> Any:
     )
     frozen = {own: flat[own].astype(spec.dtype) for own, spec in flatten(specs["frozen"]).items()}
     counter = {own: np.zeros(spec.shape, spec.dtype) for own, spec in specs["counter"].items()}
-    state = {
-        "parameter": parameters,
-        "frozen": unflatten_like(specs["frozen"], frozen),
-        "buffer": {},
-        "optimizer": optimizer,
-        "ema": averages,
-        "counter": counter,
-    }
+    state = TrainState(
+        parameter=parameters,
+        frozen=unflatten_like(specs.frozen, frozen),
+        optimizer=optimizer,
+        ema=averages,
+        counter=counter,
+    )
     shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_checkpoint)
     return program.from_checkpoint(jax.device_put(state, shardings))
 

@@ -5,6 +5,7 @@ import pytest
 
 from plimsoll.framework.inference.generation import Generator
 from plimsoll.framework.inference.sampling import Sampling
+from plimsoll.framework.layout import TrainState
 from tools.peers import ours
 from tools.peers.families import FAMILIES
 
@@ -37,7 +38,7 @@ def test_greedy(name: str, theirs) -> None:
     program = ours.build_program(ours.experiment(family))
     weights = theirs.get_weights(model)
     params = jax.device_put(ours.parameters(family, program.experiment.model, weights), program.replicated)
-    state = {"parameter": params, "frozen": {}, "buffer": {}}
+    state = TrainState(parameter=params)
     got = Generator(program, state)(PROMPTS, Sampling(NEW))
     assert got == [generate([prompt], use_cache=False)[0] for prompt in PROMPTS]
     assert got == [generate([prompt], use_cache=True)[0] for prompt in PROMPTS]

@@ -35,7 +35,7 @@ HloModule jit_step, is_scheduled=true
 }
 
 ENTRY %main (a: f32[8]) -> f32[8] {
-  %a = f32[8]{0} parameter(0), metadata={op_name="state[\\'parameter\\'][\\'embed\\']"}
+  %a = f32[8]{0} parameter(0), metadata={op_name="state.parameter[\\'embed\\']"}
   %zero = s32[] constant(0)
   %start = (s32[], f32[8]{0}) tuple(%zero, %a)
   %loop = (s32[], f32[8]{0}) while(%start), condition=%condition, body=%body
@@ -191,7 +191,7 @@ def test_loops_count_by_their_trips():
 
 def test_names():
     module = Module(TEXT)
-    assert module.parameters == {"a": "state['parameter']['embed']"}
+    assert module.parameters == {"a": "state.parameter['embed']"}
     assert module.instructions["inner"].op_name == "jit(step)/stack/while/body/mul"
 
 

@@ -198,6 +198,6 @@ def test_operation_descriptions():
     assert describe_operation(where) == "stack/mlp/up/dot_general, backward, recomputed"
     assert describe_operation("jit(step)/jvp(jit(_take))/gather") == "gather, forward"
     assert describe_operation("jit(step)/update/vmap()/mul") == "mul, update"
-    assert describe_operation("state['optimizer']['embed']['default']['state'][0].nu['token']") == (
+    assert describe_operation("state.optimizer['embed']['default']['state'][0].nu['token']") == (
         "copy of optimizer/embed/default/state/0/nu/token"
     )

@@ -1,5 +1,6 @@
 """Experts of published mixtures with adapters or quantized weights: read, quantized, merged and exported."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ def perturb_adapters(state: Any) -> Any:
     """Return a state in which all adapters have an effect: B is not zero."""
     rng = np.random.default_rng(1)
     state = jax.device_get(state)
-    return {**state, "parameter": jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), state["parameter"])}
+    return replace(state, parameter=jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), state["parameter"]))
 
 
 @pytest.mark.pairs

@@ -29,9 +29,10 @@ def test_torch_trains_as_ours_from_the_same_weights(size: Size, tmp_path: Path):
     program = Program(config.instantiate(), jax.devices()[:1])
     state = program.init()
     rng = np.random.default_rng(7)  # noise, so that a mistake in any parameter shows
-    state["parameter"] = jax.tree.map(lambda x: x + rng.normal(0, 0.2, x.shape).astype(np.float32), state["parameter"])
+    weights = jax.tree.map(lambda x: x + rng.normal(0, 0.2, x.shape).astype(np.float32), state.parameter)
+    state = replace(state, parameter=weights)
     model = plain_torch.build(size)
-    plain_torch.load(model, {path: np.asarray(x) for path, x in flatten(state["parameter"]).items()})
+    plain_torch.load(model, {path: np.asarray(x) for path, x in flatten(state.parameter).items()})
     optimizer = plain_torch.build_optimizer(model)
     assert sum(p.numel() for p in model.parameters()) == size.num_parameters
     batches = Batches(tokens, size)

@@ -232,7 +232,7 @@ def train_with_driver(channel: Channel, arguments: list[str]) -> None:
             """Wait for the driver if the turn is over."""
             if self.left == 0:
                 if self.clock is None:
-                    count = sum(leaf.size for leaf in jax.tree.leaves(run.state["parameter"]))
+                    count = sum(leaf.size for leaf in jax.tree.leaves(run.state.parameter))
                     tokens = run.data.global_batch_size * run.data.seq_len
                     channel.send(Hello(count, tokens, _versions("jax", "jaxlib", "optax")))
                 else:

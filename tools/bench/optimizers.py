@@ -76,10 +76,10 @@ def build_program(row: Row, rate: float, seed: int, args: Namespace, **data: int
 def trace(row: Row, args: Namespace) -> list[float]:
     """Return the RMS change of each parameter over three steps on short sequences. It identifies the optimizer."""
     program = build_program(row, 1e-2, 0, args, seq_len=16)
-    first = jax.tree.map(np.asarray, (state := program.init())["parameter"])
+    first = jax.tree.map(np.asarray, (state := program.init()).parameter)
     for step in range(3):
         state, _ = program.step(state, program.put(program.experiment.data.train_batch(step, program.rows)))
-    moved = jax.tree.map(lambda a, b: np.sqrt(np.mean((np.float64(a) - b) ** 2)), state["parameter"], first)
+    moved = jax.tree.map(lambda a, b: np.sqrt(np.mean((np.float64(a) - b) ** 2)), state.parameter, first)
     return [float(f"{x:.6g}") for x in jax.tree.leaves(moved)]
 
 

@@ -18,7 +18,7 @@ from plimsoll.framework.families.facts import ConfigFacts
 from plimsoll.framework.families.llama import rope
 from plimsoll.framework.layers.base import Context
 from plimsoll.framework.layers.rotary import Rotary
-from plimsoll.framework.layout import Nested, flatten, unflatten
+from plimsoll.framework.layout import Nested, TrainState, flatten, unflatten
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.program.experiment import Experiment
@@ -103,7 +103,7 @@ def gradients(program: Program, params: Nested, batch: Batch) -> tuple[np.ndarra
     def run(params: Nested, batch: Batch) -> Any:
         counter = {"rng": jax.random.key_data(jax.random.key(0)), "step": jnp.int32(0)}
         ctx = training_context(batch, counter, model, program.layout, experiment.memory.remat)
-        state = {"parameter": params, "frozen": {}, "buffer": {}}
+        state = TrainState(parameter=params)
         (loss, _), grads = accumulate_gradients(model, experiment.learner, state, ctx)
         return model.logits(params, program.evaluation_context(batch), {}), loss, grads
 
@@ -125,14 +125,14 @@ def train(program: Program, params: Nested, inputs: Inputs) -> tuple[np.ndarray,
     weights, optimizer, ema = program.experiment.learner.init(params)
     counter = {"step": np.int32(0), "skipped": np.int32(0), "grad_norm": np.float32(0)}
     counter["rng"] = jax.random.key_data(jax.random.key(0))
-    state = {"parameter": weights, "frozen": {}, "buffer": {}, "optimizer": optimizer, "ema": ema, "counter": counter}
+    state = TrainState(parameter=weights, optimizer=optimizer, ema=ema, counter=counter)
     state = jax.device_put(state, program.layout.shardings())
     losses = []
     for batch in inputs.training_batches():
         state, metrics = program.step(state, program.put(batch))
         losses.append(np.asarray(metrics["loss"]))
     first = flatten(params)
-    moved = {path: np.asarray(array, np.float64) - first[path] for path, array in flatten(state["parameter"]).items()}
+    moved = {path: np.asarray(array, np.float64) - first[path] for path, array in flatten(state.parameter).items()}
     return np.asarray(losses), {path: np.asarray(np.linalg.norm(array)) for path, array in moved.items()}
 
 

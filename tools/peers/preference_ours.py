@@ -12,7 +12,7 @@ import optax
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.data.packing import Batch
 from plimsoll.framework.devices.mesh import MeshShape
-from plimsoll.framework.layout import Nested, flatten
+from plimsoll.framework.layout import Nested, TrainState, flatten
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.options import TrainerOptions
@@ -125,8 +125,8 @@ def _gradients(program: Program, params: Nested, arrays: Batch) -> tuple[np.ndar
     """Return (loss, metrics, gradients), computed by the functions of a training step."""
     experiment = program.experiment
 
-    def run(state: Nested, arrays: Batch) -> Any:
-        ctx = training_context(arrays, state["counter"], experiment.model, program.layout, experiment.memory.remat)
+    def run(state: TrainState, arrays: Batch) -> Any:
+        ctx = training_context(arrays, state.counter, experiment.model, program.layout, experiment.memory.remat)
         (loss, out), grads = accumulate_gradients(experiment.model, experiment.learner, state, ctx)
         return loss, out.metrics, grads
 
@@ -140,14 +140,14 @@ def _train(program: Program, params: Nested, batches: list[Batch]) -> tuple[np.n
     for arrays in batches:
         state, metrics = program.step(state, program.put(arrays))
         losses.append(np.asarray(metrics["loss"]))
-    return np.asarray(losses), jax.device_get(flatten(state["parameter"]))
+    return np.asarray(losses), jax.device_get(flatten(state.parameter))
 
 
-def _state(program: Program, params: Nested) -> Nested:
+def _state(program: Program, params: Nested) -> TrainState:
     weights, optimizer, ema = program.experiment.learner.init(params)
     counter = {"step": np.int32(0), "skipped": np.int32(0), "grad_norm": np.float32(0)}
     counter["rng"] = jax.random.key_data(jax.random.key(0))
-    state = {"parameter": weights, "frozen": {}, "buffer": {}, "optimizer": optimizer, "ema": ema, "counter": counter}
+    state = TrainState(parameter=weights, optimizer=optimizer, ema=ema, counter=counter)
     # Copied, because a step takes over the state's arrays.
     return jax.device_put(jax.tree.map(np.array, state), program.layout.shardings())
 

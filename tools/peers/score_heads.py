@@ -22,7 +22,7 @@ from plimsoll.framework.data.pipeline import DataPipeline
 from plimsoll.framework.data.scored import LabeledSource, RankedSource
 from plimsoll.framework.data.tokenizers import NoTokenizer
 from plimsoll.framework.families import scores
-from plimsoll.framework.layout import Nested, flatten
+from plimsoll.framework.layout import Nested, TrainState, flatten
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.objectives.rewards import Classification, PairwiseReward
 from plimsoll.framework.program.experiment import Experiment
@@ -157,7 +157,7 @@ def gradients(program: Program, params: Nested, batch: Batch) -> tuple[np.ndarra
     def run(params: Nested, batch: Batch) -> Any:
         counter = {"rng": jax.random.key_data(jax.random.key(0)), "step": jnp.int32(0)}
         ctx = training_context(batch, counter, model, program.layout, experiment.memory.remat)
-        state = {"parameter": params, "frozen": {}, "buffer": {}}
+        state = TrainState(parameter=params)
         (loss, _), grads = accumulate_gradients(model, experiment.learner, state, ctx)
         x_BSD, _ = model.compute_hidden(params, ctx, {})
         scores_BSC = model.score_head.scores(model.head_weights(params, ctx), x_BSD, ctx)
@@ -172,14 +172,14 @@ def train(program: Program, params: Nested, batches: list[Batch]) -> tuple[np.nd
     weights, optimizer, ema = program.experiment.learner.init(params)
     counter = {"step": np.int32(0), "skipped": np.int32(0), "grad_norm": np.float32(0)}
     counter["rng"] = jax.random.key_data(jax.random.key(0))
-    state = {"parameter": weights, "frozen": {}, "buffer": {}, "optimizer": optimizer, "ema": ema, "counter": counter}
+    state = TrainState(parameter=weights, optimizer=optimizer, ema=ema, counter=counter)
     state = jax.device_put(state, program.layout.shardings())
     losses = []
     for batch in batches:
         state, metrics = program.step(state, program.put(batch))
         losses.append(np.asarray(metrics["loss"]))
     first = flatten(params)
-    moved = {path: np.asarray(array, np.float64) - first[path] for path, array in flatten(state["parameter"]).items()}
+    moved = {path: np.asarray(array, np.float64) - first[path] for path, array in flatten(state.parameter).items()}
     return np.asarray(losses), {path: np.asarray(np.linalg.norm(array)) for path, array in moved.items()}
 
 

@@ -37,7 +37,7 @@ class Instruction:
     def op_name(self) -> str:
         """Its scope in the traced program, `jit(step)/jvp(stack)/while/body/.../mul`; "" if unknown."""
         match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        # XLA escapes the quotes in names such as state['ema'].
+        # XLA escapes the quotes in names such as state.ema['embed'].
         return match[1].replace("\\'", "'") if match else ""
 
     @cached_property
@@ -71,7 +71,7 @@ class Computations:
         computations: {computation: its instructions}.
         roots: {computation: name of its result}.
         entry: name of the computation that the program starts with.
-        parameters: {instruction name: op_name} of the entry's arguments, which jax names `state['ema']['embed']`.
+        parameters: {instruction name: op_name} of the entry's arguments, which jax names `state.ema['embed']`.
         loops: {computation: the while instruction whose body it is}.
     """
 

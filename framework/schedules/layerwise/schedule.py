@@ -13,6 +13,7 @@ With `memory.gradients = none` each layer is updated immediately, as under `in_b
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from plimsoll.framework.layers.base import Out
-from plimsoll.framework.layout import Nested, PyTree, StateLayout, TensorSpec
+from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, TrainState
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.update_types import select_updated
 from plimsoll.framework.models.causal_lm import CausalLM
@@ -32,7 +33,7 @@ from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTrack
 from plimsoll.framework.schedules.layerwise.update import Updates, UpdateUnit, replicated_specs
 from plimsoll.framework.schedules.memory import Memory
 from plimsoll.framework.schedules.stack_parts import STACK
-from plimsoll.framework.schedules.step import Metrics, State
+from plimsoll.framework.schedules.step import Metrics
 
 
 def check(learner: Learner, memory: Memory) -> None:
@@ -89,7 +90,7 @@ class LayerPrograms:
             sharding = layout.sharding(number)
             self._numbers = [jax.device_put(np.int32(i), sharding) for i in range(count)]
 
-    def dry_run(self, state: PyTree, batch: Nested, compile: Compile | None = None) -> MemoryTracker:
+    def dry_run(self, state: TrainState, batch: Nested, compile: Compile | None = None) -> MemoryTracker:
         """Dry-run a step with the specs of state and batch, and compile its programs; return the memory it needs.
 
         Args:
@@ -100,7 +101,7 @@ class LayerPrograms:
         step = partial(_run_step, self._functions, self.programs)
         return self.programs.dry_run(step, self._numbers, state, batch)
 
-    def __call__(self, state: State, batch: Nested) -> tuple[State, Metrics]:
+    def __call__(self, state: TrainState, batch: Nested) -> tuple[TrainState, Metrics]:
         """Run one step; the old state is invalid afterwards."""
         return _run_step(self._functions, self.programs, self._numbers, state, batch)
 
@@ -139,8 +140,8 @@ class LayerPrograms:
 
 
 def _run_step(
-    functions: LayerFunctions, programs: Programs, numbers: list[Any], state: State, batch: Nested
-) -> tuple[State, Metrics]:
+    functions: LayerFunctions, programs: Programs, numbers: list[Any], state: TrainState, batch: Nested
+) -> tuple[TrainState, Metrics]:
     """Run a training step: microbatches forward and backward, the decision, and the update.
 
     Args:
@@ -149,12 +150,12 @@ def _run_step(
         state: the training state, which is invalid afterwards.
         batch: arrays of the global batch.
     """
-    # The parts of stacks are replaced one by one below, in lists that belong to the step. The caller's dict would keep
-    # the old parts alive.
-    state = {group: copy_containers(tree) for group, tree in state.items()}
-    counter = state["counter"]
+    # The parts of stacks are replaced one by one below, in lists that belong to the step. The caller's state would
+    # keep the old parts alive.
+    state = TrainState(**{group: copy_containers(tree) for group, tree in state.items()})
+    counter = state.counter
     updates_at_once = functions.memory.updates_at_once
-    weights = Weights(frozen=state["frozen"], parameter=state["parameter"])
+    weights = Weights(frozen=state.frozen, parameter=state.parameter)
     runner = Runner(functions, programs, numbers, weights)
     run = runner.run
     updates = Updates(functions.updates, run, numbers, state)
@@ -183,15 +184,15 @@ def _run_step(
     ok = grad_stats["ok"] if updates_at_once else decision.ok
     for stage, new_buffers in microbatch.new_buffers.items():
         select = partial(run, f"buffer {stage}", select_updated, ok, out=replicated_specs)
-        old_buffers = state["buffer"][stage]
+        old_buffers = state.buffer[stage]
         if isinstance(new_buffers, list):
-            state["buffer"][stage] = list(map(select, new_buffers, old_buffers))
+            state.buffer[stage] = list(map(select, new_buffers, old_buffers))
         else:
-            state["buffer"][stage] = select(new_buffers, old_buffers)
-    return {**state, "counter": new_counter}, metrics
+            state.buffer[stage] = select(new_buffers, old_buffers)
+    return replace(state, counter=new_counter), metrics
 
 
-def _run_microbatches(runner: Runner, updates: Updates, state: State, batch: Nested) -> tuple[Microbatch, Out]:
+def _run_microbatches(runner: Runner, updates: Updates, state: TrainState, batch: Nested) -> tuple[Microbatch, Out]:
     """Run all microbatches forward, and all but the last one backward.
 
     The last microbatch's gradients complete the sum, so its backward pass runs together with the decision.
@@ -205,8 +206,8 @@ def _run_microbatches(runner: Runner, updates: Updates, state: State, batch: Nes
     for number in range(f.learner.accumulate):
         if microbatch is not None:
             BackwardPass(runner, updates, microbatch, None).run()
-        buffers = state["buffer"] if microbatch is None else microbatch.new_buffers
-        inputs = Inputs(batch, state["counter"], runner.numbers[number])
+        buffers = state.buffer if microbatch is None else microbatch.new_buffers
+        inputs = Inputs(batch, state.counter, runner.numbers[number])
         microbatch = Microbatch(inputs, buffers, copy_containers(buffers))
         x, outs = forward(runner, microbatch)
         residuals = microbatch.residuals

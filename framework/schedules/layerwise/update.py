@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from plimsoll.framework.layers.base import Out
-from plimsoll.framework.layout import Nested, PyTree, StateLayout, TensorSpec, flatten, unflatten
+from plimsoll.framework.layout import Nested, PyTree, StateLayout, TensorSpec, TrainState, flatten, unflatten
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.update_types import Decision, LayerTrainState, LayerUpdate, LayerUpdateFn, ParamGroup
 from plimsoll.framework.models.causal_lm import CausalLM
@@ -25,7 +25,7 @@ from plimsoll.framework.schedules.gradients import (
 )
 from plimsoll.framework.schedules.layerwise.programs import TransferKey, TransferQueue
 from plimsoll.framework.schedules.stack_parts import STACK
-from plimsoll.framework.schedules.step import Metrics, State, finish
+from plimsoll.framework.schedules.step import Metrics, finish
 
 # --- the unit of an update -------------------------------------------------------------------------------------------
 
@@ -186,32 +186,34 @@ class UpdateFunctions:
             metrics = {**metrics, "updated_units": grad_stats["updated"]}
         assert total.loss is not None
         # This program only returns counters and metrics; other programs return parameters and buffers.
-        state = {"counter": counter, "buffer": {}}
+        state = TrainState(counter=counter)
         no_update = {}, {}, {}
         new_state, metrics = finish(self.learner, state, no_update, decision, total.loss, Out(metrics=metrics))
-        return new_state["counter"], metrics
+        return new_state.counter, metrics
 
     # --- specs of their results --------------------------------------------------------------------------------------
 
     def gradient_specs(self, stage: str, grads: Nested) -> Nested:
         """Return the specs of some of a stage's gradients: those of their parameters."""
-        spec_by_path = flatten(self._device_specs("parameter", stage))
+        spec_by_path = flatten(_device_specs(self.layout.specs.parameter, stage))
         return unflatten({path: spec_by_path[path] for path in flatten(grads)})
 
     def update_specs(self, stage: str) -> LayerUpdate:
         """Return the specs of the results of `update`."""
+        specs = self.layout.specs
         return (
-            self._device_specs("parameter", stage),
-            self._device_specs("optimizer", stage),
-            self._device_specs("ema", stage),
+            _device_specs(specs.parameter, stage),
+            _device_specs(specs.optimizer, stage),
+            _device_specs(specs.ema, stage),
         )
 
-    def _device_specs(self, group: str, stage: str) -> Nested:
-        """Return the specs, on the device, of a stage's leaves in a group; for the stack, those of its first layer."""
-        specs = self.layout.specs[group].get(stage, {})
-        # All layers have the same specs except for the memory kind.
-        part = specs[0] if isinstance(specs, list) else specs
-        return jax.tree.map(lambda spec: replace(spec, memory_kind="device"), part)
+
+def _device_specs(group: Nested, stage: str) -> Nested:
+    """Return the specs, on the device, of a stage's leaves in a group; for the stack, those of its first layer."""
+    specs = group.get(stage, {})
+    # All layers have the same specs except for the memory kind.
+    part = specs[0] if isinstance(specs, list) else specs
+    return jax.tree.map(lambda spec: replace(spec, memory_kind="device"), part)
 
 
 def replicated_specs(tree: PyTree) -> PyTree:
@@ -235,7 +237,7 @@ class Updates:
         state: the step's state, in containers that belong to the step.
     """
 
-    def __init__(self, functions: UpdateFunctions, run: TransferQueue, numbers: Sequence[jax.Array], state: State):
+    def __init__(self, functions: UpdateFunctions, run: TransferQueue, numbers: Sequence[jax.Array], state: TrainState):
         self._functions = functions
         self._run = run
         self._numbers = numbers
@@ -247,7 +249,7 @@ class Updates:
 
     def store_gradients(self, unit: UpdateUnit, grads: Nested) -> None:
         """Store gradients until their update, on the host if there are buffers for them."""
-        host_buffers = unit.select(self._state.get("gradient", {}))
+        host_buffers = unit.select(self._state.gradient)
         if host_buffers:
             stored_gradients = self._gradients.get(unit) or host_buffers
             self._run.put(unit.key("gradient"), grads, stored_gradients)
@@ -275,7 +277,7 @@ class Updates:
 
     def request_state(self, unit: UpdateUnit) -> None:
         """Request that the next program fetches optimizer state and averages."""
-        self._run.request(unit.key("state"), (unit.select(self._state["optimizer"]), unit.select(self._state["ema"])))
+        self._run.request(unit.key("state"), (unit.select(self._state.optimizer), unit.select(self._state.ema)))
 
     def update(self, unit: UpdateUnit, grads: Nested, decision: Decision, params: Nested | None = None) -> None:
         """Update a stage, or a layer of the stack, by its gradients.
@@ -289,8 +291,8 @@ class Updates:
         if unit.index is not None:
             decision = decision._replace(layer=self._numbers[unit.index])
         run = self._run
-        stored_params = unit.select(self._state["parameter"])
-        stored_state = unit.select(self._state["optimizer"]), unit.select(self._state["ema"])
+        stored_params = unit.select(self._state.parameter)
+        stored_state = unit.select(self._state.optimizer), unit.select(self._state.ema)
         if params is None:
             params = run.take(unit.key("home"), stored_params)
         new = run(
@@ -317,13 +319,13 @@ class Updates:
             grads = self._run.take(unit.key("gradient"), self._get_stored_gradients(unit))
             stored_grads = self._gradients.pop(unit)
             # Buffers in host memory are part of the state; gradients on the device are dropped here.
-            if unit.select(self._state.get("gradient", {})):
-                unit.put(self._state["gradient"], stored_grads)
+            if unit.select(self._state.gradient):
+                unit.put(self._state.gradient, stored_grads)
             del stored_grads
             if unit.index is not None and number + 1 < len(units):
                 next_unit = units[number + 1]
                 self.request_gradients(next_unit)
-                self._run.request(next_unit.key("home"), next_unit.select(self._state["parameter"]))
+                self._run.request(next_unit.key("home"), next_unit.select(self._state.parameter))
                 self.request_state(next_unit)
             self.update(unit, grads, decision)
             del grads

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from plimsoll.framework.layout import Nested
+from plimsoll.framework.layout import Nested, TrainState
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.terminal.phases import SHORT, phase
 
@@ -29,7 +29,7 @@ class ImageSampler:
         ValueError: the model does not generate images.
     """
 
-    def __init__(self, program: Program, state: Nested, *, averaged: bool = False):
+    def __init__(self, program: Program, state: TrainState, *, averaged: bool = False):
         self._model: Any = program.experiment.model
         if not self._model.generates_images:
             raise ValueError(f"model is a {type(self._model).__name__}, which generates no images; expected a flow")

@@ -21,7 +21,7 @@ from plimsoll.extras.flows.linear import ActNorm, Squeeze
 from plimsoll.framework.config import Config, DType, PositiveInt, component, config_for
 from plimsoll.framework.layers.base import Context, Layer, Out
 from plimsoll.framework.layers.stack import Stack
-from plimsoll.framework.layout import Nested
+from plimsoll.framework.layout import Nested, TrainState
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.program.program import Program
 
@@ -90,7 +90,7 @@ class Flow(Chain):
         self.stages["prior"] = prior.instantiate(shape=(height, width, channels), dims=self.dims)
         self.latent_shapes.append((height, width, channels))
 
-    def build_image_sampler(self, program: Program, state: Nested, *, averaged: bool) -> ImageSampler:
+    def build_image_sampler(self, program: Program, state: TrainState, *, averaged: bool) -> ImageSampler:
         return ImageSampler(program, state, averaged=averaged)
 
     def check(self, mesh: Mesh | AbstractMesh, data: Any) -> None:
