@@ -3,11 +3,14 @@
 Dispatch is asynchronous: Python runs ahead of the devices, and norm, finiteness and metrics are scalars that stay
 there. The number of programs does not depend on the number of layers, so neither does the compile time. Each layer
 has its own arrays (`framework.schedules.stack_parts`), and updated arrays are donated. The programs of the previous and
-the next layer move a layer's offloaded arrays (`transfers.TransferQueue`). Nothing is sliced, so this also works on
+the next layer move a layer's offloaded arrays (`programs.TransferQueue`). Nothing is sliced, so this also works on
 GPUs, whose compiler cannot slice host memory.
 
 Gradients wait, on the device or on the host, until their norm is known, and a second pass through the layers updates.
 With `memory.gradients = none` each layer is updated immediately, as under `in_backward` and with its limits.
+
+`passes.py` runs the forward and backward pass, and `update.py` the updates. `layer_functions.py` has the functions that
+are compiled, and `programs.py` compiles and calls them.
 """
 
 from __future__ import annotations
