@@ -71,9 +71,9 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class LoadedLayer:
-    """A layer whose weights are on the device, and its weights."""
+    """A layer of the stack whose weights are on the device, and its weights."""
 
-    index: int | None
+    unit: UpdateUnit
     weights: Weights
 
 
@@ -121,11 +121,11 @@ class Runner:
         if unit.stage != STACK:
             weights = self.run.take(unit.key("weights"), self._get_weights(unit))
             return Variables(weights, Weights(), unit.select(buffers))
-        if self.loaded is None or self.loaded.index != unit.index:
+        if self.loaded is None or self.loaded.unit != unit:
             # The old weights are dropped first; otherwise two layers' weights would be on the device during the
             # fetch.
             self.loaded = None
-            self.loaded = LoadedLayer(unit.index, self.run.take(unit.key("weights"), self._get_weights(unit)))
+            self.loaded = LoadedLayer(unit, self.run.take(unit.key("weights"), self._get_weights(unit)))
         return Variables(self.loaded.weights, self.shared, unit.select(buffers))
 
     def request_layer(self, index: int) -> None:
@@ -349,7 +349,7 @@ class BackwardPass:
         assert self._grad_stats is not None
         params = None
         loaded = self._runner.loaded
-        if unit.stage == STACK and loaded is not None and loaded.index == unit.index:
+        if loaded is not None and loaded.unit == unit:
             # The layer's weights are still on the device from its backward pass.
             params = loaded.weights.parameter
             self._runner.loaded = None
