@@ -22,8 +22,10 @@ from plimsoll.framework.program.program import Program
 from plimsoll.framework.schedules.layerwise import programs
 from plimsoll.framework.schedules.layerwise.programs import MemoryTracker
 
-# Labels of the arrays that programs return: the program, and the position among its results.
-_GRADIENTS = re.compile(r"unit backward(, measured)?/2/[12]|head backward/2/[12]|embed backward/2/0|sum/2")
+# Labels of the arrays that programs return: the program, and the path in its results.
+_GRADIENTS = re.compile(
+    r"unit backward(, measured)?/2/(grads|shared_sums)|head backward/2/(grads|tie_grads)|embed backward/2/grads|sum/2"
+)
 _UPDATED = re.compile(r"update [a-z]+/2/([012])")
 _FETCHED = re.compile(r"[^/]*/1/(weights|home|state|kept|gradient|embed|head|shared)\b")
 _LABEL_GROUPS = {"state": "optimizer_state", "kept": "activations", "gradient": "gradients"}
@@ -144,10 +146,10 @@ def name_peak_buffers(program: Program, tracker: MemoryTracker) -> list[NamedBuf
     assert tracker.worst is not None
     compiled, alive = tracker.worst
     named_buffers = []
-    for label, kind, size in alive:
-        if kind == "device":
-            name, group = _name_array(label)
-            named_buffers.append(NamedBuffer(name, group, size, ""))
+    for array in alive:
+        if array.kind == "device":
+            name, group = _name_array(array.label)
+            named_buffers.append(NamedBuffer(name, group, array.bytes, ""))
     if compiled.about.buffers is not None:
         named_buffers += name_buffers(compiled.about.buffers, program.checkpoint_layout)
     return sorted(named_buffers, key=lambda buffer: -buffer.bytes)

@@ -23,6 +23,7 @@ from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.initializer import GroupedArrays, InitFunction, Paths
 from plimsoll.framework.program.rows import Batch, BatchRows
 from plimsoll.framework.schedules.layerwise import schedule
+from plimsoll.framework.schedules.layerwise.layer_functions import Weights
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker, Programs
 from plimsoll.framework.schedules.layerwise.schedule import LayerPrograms
 from plimsoll.framework.schedules.stack_layout import FIRST, STACK, StackParts
@@ -175,7 +176,7 @@ class PerLayerStep(StepBackend):
 
     def evaluate(self, state: TrainState, batch: Batch, group: str) -> Metrics:
         """See `StepBackend`."""
-        weights = TrainState(parameter=state[group], frozen=state.frozen)
+        weights = Weights(frozen=state.frozen, parameter=state[group])
         return self.layers.evaluate(weights, state.buffer, batch)
 
     # --- information about the programs -------------------------------------------------------------------------------
@@ -195,8 +196,8 @@ class PerLayerStep(StepBackend):
     def dry_run_evaluation(self, compile: Compile) -> MemoryTracker:
         """See `StepBackend`."""
         specs = self.layout.specs
-        weights = specs.select(("parameter", "frozen"))
-        return self.layers.evaluate(weights, specs.buffer, self.rows.evaluation_specs, compile)
+        weights = Weights(frozen=specs.frozen, parameter=specs.parameter)
+        return self.layers.dry_run_evaluation(weights, specs.buffer, self.rows.evaluation_specs, compile)
 
     def step_jaxprs(self, tracker: MemoryTracker | None = None) -> list[ClosedJaxpr]:
         """See `StepBackend`; the list is empty without a dry run."""

@@ -16,8 +16,7 @@ from plimsoll.framework.layers.base import BATCH_AXES
 from plimsoll.framework.plan import memory_budget
 from plimsoll.framework.schedules.layer_vjp import LayerResiduals
 from plimsoll.framework.schedules.layerwise import programs
-from plimsoll.framework.schedules.layerwise.result_specs import ResultSpecs
-from plimsoll.framework.schedules.layerwise.save_policy import SavePolicy
+from plimsoll.framework.schedules.layerwise.save_policy import SavePolicy, residual_specs
 from tests.schedules.test_exact import test_twenty_steps_equal_plain_optax as twenty_steps_equal_plain_optax
 from tests.support import exact, small
 from tests.support.exact import ExactnessCase
@@ -210,11 +209,10 @@ def test_tied_table_gradients_end_with_the_backward_program(accumulate: int):
 
 def test_saved_layer_constants_are_replicated():
     """A kernel's constant of shape (1, 1, 1) has no rows to shard over devices, so it is replicated."""
-    layout = small.program(deep(2, {})).layout
     x = jax.ShapeDtypeStruct((4, 8, 16), jax.numpy.float32)
     constant = jax.ShapeDtypeStruct((1, 1, 1), jax.numpy.float32)
     kept = LayerResiduals([x, constant], None, None)
-    rows, whole = ResultSpecs(layout).residuals(kept, SavePolicy("now", "full"), x).leaves
+    rows, whole = residual_specs(kept, SavePolicy("now", "full"), x).leaves
     assert rows.mesh_axes == (BATCH_AXES, "seq", None)
     assert not any(whole.mesh_axes)
 

@@ -2,35 +2,39 @@
 
 Each program is compiled once and then called from Python. A dry run executes the same Python code with abstract arrays:
 it compiles every program that is called, and adds up the memory of all live arrays at each call. So the memory of a
-step is known before any array exists.
+step is known before any array exists. `TransferQueue` calls the programs together with transfers of offloaded arrays.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import jax
+from jax.sharding import Sharding
 
 from plimsoll.framework.devices.executables import HostBytes
-from plimsoll.framework.layout import StateLayout, TensorSpec, path_name
+from plimsoll.framework.layout import PyTree, StateLayout, TensorSpec, path_name
 
-BytesByMemoryKind = dict[str, int]  # bytes per device by memory kind
-Array = Any  # a jax.Array, or in a dry run an AbstractArray
-Tree = Any  # a pytree of these, or of shapes
-LiveArray = tuple[str, str, int]  # label, memory kind, bytes per device
+ProgramKey: TypeAlias = tuple[Hashable, Hashable]  # name, and structure of the arguments
+# In a dry run arrays are abstract.
+Array: TypeAlias = "jax.Array | AbstractArray"
+
+# --- compiled programs -----------------------------------------------------------------------------------------------
 
 
-class LayerProgram(NamedTuple):
+@dataclass(frozen=True)
+class LayerProgram:
     """A compiled program.
 
     Attributes:
-        run: runs it on arrays.
+        run: runs it on arrays; None if it was compiled for an absent machine.
         peak: bytes that it needs on the device, arguments included.
         about: further information from the compiler.
-        results: the shapes and the `ArrayPlacement`s of its results.
+        results: the shapes of its results.
+        placements: the `ArrayPlacement`s of its results.
         jaxpr: the program's jaxpr.
         host_temp: bytes of its temporaries in host memory, if the compiler reports them.
         moved: bytes that it moves between host and device, if the program's text shows them.
@@ -39,20 +43,22 @@ class LayerProgram(NamedTuple):
     run: Any
     peak: int
     about: Any = None
-    results: tuple[Any, Any] = ((), ())
+    results: PyTree = ()
+    placements: PyTree = ()
     jaxpr: Any = None
     host_temp: int = 0
     moved: int = 0
 
 
-Compile = Callable[[Any, HostBytes], LayerProgram]  # (jax.stages.Lowered, its bytes in host memory) -> compiled program
+# (lowered program, its bytes in host memory) -> compiled program
+Compile = Callable[[jax.stages.Lowered, HostBytes], LayerProgram]
 
 
 @dataclass(frozen=True)
 class ArrayPlacement:
     """The placement of an array: sharding, and memory kind, which the sharding of an unattached GPU loses."""
 
-    sharding: Any
+    sharding: Sharding
     kind: str = "device"
 
     @staticmethod
@@ -62,10 +68,13 @@ class ArrayPlacement:
             return x.placement
         return ArrayPlacement(x.sharding, x.sharding.memory_kind or "device")
 
-    def bytes(self, x: Array) -> int:
+    def bytes(self, x: Array | jax.ShapeDtypeStruct) -> int:
         """Return the bytes per device of an array with the shape and dtype of `x`."""
         shard_shape = self.sharding.shard_shape(x.shape)
         return math.prod(shard_shape) * x.dtype.itemsize
+
+
+# --- the memory of a dry run -----------------------------------------------------------------------------------------
 
 
 class AbstractArray:
@@ -78,14 +87,16 @@ class AbstractArray:
         label: its name in reports.
     """
 
-    def __init__(self, like: Array, placement: ArrayPlacement, tracker: MemoryTracker, label: str):
+    def __init__(
+        self, like: Array | jax.ShapeDtypeStruct, placement: ArrayPlacement, tracker: MemoryTracker, label: str
+    ):
         self.shape = like.shape
         self.dtype = like.dtype
         self.placement = placement
         self._tracker = tracker
         self.nbytes = placement.bytes(like)
         tracker.live[placement.kind] += self.nbytes
-        tracker.alive[id(self)] = label, placement.kind, self.nbytes
+        tracker.alive[id(self)] = LiveArray(label, placement.kind, self.nbytes)
 
     def delete(self) -> None:
         """Remove the array from the memory tracker, after it was donated or lost its last reference."""
@@ -95,12 +106,27 @@ class AbstractArray:
     __del__ = delete
 
 
+@dataclass(frozen=True)
+class LiveArray:
+    """An array that is alive during a dry run.
+
+    Attributes:
+        label: its name in reports: the program that returned it, and its path in the results.
+        kind: the memory kind.
+        bytes: bytes per device.
+    """
+
+    label: str
+    kind: str
+    bytes: int
+
+
 class MemoryTracker:
     """Counts the memory of a dry run: bytes per device, and of the device's host memory.
 
     Attributes:
-        live: bytes of the arrays that are alive now, by memory kind.
-        alive: label, memory kind and bytes of these arrays, by the id of the `AbstractArray`.
+        live: bytes per device of the arrays that are alive now, by memory kind.
+        alive: these arrays, by the id of the `AbstractArray`.
         calls: the programs, in order.
         peak: bytes on the device during the call that needs the most.
         host_peak: maximum bytes in host memory.
@@ -110,7 +136,7 @@ class MemoryTracker:
     """
 
     def __init__(self) -> None:
-        self.live: BytesByMemoryKind = {"device": 0, "pinned_host": 0}
+        self.live: dict[str, int] = {"device": 0, "pinned_host": 0}
         self.alive: dict[int, LiveArray] = {}
         self.calls: list[LayerProgram] = []
         self.peak = 0
@@ -127,6 +153,9 @@ class MemoryTracker:
             self.worst = program, list(self.alive.values())
 
 
+# --- programs by name ------------------------------------------------------------------------------------------------
+
+
 class Programs:
     """Compiled programs, by name and structure of their arguments.
 
@@ -136,11 +165,11 @@ class Programs:
         layout: the layout, which places TensorSpecs.
     """
 
-    def __init__(self, jit: Any, compile: Compile, layout: StateLayout):
+    def __init__(self, jit: Callable[..., jax.stages.Wrapped], compile: Compile, layout: StateLayout):
         self._jit = jit
         self.compile = compile
         self._layout = layout
-        self._compiled: dict[Any, LayerProgram] = {}
+        self._compiled: dict[ProgramKey, LayerProgram] = {}
         self._tracker: MemoryTracker | None = None
         # The devices of a CPU share a thread pool, and in a collective each device holds a thread until all have
         # arrived. Programs that run concurrently could wait for each other's threads, until XLA aborts the process.
@@ -150,7 +179,7 @@ class Programs:
     def __len__(self) -> int:
         return len(self._compiled)
 
-    def dry_run(self, driver: Callable[..., Any], *trees: Tree) -> MemoryTracker:
+    def dry_run(self, driver: Callable[..., object], *trees: PyTree) -> MemoryTracker:
         """Dry-run `driver`, and compile each program it calls.
 
         Args:
@@ -158,22 +187,30 @@ class Programs:
             trees: its arguments, as arrays or TensorSpecs; it gets abstract arrays instead.
         """
         tracker = MemoryTracker()
+        # Like the caller of a real step, this name keeps the arguments alive until the end, except donated ones.
+        arguments = _make_abstract_arrays(tracker, "", trees, jax.tree.map(self._get_placement, trees))
         self._tracker = tracker
         try:
-            # The abstract arrays are not bound to a name here: only the driver may hold references to them.
-            driver(*_make_abstract_arrays(tracker, "", trees, jax.tree.map(self._get_placement, trees)))
+            driver(*arguments)
         finally:
             self._tracker = None
         return tracker
 
-    def _get_placement(self, x: Array | TensorSpec) -> ArrayPlacement:
+    def _get_placement(self, x: Array | TensorSpec | ArrayPlacement) -> ArrayPlacement:
+        if isinstance(x, ArrayPlacement):
+            return x
         if isinstance(x, TensorSpec):
             return ArrayPlacement(self._layout.sharding(x), x.memory_kind)
         return ArrayPlacement.from_array(x)
 
     def __call__(
-        self, name: Any, function: Callable[..., Any], *args: Tree, donate: Iterable[int] = (), out: Any
-    ) -> Tree:
+        self,
+        name: Hashable,
+        function: Callable[..., PyTree],
+        *args: PyTree,
+        donate: Iterable[int] = (),
+        out: PyTree | Callable[[PyTree], PyTree],
+    ) -> PyTree:
         """Compute `function(*args)` with the program for that name and structure of arguments.
 
         Args:
@@ -186,57 +223,14 @@ class Programs:
         """
         # Shapes are not part of the key: calls with the same name differ only in the structure of their arguments.
         key = name, jax.tree.structure(args)
+        donate = tuple(donate)
         if self._tracker is None:
             results = self._compiled[key].run(*args)
             return jax.block_until_ready(results) if self._waits else results
         if key not in self._compiled:
-            self._compile(key, function, args, tuple(donate), out)
-        return self._dry_run(self._tracker, key, args, tuple(donate))
-
-    def _compile(self, key: Any, function: Callable[..., Any], args: Tree, donate: tuple[int, ...], out: Any) -> None:
-        """Compile a program; see `__call__`."""
-
-        def abstract(abstract_array: AbstractArray) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(
-                abstract_array.shape, abstract_array.dtype, sharding=abstract_array.placement.sharding
-            )
-
-        abstract_args = jax.tree.map(abstract, args)
-        if callable(out):
-            out = out(jax.eval_shape(function, *abstract_args))
-        placements = self._result_placements(function, abstract_args, out)
-        # Unused arguments stay, because the tracker counts all arguments. Every result has a sharding: donated memory
-        # is only given to a result of the same memory kind if all kinds are known.
-        shardings = jax.tree.map(lambda placement: placement.sharding, placements)
-        jitted = self._jit(function, donate_argnums=donate, out_shardings=shardings, keep_unused=True)
-        traced = jitted.trace(*abstract_args)
-        donated_args = [args[i] for i in donate]
-        result_bytes = jax.tree.map(
-            lambda x, placement: placement.bytes(x) * (placement.kind != "device"), traced.out_info, placements
-        )
-        offloaded = HostBytes(
-            _offloaded_bytes(args), sum(jax.tree.leaves(result_bytes)), _offloaded_bytes(donated_args)
-        )
-        compiled = self.compile(traced.lower(), offloaded)
-        self._compiled[key] = compiled._replace(results=(traced.out_info, placements), jaxpr=traced.jaxpr)
-
-    def _result_placements(self, function: Callable[..., Any], abstract_args: Tree, out: Any) -> Tree:
-        """Return the placements of a program's results, from `out`, which is no longer a function; see `__call__`."""
-        if any(isinstance(leaf, str) for leaf in jax.tree.leaves(out)):
-            # The compiler chooses shardings when it compiles, so the program is compiled twice: the second time with
-            # these shardings, in the memory kinds of `out`.
-            lowered = self._jit(function, keep_unused=True).lower(*abstract_args)
-            chosen_shardings = lowered.compile().output_shardings
-
-            def resolve_placement(kind: Any, sharding: Any) -> Any:
-                return ArrayPlacement(sharding.with_memory_kind(kind), kind) if isinstance(kind, str) else kind
-
-            out = jax.tree.map(resolve_placement, out, chosen_shardings)
-        return jax.tree.map(lambda x: x if isinstance(x, ArrayPlacement) else self._get_placement(x), out)
-
-    def _dry_run(self, tracker: MemoryTracker, key: Any, args: Tree, donate: tuple[int, ...]) -> Tree:
-        """Record a call of a compiled program; return its results as abstract arrays."""
+            self._compile(key, function, args, donate, out)
         compiled = self._compiled[key]
+        tracker = self._tracker
         # An array that is passed twice is counted once.
         array_by_id = {id(abstract_array): abstract_array for abstract_array in jax.tree.leaves(args)}
         abstract_arrays = list(array_by_id.values())
@@ -250,21 +244,232 @@ class Programs:
         tracker.moved += _offloaded_bytes(abstract_arrays) - _offloaded_bytes(donated_arrays)
         for abstract_array in donated_arrays:
             abstract_array.delete()
-        results = _make_abstract_arrays(tracker, str(key[0]), *compiled.results)
+        results = _make_abstract_arrays(tracker, str(name), compiled.results, compiled.placements)
         tracker.moved += _offloaded_bytes(results)
         tracker.host_peak = max(tracker.host_peak, tracker.live["pinned_host"])
         return results
 
+    def _compile(
+        self,
+        key: ProgramKey,
+        function: Callable[..., PyTree],
+        args: tuple[PyTree, ...],
+        donate: tuple[int, ...],
+        out: PyTree | Callable[[PyTree], PyTree],
+    ) -> None:
+        """Compile a program; see `__call__`."""
+        abstract_args = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.placement.sharding), args
+        )
+        if callable(out):
+            out = out(jax.eval_shape(function, *abstract_args))
+        if any(isinstance(leaf, str) for leaf in jax.tree.leaves(out)):
+            # The compiler chooses shardings when it compiles, so the program is compiled twice: the second time with
+            # these shardings, in the memory kinds of `out`.
+            lowered = self._jit(function, keep_unused=True).lower(*abstract_args)
+            chosen_shardings = lowered.compile().output_shardings
 
-def _make_abstract_arrays(tracker: MemoryTracker, name: str, trees: Tree, placements: Tree) -> Tree:
+            def choose_placement(x: object, sharding: Sharding) -> object:
+                return ArrayPlacement(sharding.with_memory_kind(x), x) if isinstance(x, str) else x
+
+            out = jax.tree.map(choose_placement, out, chosen_shardings)
+        placements = jax.tree.map(self._get_placement, out)
+        # Unused arguments stay, because the tracker counts all arguments. Every result has a sharding: donated memory
+        # is only given to a result of the same memory kind if all kinds are known.
+        shardings = jax.tree.map(lambda placement: placement.sharding, placements)
+        jitted = self._jit(function, donate_argnums=donate, out_shardings=shardings, keep_unused=True)
+        traced = jitted.trace(*abstract_args)
+        donated_args = [args[i] for i in donate]
+        result_bytes = jax.tree.map(
+            lambda x, placement: placement.bytes(x) * (placement.kind != "device"), traced.out_info, placements
+        )
+        offloaded = HostBytes(
+            _offloaded_bytes(args), sum(jax.tree.leaves(result_bytes)), _offloaded_bytes(donated_args)
+        )
+        compiled = self.compile(traced.lower(), offloaded)
+        self._compiled[key] = replace(compiled, results=traced.out_info, placements=placements, jaxpr=traced.jaxpr)
+
+
+def _make_abstract_arrays(tracker: MemoryTracker, name: str, trees: PyTree, placements: PyTree) -> PyTree:
     """Create abstract arrays for trees of shapes, labeled by name and path."""
+    return jax.tree_util.tree_map_with_path(
+        lambda keypath, x, placement: AbstractArray(x, placement, tracker, f"{name}/{path_name(keypath)}"),
+        trees,
+        placements,
+    )
 
-    def abstract_array(keypath: Any, x: Array, placement: ArrayPlacement) -> AbstractArray:
-        return AbstractArray(x, placement, tracker, f"{name}/{path_name(keypath)}")
 
-    return jax.tree_util.tree_map_with_path(abstract_array, trees, placements)
-
-
-def _offloaded_bytes(tree: Tree) -> int:
+def _offloaded_bytes(tree: PyTree) -> int:
     """Return the bytes of a tree's abstract arrays that are in host memory."""
     return sum(x.nbytes for x in jax.tree.leaves(tree) if x.placement.kind != "device")
+
+
+# --- transfers between host and device -------------------------------------------------------------------------------
+
+NumberedLeaves = dict[str, Array]  # leaves of a tree by their index in it
+
+
+@dataclass(frozen=True)
+class TransferKey:
+    """The name of a tree that moves between host and device.
+
+    Attributes:
+        role: its name among the arguments of a program, which is the same for all layers.
+        index: index of the layer; None for a tree of a stage.
+    """
+
+    role: str
+    index: int | None = None
+
+
+class TransferQueue:
+    """Calls programs that, while they compute, also move arrays between host and device for other programs.
+
+    A layer's arrays are fetched while the previous layer computes, and written back while the next layer computes,
+    into the memory of the arrays that they replace. The arrays themselves tell which of them are in host memory.
+    """
+
+    def __init__(self, programs: Programs):
+        self._programs = programs
+        # Offloaded leaves that the next call should fetch. All dicts here are keyed by the key of a tree, and below
+        # it by the index of a leaf, see `_index_offloaded_leaves`.
+        self._requested: dict[TransferKey, NumberedLeaves] = {}
+        # Leaves that were fetched, and not taken yet.
+        self._arrived: dict[TransferKey, NumberedLeaves] = {}
+        # New leaves that the next call should write to the host.
+        self._leaving: dict[TransferKey, NumberedLeaves] = {}
+        # The old leaves in host memory that they overwrite.
+        self._destinations: dict[TransferKey, NumberedLeaves] = {}
+        # Leaves that were written, and not requested yet.
+        self._stored: dict[TransferKey, NumberedLeaves] = {}
+        # All leaves of a tree passed to `put`, in order, with None for those that go to the host.
+        self._staying: dict[TransferKey, list[Array | None]] = {}
+
+    def request(self, key: TransferKey, tree: PyTree) -> None:
+        """Request that the next call fetches the offloaded leaves of a tree to the device.
+
+        Args:
+            key: name of the tree.
+            tree: its arrays, in the memory in which they are stored.
+        """
+        offloaded = _index_offloaded_leaves(tree)
+        if offloaded:
+            self._requested[key] = offloaded
+
+    def take(self, key: TransferKey, tree: PyTree) -> PyTree:
+        """Return a requested tree on the device.
+
+        Args:
+            key: name of the tree.
+            tree: its arrays, in the memory in which they are stored.
+        """
+        offloaded = _index_offloaded_leaves(tree)
+        if not offloaded:
+            return tree
+        if key not in self._arrived:
+            self.request(key, tree)
+            self.flush()
+        arrived = self._arrived.pop(key)
+        leaves, treedef = jax.tree.flatten(tree)
+        for number, leaf in arrived.items():
+            leaves[int(number)] = leaf
+        return jax.tree.unflatten(treedef, leaves)
+
+    def put(self, key: TransferKey, new: PyTree, old: PyTree) -> None:
+        """Replace `old` with `new`; the next call writes offloaded leaves to host memory.
+
+        Args:
+            key: name of the tree.
+            new: the new arrays, on the device.
+            old: the old arrays, in the memory in which they are stored; those in host memory are overwritten.
+        """
+        leaves = jax.tree.leaves(new)
+        destinations = _index_offloaded_leaves(old)
+        if destinations:
+            self._destinations[key] = destinations
+            self._leaving[key] = {number: leaves[int(number)] for number in destinations}
+        self._staying[key] = [None if str(i) in destinations else leaf for i, leaf in enumerate(leaves)]
+
+    def get_stored(self, key: TransferKey, like: PyTree) -> PyTree:
+        """Return a tree passed to `put`, each leaf in the memory that it is stored in, in the structure of `like`."""
+        if key in self._leaving:
+            self.flush()
+        stored = self._stored.pop(key, {})
+        staying = self._staying.pop(key)
+        leaves = [stored.get(str(i), leaf) for i, leaf in enumerate(staying)]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+    def flush(self) -> None:
+        """Carry out pending transfers now, without a computation that hides them."""
+        if self._requested or self._destinations:
+            self("move", tuple, out=())
+
+    def __call__(
+        self,
+        name: str,
+        function: Callable[..., PyTree],
+        *args: PyTree,
+        donate: Iterable[int] = (),
+        out: PyTree | Callable[[PyTree], PyTree],
+    ) -> PyTree:
+        """Run a program together with the pending transfers; see `Programs`."""
+        # Arguments are named by their role, not by their layer, so that all layers share a program.
+        requested_roles = _assign_roles(self._requested)
+        destination_roles = _assign_roles(self._destinations)
+        arriving = {role: self._requested[key] for key, role in requested_roles.items()}
+        leaving = {role: self._leaving[key] for key, role in destination_roles.items()}
+        destinations = {role: self._destinations[key] for key, role in destination_roles.items()}
+        self._requested = {}
+        self._leaving = {}
+        self._destinations = {}
+
+        def moving(destinations: PyTree, going: PyTree, coming: PyTree, *args: PyTree) -> PyTree:
+            stored = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), going)
+            arrived = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), coming)
+            return stored, arrived, function(*args)
+
+        # The name appears in profiles and compiler output.
+        moving.__name__ = name.replace(" ", "_")
+
+        def place_results(results: PyTree) -> PyTree:
+            stored = jax.tree.map(ArrayPlacement.from_array, destinations)
+            arrived = jax.tree.map(
+                lambda x: ArrayPlacement(ArrayPlacement.from_array(x).sharding.with_memory_kind("device")), arriving
+            )
+            return stored, arrived, out(results[2]) if callable(out) else out
+
+        # The host arrays to overwrite come first: without a GPU, the GPU compiler assigns donated memory to results
+        # by their shapes only.
+        stored, arrived, results = self._programs(
+            name,
+            moving,
+            destinations,
+            leaving,
+            arriving,
+            *args,
+            donate=(0, *(number + 3 for number in donate)),
+            out=place_results,
+        )
+        for key, role in destination_roles.items():
+            self._stored[key] = stored[role]
+        for key, role in requested_roles.items():
+            self._arrived[key] = arrived[role]
+        return results
+
+
+def _assign_roles(keys: Iterable[TransferKey]) -> dict[TransferKey, str]:
+    """Return the keys' roles, made unique."""
+    roles: dict[TransferKey, str] = {}
+    for key in keys:
+        role = key.role
+        roles[key] = role if role not in roles.values() else f"{role} {len(roles)}"
+    return roles
+
+
+def _index_offloaded_leaves(tree: PyTree) -> NumberedLeaves:
+    """Return the leaves of a tree that are in host memory, by their index."""
+    offloaded = {}
+    for i, leaf in enumerate(jax.tree.leaves(tree)):
+        if ArrayPlacement.from_array(leaf).kind != "device":
+            offloaded[str(i)] = leaf
+    return offloaded

@@ -2,30 +2,40 @@
 
 Dispatch is asynchronous: Python runs ahead of the devices, and norm, finiteness and metrics are scalars that stay
 there. The number of programs does not depend on the number of layers, so neither does the compile time. Each layer
-has its own arrays (`schedules.stack_layout`), and updated arrays are donated. The programs of the previous and
-the next layer move a layer's offloaded arrays (`transfers.TransferQueue`). Nothing is sliced, so this also works on
+has its own arrays (`framework.schedules.stack_layout`), and updated arrays are donated. The programs of the previous and
+the next layer move a layer's offloaded arrays (`programs.TransferQueue`). Nothing is sliced, so this also works on
 GPUs, whose compiler cannot slice host memory.
 
 Gradients wait, on the device or on the host, until their norm is known, and a second pass through the layers updates.
 With `memory.gradients = none` each layer is updated immediately, as under `in_backward` and with its limits.
+
+`passes.py` runs the forward and backward pass, and `update.py` the updates. `layer_functions.py` has the functions that
+are compiled, and `programs.py` compiles and calls them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from plimsoll.framework.layers.base import Out
 from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, TrainState
 from plimsoll.framework.learner.learner import Learner
+from plimsoll.framework.learner.update_types import select_updated
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.schedules import in_backward
-from plimsoll.framework.schedules.layerwise.functions import EvaluationFunctions, LayerFunctions
-from plimsoll.framework.schedules.layerwise.passes import Evaluation
+from plimsoll.framework.schedules.layerwise.layer_functions import Inputs, LayerFunctions, Weights
+from plimsoll.framework.schedules.layerwise.passes import BackwardPass, Microbatch, Runner, forward, run_head
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker, Programs
-from plimsoll.framework.schedules.layerwise.step import LayerwiseStep
+from plimsoll.framework.schedules.layerwise.update import Updates, UpdateUnit, replicated_specs
 from plimsoll.framework.schedules.memory import Memory
+from plimsoll.framework.schedules.stack_layout import STACK
 from plimsoll.framework.schedules.step import Metrics
 
 
@@ -59,15 +69,21 @@ class LayerPrograms:
     """
 
     def __init__(
-        self, model: CausalLM, learner: Learner, layout: StateLayout, memory: Memory, jit: Any, compile: Compile
+        self,
+        model: CausalLM,
+        learner: Learner,
+        layout: StateLayout,
+        memory: Memory,
+        jit: Callable[..., jax.stages.Wrapped],
+        compile: Compile,
     ):
         learner.measure_localities()
-        self._functions = LayerFunctions(model, learner, layout, memory)
-        self._scoring = EvaluationFunctions(model, learner, layout, memory)
         self.programs = Programs(jit, compile, layout)
-        self._evaluation = Programs(jit, compile, layout)
+        self._functions = LayerFunctions(model, learner, layout, memory, training=True)
+        self._evaluation_programs = Programs(jit, compile, layout)
+        self._evaluation_functions = LayerFunctions(model, learner, layout, memory, training=False)
         # Structure and memory kinds of the evaluated trees, whose programs are compiled.
-        self._evaluated: set[Any] = set()
+        self._evaluated: set[Hashable] = set()
         number = TensorSpec((), "int32")
         count = max(*(stack.num_repeats for stack in model.stacks.values()), learner.accumulate)
         self._numbers: list[Any] = [number] * count
@@ -77,7 +93,7 @@ class LayerPrograms:
             sharding = layout.sharding(number)
             self._numbers = [jax.device_put(np.int32(i), sharding) for i in range(count)]
 
-    def dry_run(self, state: Any, batch: Any, compile: Compile | None = None) -> MemoryTracker:
+    def dry_run(self, state: TrainState, batch: Nested, compile: Compile | None = None) -> MemoryTracker:
         """Dry-run a step with the specs of state and batch, and compile its programs; return the memory it needs.
 
         Args:
@@ -85,38 +101,154 @@ class LayerPrograms:
             compile: replaces the function that compiles programs, from now on; None keeps it.
         """
         self.programs.compile = compile or self.programs.compile
-
-        def step(numbers: list[Any], *trees: Any) -> tuple[TrainState, Metrics]:
-            return LayerwiseStep(self._functions, self.programs, numbers)(*trees)
-
+        step = partial(_run_step, self._functions, self.programs)
         return self.programs.dry_run(step, self._numbers, state, batch)
 
     def __call__(self, state: TrainState, batch: Nested) -> tuple[TrainState, Metrics]:
         """Run one step; the old state is invalid afterwards."""
-        return LayerwiseStep(self._functions, self.programs, self._numbers)(state, batch)
+        return _run_step(self._functions, self.programs, self._numbers, state, batch)
 
-    def evaluate(self, weights: TrainState, buffers: Nested, batch: Nested, compile: Compile | None = None) -> Any:
+    def dry_run_evaluation(
+        self, weights: Weights, buffers: Nested, batch: Nested, compile: Compile | None = None
+    ) -> MemoryTracker:
+        """Dry-run the evaluation of a batch, and compile its programs; return the memory it needs.
+
+        Args:
+            weights, buffers, batch: arrays or specs, see `evaluate`.
+            compile: replaces the function that compiles programs, from now on; None keeps it.
+        """
+        programs = self._evaluation_programs
+        programs.compile = compile or programs.compile
+        evaluate = partial(_evaluate, self._evaluation_functions, programs)
+        return programs.dry_run(evaluate, self._numbers, weights, buffers, batch)
+
+    def evaluate(self, weights: Weights, buffers: Nested, batch: Nested) -> Metrics:
         """Return sums over a batch, see `Program.evaluate`.
 
         Args:
-            weights, buffers, batch: arrays, or specs for a dry run; of the state only the groups parameter and frozen.
-            compile: compiles the programs of a dry run, whose memory is then returned instead of sums.
+            weights: all weights, by stage.
+            buffers: the model's buffers, by stage.
+            batch: arrays of the global batch.
         """
-        programs = self._evaluation
-        functions = self._scoring
-
-        def run(numbers: list[Any], *trees: Any) -> Metrics:
-            return Evaluation(functions, programs, numbers)(*trees)
-
-        trees = weights, buffers, batch
-        leaves = jax.tree.leaves(trees)
+        leaves, treedef = jax.tree.flatten((weights, buffers, batch))
         # Averaged weights (learner.ema) may be in another memory than the trained ones.
-        kinds = tuple(x.sharding.memory_kind for x in leaves if not compile)
-        key = jax.tree.structure(trees), kinds
-        if compile is not None or key not in self._evaluated:
-            programs.compile = compile or programs.compile
-            tracker = programs.dry_run(run, self._numbers, *trees)
+        key = treedef, tuple(x.sharding.memory_kind for x in leaves)
+        if key not in self._evaluated:
+            self.dry_run_evaluation(weights, buffers, batch)
             self._evaluated.add(key)
-            if compile is not None:
-                return tracker
-        return run(self._numbers, *trees)
+        return _evaluate(self._evaluation_functions, self._evaluation_programs, self._numbers, weights, buffers, batch)
+
+
+# --- the step, with arrays, or in a dry run with abstract arrays -----------------------------------------------------
+
+
+def _run_step(
+    functions: LayerFunctions, programs: Programs, numbers: list[Any], state: TrainState, batch: Nested
+) -> tuple[TrainState, Metrics]:
+    """Run a training step: microbatches forward and backward, the decision, and the update.
+
+    Args:
+        functions, programs: the computations, and the compiled programs that run them.
+        numbers: 0, 1, ... on the devices.
+        state: the training state, which is invalid afterwards.
+        batch: arrays of the global batch.
+    """
+    # The parts of stacks are replaced one by one below, in lists that belong to the step. The caller's state would
+    # keep the old parts alive.
+    state = TrainState(**{group: copy_containers(tree) for group, tree in state.items()})
+    counter = state.counter
+    updates_at_once = functions.memory.updates_at_once
+    weights = Weights(frozen=state.frozen, parameter=state.parameter)
+    runner = Runner(functions, programs, numbers, weights)
+    run = runner.run
+    updates = Updates(functions.updates, run, numbers, state)
+    decide = partial(run, "decide", functions.updates.decide, out=replicated_specs)
+
+    microbatch, total = _run_microbatches(runner, updates, state, batch)
+    # Created by a program, because a transfer from Python would make the step wait.
+    squares = run("zero", jnp.zeros_like, total.loss, out=replicated_specs)
+    if updates_at_once and functions.learner.clip_mode == "two_pass":
+        _, grad_stats = decide(total.loss, squares, counter)
+        grad_stats = BackwardPass(runner, updates, microbatch, grad_stats, measures=True).run()
+        assert grad_stats is not None
+        squares = grad_stats["squares"]
+    decision, grad_stats = decide(total.loss, squares, counter)
+    immediate = decision if updates_at_once else None
+    grad_stats = BackwardPass(runner, updates, microbatch, grad_stats, immediate).run()
+    assert grad_stats is not None
+    if not updates_at_once:
+        decision, _ = decide(total.loss, grad_stats["squares"], counter)
+        runner.loaded = None
+        updates.update_all(decision)
+
+    finish = partial(functions.updates.finish, at_once=updates_at_once)
+    new_counter, metrics = run("finish", finish, counter, decision, total, grad_stats, out=replicated_specs)
+    updates.finalize()
+    ok = grad_stats["ok"] if updates_at_once else decision.ok
+    for stage, new_buffers in microbatch.new_buffers.items():
+        select = partial(run, f"buffer {stage}", select_updated, ok, out=replicated_specs)
+        old_buffers = state.buffer[stage]
+        if isinstance(new_buffers, list):
+            state.buffer[stage] = list(map(select, new_buffers, old_buffers))
+        else:
+            state.buffer[stage] = select(new_buffers, old_buffers)
+    return replace(state, counter=new_counter), metrics
+
+
+def _run_microbatches(runner: Runner, updates: Updates, state: TrainState, batch: Nested) -> tuple[Microbatch, Out]:
+    """Run all microbatches forward, and all but the last one backward.
+
+    The last microbatch's gradients complete the sum, so its backward pass runs together with the decision.
+
+    Returns:
+        (the last microbatch, the sum of losses and metrics).
+    """
+    f = runner.functions
+    total: Out | None = None
+    microbatch: Microbatch | None = None
+    for number in range(f.learner.accumulate):
+        if microbatch is not None:
+            BackwardPass(runner, updates, microbatch, None).run()
+        buffers = state.buffer if microbatch is None else microbatch.new_buffers
+        inputs = Inputs(batch, state.counter, runner.numbers[number])
+        microbatch = Microbatch(inputs, buffers, copy_containers(buffers))
+        x, outs = forward(runner, microbatch)
+        residuals = microbatch.residuals
+        # Where layers are inverted, only the last layer's output is saved.
+        if f.residual_plan.inverts:
+            assert residuals[-1] is not None
+            residuals[-1] = residuals[-1].with_leaves(jax.tree.leaves(x))
+        last_group = f.residual_plan.groups[-1][0]
+        runner.run.request(UpdateUnit(STACK, last_group).key("kept"), residuals[last_group])
+        outs["head"] = run_head(runner, updates, microbatch, x)
+        del x
+        total = runner.run("total", f.updates.total, outs, total, out=replicated_specs)
+    assert microbatch is not None
+    assert total is not None
+    return microbatch, total
+
+
+def copy_containers(tree: Nested) -> Nested:
+    """Copy the containers of a tree, down to the lists of a stack's parts, but not its arrays."""
+    return {key: list(value) if isinstance(value, list) else value for key, value in tree.items()}
+
+
+# --- the evaluation --------------------------------------------------------------------------------------------------
+
+
+def _evaluate(
+    functions: LayerFunctions, programs: Programs, numbers: list[Any], weights: Weights, buffers: Nested, batch: Nested
+) -> Metrics:
+    """Return sums over a batch; see `_run_step` and `LayerPrograms.evaluate`."""
+    runner = Runner(functions, programs, numbers, weights)
+    head = UpdateUnit("head")
+    sums: Metrics = {}
+    for number in range(functions.learner.accumulate):
+        microbatch = Microbatch(Inputs(batch, {}, numbers[number]), buffers, copy_containers(buffers))
+        x, _ = forward(runner, microbatch)
+        variables = runner.take_variables(head, microbatch.buffers)
+        scores = runner.run("score", functions.score, variables, x, microbatch.inputs, out=replicated_specs)
+        # Dropped, because the next microbatch needs their memory.
+        del x, variables
+        sums = runner.add(sums, scores)
+    return sums
