@@ -298,8 +298,7 @@ def _prefill(
     """Compute the first new token of each row, and the cache of the prompts with room for `capacity` positions."""
     kind, capacity = static
     logits_BV, cache = read_prompts(forward, capacity, arrays, tokens_BS, first_B)
-    token_B = choose(kind, logits_BV, settings, jnp.int32(0))
-    return token_B, cache
+    return choose(kind, logits_BV, settings, jnp.int32(0)), cache
 
 
 def read_prompts(
@@ -358,8 +357,7 @@ def _extend(
 ) -> tuple[jax.Array, Nested]:
     """Read `count` more tokens after a cached prompt; returns the first new token of each row, and the cache."""
     logits_BV, cache = read_tokens(forward, arrays, cache, tokens_BS, position)
-    token_B = choose(kind, logits_BV, settings, jnp.int32(0))
-    return token_B, cache
+    return choose(kind, logits_BV, settings, jnp.int32(0)), cache
 
 
 def read_tokens(
