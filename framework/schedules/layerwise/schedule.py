@@ -2,7 +2,7 @@
 
 Dispatch is asynchronous: Python runs ahead of the devices, and norm, finiteness and metrics are scalars that stay
 there. The number of programs does not depend on the number of layers, so neither does the compile time. Each layer
-has its own arrays (`framework.schedules.stack_layout`), and updated arrays are donated. The programs of the previous and
+has its own arrays (`schedules.stack_layout`), and updated arrays are donated. The programs of the previous and
 the next layer move a layer's offloaded arrays (`programs.TransferQueue`). Nothing is sliced, so this also works on
 GPUs, whose compiler cannot slice host memory.
 
