@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, flatten, initialize, merge, store_leaf, unflatten
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.update_types import unflatten_like
+from plimsoll.framework.learner.state import unflatten_like
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.schedules.step import State, training_context
 

@@ -9,7 +9,7 @@ copy of all of it in another layout. While one step updates its leaves, the next
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from plimsoll.framework.layout import TensorSpec, fetch_leaf, store_leaf
-from plimsoll.framework.learner.update_types import Decision, slice_layer, write_layer
+from plimsoll.framework.learner.decisions import Decision
+from plimsoll.framework.learner.update import slice_layer, write_layer
 from plimsoll.framework.optimizers.rounding import BlockOrigin
 from plimsoll.framework.schedules.chunk_update import ChunkUpdate, Flat, FlatTrainState, FlatUpdate
 from plimsoll.framework.schedules.update_chunks import is_offloaded, num_blocks
@@ -185,9 +186,9 @@ class _ChunkLoop:
         """
         decision = self.decision
         if self.chunk.stacked:
-            decision = decision._replace(layer=decision.layer + self.start + step // self.blocks)
+            decision = replace(decision, layer=decision.layer + self.start + step // self.blocks)
         if self.chunk.rows:
-            decision = decision._replace(origin=self._origin(step))
+            decision = replace(decision, origin=self._origin(step))
         return decision
 
     def _origin(self, step: jax.Array) -> BlockOrigin:

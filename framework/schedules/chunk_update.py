@@ -9,14 +9,9 @@ from typing import Any, NamedTuple
 import jax
 
 from plimsoll.framework.layout import flatten, unflatten
-from plimsoll.framework.learner.update_types import (
-    Decision,
-    LayerTrainState,
-    LayerUpdate,
-    LayerUpdateFn,
-    ParamGroup,
-    update_all_layers,
-)
+from plimsoll.framework.learner.decisions import Decision
+from plimsoll.framework.learner.rules import ParamGroup
+from plimsoll.framework.learner.update import LayerTrainState, LayerUpdate, LayerUpdateFn, update_all_layers
 from plimsoll.framework.schedules.update_chunks import is_offloaded
 
 # Leaves, arrays or specs, by path.
@@ -85,7 +80,7 @@ class ChunkUpdate:
         """Update one layer, or one block of its rows."""
 
         def update(train_state: LayerTrainState, decision: Decision) -> LayerUpdate:
-            return self.update(*train_state, decision)
+            return self.update(train_state, decision)
 
         return self._apply(update, flat, decision)
 
@@ -96,6 +91,6 @@ class ChunkUpdate:
         entry_leaves = [flat.entry[path] for path in self.specs.entry]
         entry = jax.tree.unflatten(self.entry_structure, entry_leaves)
         # Optimizer state keeps its own structure (optax's NamedTuples); the others are nested dicts.
-        train_state = unflatten(flat.weights), unflatten(flat.grads), entry, unflatten(flat.average)
-        new_weights, new_entry, new_average = update(train_state, decision)
-        return FlatUpdate(flatten(new_weights), flatten(new_entry), flatten(new_average))
+        train_state = LayerTrainState(unflatten(flat.weights), unflatten(flat.grads), entry, unflatten(flat.average))
+        new = update(train_state, decision)
+        return FlatUpdate(flatten(new.weights), flatten(new.entry), flatten(new.average))

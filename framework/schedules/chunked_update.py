@@ -14,8 +14,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from plimsoll.framework.layout import Nested, flatten
+from plimsoll.framework.learner.decisions import Decision
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.update_types import Decision, LayerTrainState, LayerUpdate, ParamGroup, unflatten_like
+from plimsoll.framework.learner.rules import ParamGroup
+from plimsoll.framework.learner.state import unflatten_like
+from plimsoll.framework.learner.update import LayerTrainState, LayerUpdate
 from plimsoll.framework.schedules.chunk_loop import update_in_loop, update_in_shards
 from plimsoll.framework.schedules.chunk_update import ChunkUpdate, Flat, FlatTrainState, FlatUpdate
 from plimsoll.framework.schedules.update_chunks import UpdateChunk, split_into_chunks
@@ -46,15 +49,18 @@ def update_group(
         decision: see `Learner.decide`.
         index: index of the only layer to update; the gradients are then that layer's only. None updates all layers.
     """
-    old_weights, _, old_entry, old_average = train_state
     # Every chunk starts from the old counters; chunks that share a counter all write the same value.
-    old = FlatTrainState(*(flatten(part) for part in train_state))
-    flat_specs = FlatTrainState(*(flatten(part) for part in specs))
+    old, flat_specs = (
+        FlatTrainState(flatten(trees.weights), flatten(trees.grads), flatten(trees.entry), flatten(trees.average))
+        for trees in (train_state, specs)
+    )
     updated = FlatUpdate(old.weights, old.entry, old.average)
     # New weights of the chunks that were updated in a loop so far.
     updated_weights: list[Flat] = []
     for chunk in split_into_chunks(learner, group, specs):
-        prepared = _prepare_chunk(learner, mesh, group, chunk, old_entry, old, flat_specs, single=index is not None)
+        prepared = _prepare_chunk(
+            learner, mesh, group, chunk, train_state.entry, old, flat_specs, single=index is not None
+        )
         if chunk.by == "all" and index is None:
             chunk_group = replace(group, paths=chunk.paths)
             new = prepared.update.update_at_once(chunk_group, prepared.leaves, decision)
@@ -64,10 +70,11 @@ def update_group(
             updated = updated._replace(weights=updated.weights | last_but_one)
             updated_weights.append(new.weights)
         updated = FlatUpdate(*(leaves | new_leaves for leaves, new_leaves in zip(updated, new, strict=True)))
-    new_weights = unflatten_like(old_weights, updated.weights)
-    new_entry = unflatten_like(old_entry, updated.entry)
-    new_average = unflatten_like(old_average, updated.average)
-    return new_weights, new_entry, new_average
+    return LayerUpdate(
+        unflatten_like(train_state.weights, updated.weights),
+        unflatten_like(train_state.entry, updated.entry),
+        unflatten_like(train_state.average, updated.average),
+    )
 
 
 def _update_in_loop(

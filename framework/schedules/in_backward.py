@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from plimsoll.framework.layout import Nested, StateLayout
+from plimsoll.framework.learner.decisions import Decision
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.update_types import Decision, LayerTrainState, LayerUpdate, LayerUpdateFn, ParamGroup
+from plimsoll.framework.learner.rules import ParamGroup
+from plimsoll.framework.learner.update import LayerTrainState, LayerUpdate, LayerUpdateFn
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.schedules.backward import forward
 from plimsoll.framework.schedules.backward_hooks import BackwardState, GradientHook, LayerHooks
@@ -108,7 +110,7 @@ def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memo
         grad_stats = _get_grad_stats(backward_state)
         decision = with_grad_stats(decision, grad_stats)
         metrics = {**out.metrics, "updated_units": grad_stats["updated"]}
-        update = backward_state["parameter"], backward_state["optimizer"], backward_state["ema"]
+        update = LayerUpdate(backward_state["parameter"], backward_state["optimizer"], backward_state["ema"])
         return finish(
             learner, state, update, decision, loss, replace(out, metrics=metrics), frozen=backward_state["frozen"]
         )
@@ -179,20 +181,20 @@ class _UpdateHook:
             return update_group(learner, self.layout.mesh, group, train_state, specs, decision, index)
 
         with jax.named_scope("update"):
-            params, optimizer, ema = learner.update(
+            new = learner.update(
                 backward_state["parameter"],
                 {stage: grads},
                 backward_state["optimizer"],
                 backward_state["ema"],
-                self.decision._replace(ok=finite_check.ok),
+                replace(self.decision, ok=finite_check.ok),
                 run,
                 stage,
             )
         updated = {
             **backward_state,
-            "parameter": params,
-            "optimizer": optimizer,
-            "ema": ema,
+            "parameter": new.weights,
+            "optimizer": new.entry,
+            "ema": new.average,
             **add_grad_stats(_get_grad_stats(backward_state), finite_check),
         }
         # The new state waits here until the next iteration of the loop stores it.

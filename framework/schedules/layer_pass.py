@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from plimsoll.framework.layers.base import Context, Out
 from plimsoll.framework.layout import MeshAxes, Nested, fetch_leaf, flatten, unflatten
-from plimsoll.framework.learner.update_types import slice_layer
+from plimsoll.framework.learner.update import slice_layer
 from plimsoll.framework.schedules.backward_hooks import BackwardState
 from plimsoll.framework.schedules.layer_computation import (
     Carry,

@@ -12,23 +12,17 @@ state of two layers on the device, whereas `memory.prefetch = piece` keeps two c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 
 from plimsoll.framework.layout import Nested, StateLayout, fetch_leaf, flatten, store_leaf
+from plimsoll.framework.learner.decisions import Decision
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.update_types import (
-    Decision,
-    LayerTrainState,
-    LayerUpdate,
-    LayerUpdateFn,
-    ParamGroup,
-    slice_layer,
-    unflatten_like,
-    write_layer,
-)
+from plimsoll.framework.learner.rules import ParamGroup
+from plimsoll.framework.learner.state import unflatten_like
+from plimsoll.framework.learner.update import LayerTrainState, LayerUpdate, LayerUpdateFn, slice_layer, write_layer
 from plimsoll.framework.schedules.streamed import train_state_specs
 
 Flat = dict[str, Any]
@@ -157,28 +151,27 @@ class OptimizerPrefetch:
             (new stacks of weights, optimizer state and averages, in which moved leaves still have their old values;
             the layer's new moved leaves, to be stored later).
         """
-        weights, layer_grads, entry, average = train_state
         weight_specs, entry_specs, average_specs = self._specs(group)
         arrived = state.groups[group.label]
         index = state.index
-        new_weights, new_entry, new_average = update(
+        layer_state = LayerTrainState(
             # Offloaded weights are fetched here: they are prefetched only if everything is, on CPU.
-            _fetch_layer(weight_specs, weights, arrived.weights, index),
-            layer_grads,
-            _fetch_layer(entry_specs, entry, arrived.entry, index),
-            _fetch_layer(average_specs, average, arrived.average, index),
-            decision._replace(layer=decision.layer + index),
+            weights=_fetch_layer(weight_specs, train_state.weights, arrived.weights, index),
+            grads=train_state.grads,
+            entry=_fetch_layer(entry_specs, train_state.entry, arrived.entry, index),
+            average=_fetch_layer(average_specs, train_state.average, arrived.average, index),
         )
+        new = update(layer_state, replace(decision, layer=decision.layer + index))
         # Leaves that stay on the device are written immediately; moved leaves are written in the next iteration.
-        new_stacks = (
-            _write_resident(weight_specs, weights, new_weights, arrived.weights, index),
-            _write_resident(entry_specs, entry, new_entry, arrived.entry, index),
-            _write_resident(average_specs, average, new_average, arrived.average, index),
+        new_stacks = LayerUpdate(
+            _write_resident(weight_specs, train_state.weights, new.weights, arrived.weights, index),
+            _write_resident(entry_specs, train_state.entry, new.entry, arrived.entry, index),
+            _write_resident(average_specs, train_state.average, new.average, arrived.average, index),
         )
         leaving = MovedLeaves(
-            _select_moved(new_weights, arrived.weights),
-            _select_moved(new_entry, arrived.entry),
-            _select_moved(new_average, arrived.average),
+            _select_moved(new.weights, arrived.weights),
+            _select_moved(new.entry, arrived.entry),
+            _select_moved(new.average, arrived.average),
         )
         return new_stacks, leaving
 
@@ -223,8 +216,8 @@ class OptimizerPrefetch:
 
     def _specs(self, group: ParamGroup) -> tuple[Nested, Nested, Nested]:
         """Return the specs of the stacks of weights, of optimizer state and of averages."""
-        weight_specs, _, entry_specs, average_specs = train_state_specs(self.layout, self.learner, group, {})
-        return weight_specs, entry_specs, average_specs
+        specs = train_state_specs(self.layout, self.learner, group, {})
+        return specs.weights, specs.entry, specs.average
 
     def _stacks(self, backward_state: Nested, group: ParamGroup) -> MovedLeaves:
         """Return all stacks of a group's weights and state, moved or not."""

@@ -22,7 +22,7 @@ from plimsoll.framework.layers import grad_accumulation, remat
 from plimsoll.framework.layers.base import Context, Out
 from plimsoll.framework.layers.stack import Stack
 from plimsoll.framework.layout import Nested, merge
-from plimsoll.framework.learner.update_types import slice_layer
+from plimsoll.framework.learner.update import slice_layer
 from plimsoll.framework.schedules.backward_hooks import BackwardHooks, BackwardState
 from plimsoll.framework.schedules.layer_computation import Carry, Cotangent, LayerComputation
 from plimsoll.framework.schedules.layer_pass import Flat, LayerPass, PlacedResiduals, move_leaves, select_stacks

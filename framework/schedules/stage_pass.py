@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from plimsoll.framework.layers.base import Context, Out
 from plimsoll.framework.layout import Nested, StateLayout, fetch_leaf, flatten, merge, unflatten
-from plimsoll.framework.learner.update_types import slice_layer
+from plimsoll.framework.learner.update import slice_layer
 from plimsoll.framework.models.chain import Chain, StageSpecs
 from plimsoll.framework.schedules.backward_hooks import BackwardState
 from plimsoll.framework.schedules.gradients import (

@@ -19,16 +19,10 @@ import jax.numpy as jnp
 
 from plimsoll.framework.layers.base import Context, Out
 from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, fetch_leaf, store_leaf
+from plimsoll.framework.learner.decisions import Decision
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.update_types import (
-    Decision,
-    LayerTrainState,
-    LayerUpdate,
-    LayerUpdateFn,
-    ParamGroup,
-    slice_layer,
-    write_layer,
-)
+from plimsoll.framework.learner.rules import ParamGroup
+from plimsoll.framework.learner.update import LayerTrainState, LayerUpdate, LayerUpdateFn, slice_layer, write_layer
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.schedules import after_backward
 from plimsoll.framework.schedules.backward import forward
@@ -73,7 +67,7 @@ def train_state_specs(layout: StateLayout, learner: Learner, group: ParamGroup, 
     # Optimizer state is already keyed by stage and group; the others are selected from trees of all parameters.
     entry = specs["optimizer"][group.stage][group.label]
     average = learner.select(specs["ema"], group) if specs["ema"] else {}
-    return weights, gradients, entry, average
+    return LayerTrainState(weights, gradients, entry, average)
 
 
 def check(layout: StateLayout, memory: Memory, platform: str) -> None:

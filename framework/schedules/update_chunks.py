@@ -14,7 +14,8 @@ import jax
 
 from plimsoll.framework.layout import TensorSpec, flatten
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.update_types import LayerTrainState, ParamGroup
+from plimsoll.framework.learner.rules import ParamGroup
+from plimsoll.framework.learner.update import LayerTrainState
 from plimsoll.framework.optimizers.update_locality import UpdateLocality
 
 # Maximum number of elements in a row block.
@@ -54,8 +55,7 @@ def split_into_chunks(learner: Learner, group: ParamGroup, specs: LayerTrainStat
     layer_specs = flatten(learner.layer_specs(group))
     large_paths = [path for path in group.paths if path in moved_paths or _is_large(layer_specs[path])]
     small_paths = tuple(path for path in group.paths if path not in large_paths)
-    weights, _, _, _ = specs
-    weight_specs = flatten(weights)
+    weight_specs = flatten(specs.weights)
     is_stacked = group.length is not None
     chunks = []
     if small_paths:
@@ -86,9 +86,8 @@ def num_blocks(shape: tuple[int, ...]) -> int:
 
 def _find_offloaded_paths(specs: LayerTrainState) -> set[str]:
     """Return the paths of the parameters whose weights, gradients, optimizer state or averages are in host memory."""
-    weights, grads, entry, average = specs
-    paths: set[Any] = {spec.owner for spec in jax.tree.leaves(entry) if is_offloaded(spec)}
-    for part in (weights, grads, average):
+    paths: set[Any] = {spec.owner for spec in jax.tree.leaves(specs.entry) if is_offloaded(spec)}
+    for part in (specs.weights, specs.grads, specs.average):
         for path, spec in flatten(part).items():
             if is_offloaded(spec):
                 paths.add(path)

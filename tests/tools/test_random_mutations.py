@@ -8,7 +8,11 @@ import pytest
 from tools import random_mutations
 from tools.random_mutations import RandomMutation
 
-FILES = ["framework/learner/clipping.py", "framework/plan/device_budget.py", "framework/schedules/layer_computation.py"]
+FILES = [
+    "framework/learner/decisions.py",
+    "framework/plan/device_budget.py",
+    "framework/schedules/layer_computation.py",
+]
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from plimsoll.framework.layout import Nested
-from plimsoll.framework.learner.update_types import Decision
+from plimsoll.framework.learner.decisions import Decision
 from plimsoll.framework.schedules.gradients import GradStats
 from plimsoll.framework.schedules.layer_computation import Carry, Cotangent
 from plimsoll.framework.schedules.layerwise.functions import LayerFunctions
@@ -194,7 +194,7 @@ class LayerwiseBackward(Pass[LayerFunctions]):
             # The layer's weights are still on the device from its backward pass.
             params = self.loaded.weights["parameter"]
             self.loaded = NO_LAYER
-        self.updates.update(update_unit, grads, purpose.decision._replace(ok=grad_stats["ok"]), params)
+        self.updates.update(update_unit, grads, replace(purpose.decision, ok=grad_stats["ok"]), params)
 
     # --- programs of the backward pass -------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from plimsoll.framework.layout import Nested
-from plimsoll.framework.learner.update_types import Decision, select_updated
+from plimsoll.framework.learner.decisions import Decision
+from plimsoll.framework.learner.update import select_updated
 from plimsoll.framework.schedules.gradients import GradStats
 from plimsoll.framework.schedules.layerwise.backward_pass import BackwardStart, LayerwiseBackward, Purpose
 from plimsoll.framework.schedules.layerwise.passes import NO_LAYER, copy_containers

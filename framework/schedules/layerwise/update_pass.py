@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from plimsoll.framework.layout import Nested
-from plimsoll.framework.learner.update_types import Decision
+from plimsoll.framework.learner.decisions import Decision
 from plimsoll.framework.schedules.layerwise.functions import LayerFunctions
 from plimsoll.framework.schedules.layerwise.transfers import TransferQueue
 from plimsoll.framework.schedules.layerwise.update_units import UpdateUnit
@@ -87,7 +88,7 @@ class UpdatePass:
             params: its trainable parameters, if they are already on the device.
         """
         if update_unit.index is not None:
-            decision = decision._replace(layer=self.numbers[update_unit.index])
+            decision = replace(decision, layer=self.numbers[update_unit.index])
         run = self.run
         stored_params = update_unit.select(self.state["parameter"])
         stored_state = self._get_stored_state(update_unit)
