@@ -68,11 +68,6 @@ class Clipping:
     mode: ClipMode | None
 
     @property
-    def keeps_norms(self) -> bool:
-        """Return whether the optimizer state has each tensor's gradient norm of the previous step."""
-        return self.mode == "norm_growth"
-
-    @property
     def needs_all_gradients(self) -> bool:
         """Return whether no layer can be clipped before the gradients of all layers are known."""
         return self.mode is not None and self.mode not in _LAYERWISE_MODES

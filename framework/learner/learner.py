@@ -196,7 +196,6 @@ class Learner:
         Args:
             offloaded: names of the stages whose large buffers are in host memory.
         """
-
         buffers = {}
         for path, spec in flatten(self.specs).items():
             dtype = spec.dtype if self.accumulate == 1 else self.gradient_dtype(spec)
@@ -255,7 +254,7 @@ class Learner:
             layer_specs=make_layer_specs(specs, group, self._precision),
             optimizer=self._instances[group.stage, group.label].optimizer,
             precision=self._precision,
-            keeps_norms=self.clipping.keeps_norms,
+            keeps_norms=self.clipping.mode == "norm_growth",
         )
 
     def init(self, precise: Nested) -> LayerUpdate:

@@ -18,8 +18,7 @@ from plimsoll.framework.config import Config
 from plimsoll.framework.layout import Nested, flatten
 from plimsoll.framework.learner.rules import DEFAULT
 from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation, add_partition
-from plimsoll.framework.optimizers.update_dependence import proves_independence
-from plimsoll.framework.optimizers.update_locality import UpdateLocality, probe
+from plimsoll.framework.optimizers.update_locality import UpdateLocality, probe, proves_independence
 
 # The learning rate as a function of the number of previous updates.
 LearningRate = Callable[[ArrayLike], jax.Array]

@@ -90,26 +90,18 @@ def label(specs: Nested, optimizer: Config, rules: list[Rule]) -> tuple[dict[str
         rule_label = FROZEN
         if not rule.freeze:
             rule_label = f"rule{index}"
-            configs[rule_label] = _resolve_optimizer(rule, optimizer, f"learner.rules.{index}")
+            if rule.optimizer is not None:
+                config = rule.optimizer
+                check_arguments(config, f"learner.rules.{index}.optimizer")
+            else:
+                config = optimizer.copy()
+                for field, value in rule.set.items():
+                    config.set_path(field, value)
+                check_arguments(config, f"learner.rules.{index}.set")
+            configs[rule_label] = config
         labels |= dict.fromkeys(undecided, rule_label)
         decided_by |= dict.fromkeys(undecided, index)
     return labels, configs
-
-
-def _resolve_optimizer(rule: Rule, default: Config, path: str) -> Config:
-    """Return the config of a rule's optimizer.
-
-    Raises:
-        ConfigError: a field that the optimizer does not have, or a value that it does not support.
-    """
-    if rule.optimizer is not None:
-        check_arguments(rule.optimizer, f"{path}.optimizer")
-        return rule.optimizer
-    config = default.copy()
-    for field, value in rule.set.items():
-        config.set_path(field, value)
-    check_arguments(config, f"{path}.set")
-    return config
 
 
 def _format_shadowing_error(index: int, rules: list[Rule], matched: list[str], decided_by: dict[str, int]) -> str:

@@ -14,8 +14,7 @@ from plimsoll.framework.config import config_for
 from plimsoll.framework.layout import ParameterSpec, unflatten
 from plimsoll.framework.learner import optimizer_instances
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.optimizers.update_dependence import proves_independence
-from plimsoll.framework.optimizers.update_locality import probe
+from plimsoll.framework.optimizers.update_locality import probe, proves_independence
 from plimsoll.framework.program.program import Program
 from tests.support import updates
 
