@@ -62,6 +62,8 @@ def main(argv: list[str]) -> int:
         results["choices"] = scores
         print(f"{args.choices}: " + ", ".join(f"{name} {value:.4g}" for name, value in scores.items()))
     if args.tasks:
+        from plimsoll.launch import harness
+
         tasks = args.tasks.split(",")
         results["tasks"] = harness.evaluate(loaded, model.scorer, tasks, args.task_path, args.limit)
     if args.json:

@@ -207,6 +207,7 @@ def _rows(configs: dict[str, Config], target: Any, rounds: int) -> Iterator[Dept
         programs[name] = program = Program(config.instantiate(), target.devices())
         if target.available_devices:  # measure exactly the program that runs
             stats, offloaded = program.jit_step.compiled_step.memory_analysis(), HostBytes()
+            assert stats is not None
             peak, argument = (
                 peak_bytes(stats, target.platform, offloaded),
                 split_device_bytes(stats, target.platform, offloaded).arguments,

@@ -43,7 +43,7 @@ MUTATIONS = (
     ),
     Mutation(
         "skip bias correction",
-        "framework/learner/precision.py",
+        "framework/learner/state.py",
         "lambda new, old: new.astype(old.dtype), state",
         "lambda new, old: new.astype(old.dtype) if new.dtype.kind == 'f' else old + 1000, state",
         ("tests/learner",),
@@ -100,7 +100,7 @@ MUTATIONS = (
     Mutation(
         "the noise of a block's own rows",
         "framework/schedules/chunked_update.py",
-        "decision._replace(origin=self._origin(step))",
+        "replace(decision, origin=self._origin(step))",
         "decision",
         ("tests/schedules/test_rounding.py",),
     ),

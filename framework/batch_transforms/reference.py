@@ -19,7 +19,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from plimsoll.framework.batch_transforms.auxiliary_model import (
     AuxiliaryForward,
@@ -186,7 +186,7 @@ class Reference(BatchTransform):
         """See `BatchTransform`: the weights of an offloaded reference."""
         return self._get_other_model(program).offloaded_bytes if self.choice.kind == "offloaded" else 0
 
-    def passes(self, experiment: Experiment, mesh: Mesh) -> ForwardCost:
+    def passes(self, experiment: Experiment, mesh: Mesh | AbstractMesh) -> ForwardCost:
         """See `BatchTransform`: one forward pass; adapter_off runs it with the run's own weights."""
         kind = self.choice.kind
         if kind == "adapter_off":

@@ -17,7 +17,7 @@ from typing import Literal
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from plimsoll.framework.batch_transforms.answers import (
     SamplingTimer,
@@ -259,7 +259,7 @@ class Rollouts(BatchTransform):
         self._timer.end()
         return arrays
 
-    def passes(self, experiment: Experiment, mesh: Mesh) -> ForwardCost:
+    def passes(self, experiment: Experiment, mesh: Mesh | AbstractMesh) -> ForwardCost:
         """See `BatchTransform`: token-by-token sampling of the answers, then the reference's pass over them."""
         sampling = estimate_sampling(experiment, mesh, answer_tokens=_prompts(experiment).answer_tokens)
         if self.reference is None:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from plimsoll.framework.batch_transforms.auxiliary_model import AuxiliaryModel, auxiliary_experiment, estimate_forward
 from plimsoll.framework.batch_transforms.teacher_files import TeacherRows, row_key
@@ -186,7 +186,7 @@ class Teacher(BatchTransform):
         """See `BatchTransform`: the offloaded weights of a live teacher."""
         return self._get_live_model(program).offloaded_bytes if self.kind == "live" else 0
 
-    def passes(self, experiment: Experiment, mesh: Mesh) -> ForwardCost:
+    def passes(self, experiment: Experiment, mesh: Mesh | AbstractMesh) -> ForwardCost:
         """See `BatchTransform`: the forward pass of a live teacher."""
         if self.kind == "stored":
             return ForwardCost()

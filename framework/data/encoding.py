@@ -91,7 +91,8 @@ class _Forks(ForkContext):
         super().__init__()
         self.processes: list[BaseProcess] = []
 
-    def Process(self, *args: Any, **kwargs: Any) -> BaseProcess:
+    # A class there, a method here: every caller only calls it.
+    def Process(self, *args: Any, **kwargs: Any) -> BaseProcess:  # pyright: ignore[reportIncompatibleVariableOverride]
         process = ForkProcess(*args, **kwargs)
         self.processes.append(process)
         return process

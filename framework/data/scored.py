@@ -49,7 +49,7 @@ class LabeledSource(SequenceSource):
         if len(set(classes)) != len(classes):
             raise ValueError(f"classes = {classes}: expected different names")
         self.paths = paths
-        self.classes: list[str] = classes
+        self.classes: list[str] = classes  # pyright: ignore[reportIncompatibleVariableOverride]
         self.split = split
         self.validation_fraction = validation_fraction
         self.append_eos = append_eos

@@ -250,7 +250,7 @@ class NoTokenizer(Tokenizer):
             raise ValueError("NoTokenizer cannot tokenize the text of data.source; use ByteTokenizer or BPETokenizer")
 
     @property
-    def table(self) -> list[bytes]:
+    def table(self) -> list[bytes]:  # pyright: ignore[reportIncompatibleVariableOverride]
         raise ValueError("data.tokenizer is NoTokenizer: its ids represent no text (check `has_text` first)")
 
 

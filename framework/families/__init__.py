@@ -240,6 +240,7 @@ def export_config(model: Config, published: dict[str, object] | None = None) -> 
     # Try the published file first, in all families: it may hold fields that we do not write, and fused tensors, where
     # another family stores the same model in different files.
     candidates = (published, None) if published else (None,)
+    facts: dict[str, object] = {}
     for candidate in candidates:
         for family_class in FAMILIES:
             family = family_class()

@@ -79,7 +79,7 @@ class Workdir:
         # The state to restore if the start is refused.
         self._footprint: Footprint | None = None
         # Cancels the release of the directory on a signal.
-        self._cancel_release: Callable[[], None] = lambda: None
+        self._cancel_release: Callable[[], object] = lambda: None
         # For a URL, `Mirror.claim` finds out whether it can be written.
         if self.mirror is not None:
             return

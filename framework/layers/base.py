@@ -301,14 +301,14 @@ class Layer:
         raise NotImplementedError(f"{type(self).__name__}.apply")
 
     def branch(
-        self, name: str, weights: Nested, x: jax.Array, ctx: Context, layer_state: Nested
+        self, name: str, weights: Nested, x_BSD: jax.Array, ctx: Context, layer_state: Nested
     ) -> tuple[jax.Array, Out]:
-        """Return the output of one of `branches`, in the compute dtype, to be added to x.
+        """Return the output of one of `branches`, in the compute dtype, to be added to x_BSD.
 
         Args:
             name: name of the branch.
             weights: the layer's weights; those of the children that the branch uses are enough.
-            x: the residual stream.
+            x_BSD: the residual stream.
             ctx: the layer's context.
             layer_state: the layer's buffers.
         """

@@ -11,31 +11,40 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Container, Iterable
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
 from plimsoll.framework.config import Config, DType, Fraction, PositiveFloat, PositiveInt, component
 from plimsoll.framework.layers.layer_range import LayerRange
-from plimsoll.framework.layout import Nested, ParameterSpec, TensorSpec, flatten, move_to_host, unflatten
-from plimsoll.framework.learner import decisions, groups, initialization, optimizer_instances
-from plimsoll.framework.learner.clipping import ClipMode, Clipping
-from plimsoll.framework.learner.precision import Precision
-from plimsoll.framework.learner.rules import Optimizer, label
-from plimsoll.framework.learner.state import GroupState, layer_specs, spec_like
-from plimsoll.framework.learner.update import GroupUpdate
-from plimsoll.framework.learner.update_locality import check_independent_updates, measure_update_locality
-from plimsoll.framework.learner.update_types import (
-    Decision,
-    LayerTrainState,
-    LayerUpdate,
-    LayerUpdateFn,
-    ParamGroup,
-    unflatten_like,
-    update_all_layers,
+from plimsoll.framework.layout import (
+    Nested,
+    OptStateSpec,
+    ParameterSpec,
+    PyTree,
+    TensorSpec,
+    flatten,
+    move_to_host,
+    unflatten,
 )
-from plimsoll.framework.optimizers.rounding import Rounding, check_dtypes
+from plimsoll.framework.learner import optimizer_instances
+from plimsoll.framework.learner.decisions import ClipMode, Clipping, Decision, SpikeDetector
+from plimsoll.framework.learner.rules import (
+    FROZEN,
+    Optimizer,
+    ParamGroup,
+    label,
+    make_groups,
+    split_stack_specs,
+    unstack,
+)
+from plimsoll.framework.learner.state import GroupState, Precision, make_layer_specs, unflatten_like
+from plimsoll.framework.learner.update import LayerTrainState, LayerUpdate, LayerUpdateFn, update_all_layers
+from plimsoll.framework.optimizers.rounding import Rounding, check_dtypes, fold
 from plimsoll.framework.optimizers.update_locality import UpdateLocality
 
 
@@ -78,6 +87,10 @@ class Learner:
             deviation are moving averages over about a hundred updates; the first twenty updates are never skipped.
 
     Attributes:
+        specs, frozen_specs: specs of the trainable and of the frozen parameters, by stage.
+        groups: the groups of trainable parameters.
+        draws: whether updates draw noise.
+        clipping, spikes: how gradients are clipped, and which losses are skipped.
         learning_rates: learning rates to report, by the optimizer's label: "default", and "rule0" for `rules.0` if
             its rate differs.
     """
@@ -123,32 +136,26 @@ class Learner:
             None if moment_dtype is None else jnp.dtype(moment_dtype),
         )
         self.clipping = Clipping(clip, self.clip_mode)
-        self._spikes = decisions.SpikeDetector(spike)
+        self.spikes = SpikeDetector(spike)
+
+        # The parameters: trainable or frozen, and the optimizer's label of each.
         labels, configs = label(specs, optimizer, [rule.instantiate() for rule in rules])
-        divided = groups.split_frozen(specs, labels)
-        self.specs = divided.trainable
-        self.frozen_specs = divided.frozen
-        self._set_optimizers(labels, configs)
-
-    def _set_optimizers(self, labels: dict[str, str], configs: dict[str, Config]) -> None:
-        """Instantiate the optimizers and fit each to the parameters of its groups.
-
-        Args:
-            labels: by path, the label of the parameter's optimizer, or FROZEN.
-            configs: by label, the optimizer's config.
-
-        Raises:
-            ValueError: no parameter is trainable, or weights of their dtype cannot be rounded as requested.
-        """
-        learning_rates = {name: optimizer_instances.get_learning_rate(config) for name, config in configs.items()}
+        flat_specs = flatten(specs)
+        self.specs = unflatten({path: flat_specs[path] for path, name in labels.items() if name != FROZEN})
+        self.frozen_specs = unflatten({path: flat_specs[path] for path, name in labels.items() if name == FROZEN})
         if not self.specs:
             raise ValueError("learner.rules freeze every parameter; nothing would be trained")
-        rounding = self._precision.rounding
         check_dtypes(rounding, {spec.dtype for spec in jax.tree.leaves(self.specs)})
-        self.groups = groups.make_groups(self.specs, labels, across_stages=self.scope == "model")
+        self.groups = make_groups(self.specs, labels, across_stages=scope == "model")
+
+        # The optimizers, each fitted to the parameters of its groups.
+        learning_rates = {name: optimizer_instances.get_learning_rate(config) for name, config in configs.items()}
         labels_in_use = {group.label for group in self.groups}
         self.learning_rates = optimizer_instances.distinct_learning_rates(configs, learning_rates, labels_in_use)
-        specs_by_group = {(group.stage, group.label): self.layer_specs(group) for group in self.groups}
+        specs_by_group = {}
+        for group in self.groups:
+            group_specs = self.select(self.specs, group)
+            specs_by_group[group.stage, group.label] = make_layer_specs(group_specs, group, self._precision)
         self._instances = optimizer_instances.make_instances(configs, learning_rates, specs_by_group)
         draws = any(instance.optimizer.draws for instance in self._instances.values())
         self.draws = self._precision.draws or draws
@@ -160,21 +167,26 @@ class Learner:
             layer_ranges: the layer ranges; those of one stack are in order.
         """
         learner = copy.copy(self)
-        learner.specs = groups.split_into_ranges(self.specs, layer_ranges)
-        learner.frozen_specs = groups.split_into_ranges(self.frozen_specs, layer_ranges)
-        learner.groups = groups.split_groups(self.groups, layer_ranges)
+        learner.specs = split_stack_specs(self.specs, layer_ranges)
+        learner.frozen_specs = split_stack_specs(self.frozen_specs, layer_ranges)
+        learner.groups = []
         learner._instances = dict(self._instances)
-        for layer_range in layer_ranges:
-            for (stage, group_label), instance in self._instances.items():
-                if stage == layer_range.home:
-                    learner._instances[layer_range.name, group_label] = instance
+        for group in self.groups:
+            group_ranges = [layer_range for layer_range in layer_ranges if layer_range.home == group.stage]
+            if not group_ranges:
+                learner.groups.append(group)
+            for layer_range in group_ranges:
+                name = layer_range.name
+                range_group = replace(group, stage=name, length=layer_range.count, layer_range=layer_range)
+                learner.groups.append(range_group)
+                learner._instances[name, group.label] = self._instances[group.stage, group.label]
         return learner
 
     # --- state: specs and initialization -----------------------------------------------------------------------------
 
-    def gradient_dtype(self, spec: ParameterSpec) -> Any:
+    def gradient_dtype(self, spec: ParameterSpec) -> np.dtype:
         """Return the dtype in which gradients are summed over microbatches: that of the update, at least float32."""
-        return self._precision.gradient_dtype(spec)
+        return self._precision.sum_dtype(spec)
 
     def gradient_specs(self, offloaded: Container[str] = ()) -> Nested:
         """Return the specs of buffers for all gradients.
@@ -184,13 +196,11 @@ class Learner:
         Args:
             offloaded: names of the stages whose large buffers are in host memory.
         """
-
-        def buffer(spec: ParameterSpec) -> TensorSpec:
+        buffers = {}
+        for path, spec in flatten(self.specs).items():
             dtype = spec.dtype if self.accumulate == 1 else self.gradient_dtype(spec)
-            return TensorSpec(spec.shape, dtype, spec.mesh_axes)
-
-        buffers = unflatten({path: buffer(spec) for path, spec in flatten(self.specs).items()})
-        return self._offload_stages(buffers, offloaded)
+            buffers[path] = TensorSpec(spec.shape, dtype, spec.mesh_axes)
+        return self._offload_stages(unflatten(buffers), offloaded)
 
     def _offload_stages(self, tree: Nested, offloaded: Container[str]) -> Nested:
         """Move the large leaves of some stages to host memory.
@@ -230,58 +240,78 @@ class Learner:
         if self.ema is None:
             return {}
 
-        def average(spec: ParameterSpec) -> TensorSpec:
-            return spec_like(spec, self._precision.average_dtype(spec))
-
-        return self._offload_stages(jax.tree.map(average, self.specs), offloaded)
+        averages = {}
+        for path, spec in flatten(self.specs).items():
+            averages[path] = OptStateSpec(spec.shape, self._precision.sum_dtype(spec), spec.mesh_axes)
+        return self._offload_stages(unflatten(averages), offloaded)
 
     def get_group_state(self, group: ParamGroup) -> GroupState:
         """Return the optimizer state of a group, or of some of a group's parameters."""
+        specs = self.select(self.specs, group)
         return GroupState(
-            group,
-            self.select(self.specs, group),
-            self._instances[group.stage, group.label].optimizer,
-            self._precision,
-            self.clipping.keeps_norms,
+            group=group,
+            specs=specs,
+            layer_specs=make_layer_specs(specs, group, self._precision),
+            optimizer=self._instances[group.stage, group.label].optimizer,
+            precision=self._precision,
+            keeps_norms=self.clipping.mode == "norm_growth",
         )
 
     def init(self, precise: Nested) -> LayerUpdate:
-        """Return (trainable parameters, optimizer state, averages).
+        """Return the initial parameters, optimizer state and averages.
 
         Args:
             precise: freshly initialized trainable parameters, not cast.
         """
         leaves = self.init_part(flatten(precise))
-        params = unflatten_like(self.specs, leaves["parameter"])
-        optimizer = unflatten_like(self.optimizer_specs(), leaves["optimizer"])
-        ema = unflatten_like(self.ema_specs(), leaves["ema"])
-        return params, optimizer, ema
+        return LayerUpdate(
+            weights=unflatten_like(self.specs, leaves["parameter"]),
+            entry=unflatten_like(self.optimizer_specs(), leaves["optimizer"]),
+            average=unflatten_like(self.ema_specs(), leaves["ema"]),
+        )
 
     def init_part(
         self, precise: dict[str, jax.Array], *, single_layer: bool = False
     ) -> dict[str, dict[str, jax.Array]]:
         """Initialize the state of some of the parameters, as `init` does.
 
+        The model is initialized part by part, so that its initial values never all exist in full precision together.
+
         Args:
-            precise: initial values by path, for one of the parts of `init_parts` or for all parameters.
+            precise: initial values by path, float32 or wider, for one of the parts of `init_parts` or for all
+                parameters.
             single_layer: whether the arrays are one layer's, without the leading axis.
 
         Returns:
             {"parameter": ..., "optimizer": ..., "ema": ...}, each by path.
         """
-        parts = groups.restrict_groups(self.groups, precise)
-        return initialization.init_part(
-            precise,
-            [self.get_group_state(group) for group in parts],
-            self.specs,
-            self._precision,
-            keeps_averages=self.ema is not None,
-            single_layer=single_layer,
-        )
+        flat_specs = flatten(self.specs)
+        precision = self._precision
+        weights = {path: x.astype(precision.update_dtype(flat_specs[path])) for path, x in precise.items()}
+        optimizer: dict[str, jax.Array] = {}
+        for group in self.groups:
+            paths = tuple(path for path in group.paths if f"{group.path_prefix}{path}" in precise)
+            if not paths:
+                continue
+            part = replace(group, paths=paths)
+            is_stacked = group.length is not None and not single_layer
+            optimizer |= self.get_group_state(part).init(self.select(unflatten(weights), part), stacked=is_stacked)
+        params = {path: x.astype(flat_specs[path].dtype) for path, x in precise.items()}
+        averages = {}
+        if self.ema is not None:
+            averages = {path: x.astype(precision.sum_dtype(flat_specs[path])) for path, x in weights.items()}
+        return {"parameter": params, "optimizer": optimizer, "ema": averages}
 
     def init_parts(self) -> list[tuple[str, ...]]:
         """Return the paths of trainable parameters for calls of `init_part`, in the smallest possible parts."""
-        return initialization.init_parts([self.get_group_state(group) for group in self.groups])
+        parts = []
+        for group in self.groups:
+            paths = tuple(f"{group.path_prefix}{path}" for path in group.paths)
+            if self.get_group_state(group).separable():
+                parts += [(path,) for path in paths]
+            else:
+                parts.append(paths)
+        return parts
 
     # --- groups and their parts --------------------------------------------------------------------------------------
 
@@ -294,16 +324,51 @@ class Learner:
             tree: arrays or specs of all trainable parameters, or at least of the group's stage.
             group: the group to select.
         """
-        return groups.select(tree, group, self.specs)
+        if not group.spans_stages:
+            leaves = flatten(tree[group.stage])
+            return unflatten({path: leaves[path] for path in group.paths})
+        leaves = flatten(tree)
+        flat_specs = flatten(self.specs)
+        selected = {}
+        for path in group.paths:
+            leaf = leaves[path]
+            num_layers = flat_specs[path].num_layers
+            if num_layers is None:
+                selected[path] = leaf
+                continue
+            for index in range(num_layers):
+                is_spec = isinstance(leaf, ParameterSpec)
+                selected[f"{path}/{index}"] = unstack(leaf, num_layers) if is_spec else leaf[index]
+        return unflatten(selected)
+
+    def _unselect(self, tree: Nested, group: ParamGroup) -> dict[str, PyTree]:
+        """Return {path in the model: leaf}; the inverse of `select`.
+
+        Args:
+            tree: the group's part of a tree; {} for averages if the learner has none.
+            group: the selected group.
+        """
+        leaves = flatten(tree)
+        if not group.spans_stages or not leaves:
+            return {f"{group.stage}/{path}": leaf for path, leaf in leaves.items()}
+        flat_specs = flatten(self.specs)
+        model_leaves = {}
+        for path in group.paths:
+            num_layers = flat_specs[path].num_layers
+            if num_layers is None:
+                model_leaves[path] = leaves[path]
+            else:
+                model_leaves[path] = jnp.stack([leaves[f"{path}/{index}"] for index in range(num_layers)])
+        return model_leaves
 
     def layer_specs(self, group: ParamGroup) -> Nested:
         """Return the parameter specs of one layer of a group, in the dtype in which the update is computed."""
-        return layer_specs(self.select(self.specs, group), group, self._precision)
+        return self.get_group_state(group).layer_specs
 
     def update_locality(self, group: ParamGroup) -> UpdateLocality:
         """Return the smallest part of a layer of the group that can be updated independently; measured on first use."""
         instance = self._instances[group.stage, group.label]
-        return self.clipping.adjust_locality(measure_update_locality(instance, self.layer_specs(group)))
+        return self.clipping.adjust_locality(instance.measure_locality())
 
     def measure_localities(self) -> None:
         """Measure the update locality of each optimizer, for schedules that split a layer into chunks.
@@ -323,15 +388,15 @@ class Learner:
         if self.scope != "layer":
             return
         for group in self.groups:
-            instance = self._instances[group.stage, group.label]
-            check_independent_updates(group.label, instance, self.layer_specs(group))
+            self._instances[group.stage, group.label].check_independent_updates(group.label)
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
     @staticmethod
     def norm(grads: Nested) -> jax.Array:
         """Return the norm of all gradients together, f32 or wider."""
-        return decisions.global_norm(grads)
+        wide_grads = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
+        return optax.tree.norm(wide_grads)
 
     def decide(self, loss: jax.Array, norm: jax.Array, counter: Nested) -> Decision:
         """Make the decision that depends on all gradients, from their norm.
@@ -343,21 +408,12 @@ class Learner:
             loss, norm: f32 scalars.
             counter: the state's counters.
         """
-        return decisions.decide(loss, norm, counter, clipping=self.clipping, spikes=self._spikes, draws=self.draws)
-
-    def counter_specs(self) -> dict[str, TensorSpec]:
-        """Return the specs of the moving averages of the loss and of its square, f32; {} if spikes are not skipped."""
-        return self._spikes.counter_specs()
-
-    def count_loss(self, counter: Nested, loss: jax.Array, ok: jax.Array) -> Nested:
-        """Return the averages after a step; a skipped step leaves them unchanged.
-
-        Args:
-            counter: the state's counters before the step.
-            loss: f32 scalar, the step's loss.
-            ok: bool scalar, whether the step counts.
-        """
-        return self._spikes.count_loss(counter, loss, ok)
+        factor = self.clipping.factor(norm, counter)
+        ok = jnp.isfinite(norm) & jnp.isfinite(loss)
+        count = counter["step"] - counter["skipped"]
+        ok = self.spikes.check_spike(ok, loss, counter, count)
+        seed = fold(*counter["rng"]) if self.draws else jnp.uint32(0)
+        return Decision(norm, factor, ok, count, seed, layer=jnp.int32(0))
 
     def update(
         self,
@@ -366,10 +422,10 @@ class Learner:
         optimizer: Nested,
         ema: Nested,
         decision: Decision,
-        run: Callable[[ParamGroup, LayerUpdateFn, LayerTrainState, Decision], LayerUpdate] | None = None,
+        run: Callable[[ParamGroup, LayerUpdateFn, LayerTrainState, Decision], LayerUpdate] = update_all_layers,
         stage: str | None = None,
     ) -> LayerUpdate:
-        """Return (parameters, optimizer state, averages), unchanged if the decision is not ok.
+        """Return the new parameters, optimizer state and averages, unchanged if the decision is not ok.
 
         Args:
             params, grads, optimizer, ema: trees of all trainable parameters.
@@ -378,40 +434,36 @@ class Learner:
                 stacked; by default to all layers at once.
             stage: update only this stage; the gradients of other stages may be missing.
         """
-        run = run or update_all_layers
         new_params = flatten(params)
         new_ema = flatten(ema)
         new_optimizer = dict(optimizer)
         for group in self.groups:
             if stage not in (None, group.stage):
                 continue
-            train_state = (
-                self.select(params, group),
-                self.select(grads, group),
-                optimizer[group.stage][group.label],
-                self.select(ema, group) if self.ema is not None else {},
+            train_state = LayerTrainState(
+                weights=self.select(params, group),
+                grads=self.select(grads, group),
+                entry=optimizer[group.stage][group.label],
+                average=self.select(ema, group) if self.ema is not None else {},
             )
             # Layers are counted from the first layer of the whole stack, so that a layer range draws the same noise as
             # its part of an unsplit stack.
             group_decision = decision
-            if group.first_layer:
-                group_decision = decision._replace(layer=decision.layer + group.first_layer)
-            weights, state, average = run(group, self.make_layer_update(group), train_state, group_decision)
-            new_params |= groups.unselect(weights, group, self.specs)
-            new_ema |= groups.unselect(average, group, self.specs)
+            if group.layer_range is not None and group.layer_range.first:
+                group_decision = replace(decision, layer=decision.layer + group.layer_range.first)
+            updated = run(group, self.make_layer_update(group), train_state, group_decision)
+            new_params |= self._unselect(updated.weights, group)
+            new_ema |= self._unselect(updated.average, group)
             # Copied, so that the caller's dict of the stage does not change.
-            new_optimizer[group.stage] = {**new_optimizer[group.stage], group.label: state}
-        return unflatten_like(params, new_params), new_optimizer, unflatten_like(ema, new_ema)
+            new_optimizer[group.stage] = {**new_optimizer[group.stage], group.label: updated.entry}
+        return LayerUpdate(unflatten_like(params, new_params), new_optimizer, unflatten_like(ema, new_ema))
 
     def make_layer_update(self, group: ParamGroup) -> LayerUpdateFn:
-        """Return the update of one layer: (weights, grads, optimizer entry, average, decision) -> new values.
-
-        The new values are those of weights, optimizer entry and average.
-        """
-        return GroupUpdate(
-            self.get_group_state(group),
-            self._instances[group.stage, group.label].learning_rate,
-            self.clipping,
-            self.ema,
-            self.draws,
+        """Return the update of one layer of a group."""
+        return LayerUpdateFn(
+            state=self.get_group_state(group),
+            learning_rate=self._instances[group.stage, group.label].learning_rate,
+            clipping=self.clipping,
+            ema=self.ema,
+            draws=self.draws,
         )

@@ -1,36 +1,77 @@
-"""Optimizer instances: the optimizers that a config names, fitted to the parameters of each group."""
+"""Optimizer instances: the optimizers that a config names, fitted to the parameters of each group.
+
+The update locality of an optimizer is measured once per process for each kind of layer: a process builds the same
+experiment more than once, to plan it and to run it, and a measurement compiles programs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from plimsoll.framework.config import Config
-from plimsoll.framework.layout import Nested
+from plimsoll.framework.layout import Nested, flatten
 from plimsoll.framework.learner.rules import DEFAULT
 from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation, add_partition
+from plimsoll.framework.optimizers.update_locality import UpdateLocality, probe, proves_independence
 
 # The learning rate as a function of the number of previous updates.
-LearningRate = Callable[[Any], Any]
+LearningRate = Callable[[ArrayLike], jax.Array]
 # A group's (stage, label): several stages may use the same label.
 GroupKey = tuple[str, str]
+# Results of `probe` in this process, by the optimizer's config as JSON, and paths and shapes of a layer's parameters.
+_localities: dict[tuple[str, tuple[tuple[str, tuple[int, ...]], ...]], UpdateLocality] = {}
 
 
-class OptimizerInstance(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class OptimizerInstance:
     """An optimizer for the layers of a group.
 
     Attributes:
         optimizer: the optimizer, fitted to the parameters of one layer.
         config: the optimizer's config, as JSON.
         learning_rate: the learning rate in the config; None if it has none.
+        layer_specs: the parameters of one layer, in the dtype of their update.
     """
 
     optimizer: PartitionedGradientTransformation
     config: str
     learning_rate: LearningRate | None
+    layer_specs: Nested
+
+    def measure_locality(self) -> UpdateLocality:
+        """Return the smallest part of a layer that the optimizer can update independently; measured on first use."""
+        shapes = tuple((path, spec.shape) for path, spec in flatten(self.layer_specs).items())
+        key = (self.config, shapes)
+        if key not in _localities:
+            _localities[key] = probe(self.optimizer, self.layer_specs)
+        return _localities[key]
+
+    def check_independent_updates(self, label: str) -> None:
+        """Check that the update of one parameter does not depend on gradients of other parameters.
+
+        Args:
+            label: the label of the optimizer.
+
+        Raises:
+            ValueError: the update depends on them.
+        """
+        # The measurement compiles programs; for most optimizers, inspecting the update is enough.
+        if proves_independence(self.optimizer, self.layer_specs):
+            return
+        if self.measure_locality() == "global":
+            raise ValueError(
+                f"learner.optimizer ({label}): the update of one parameter depends on the gradients of "
+                "others, for example through a global norm or a finiteness test inside a chain. Each layer has its own "
+                "optimizer instance, which would see only the gradients of that layer. Use learner.clip and "
+                "learner.nonfinite for that, or learner.scope = model, which has one instance for all parameters (with "
+                "memory.update = after_backward)"
+            )
 
 
 def make_instances(
@@ -47,12 +88,20 @@ def make_instances(
     """
     instances = {}
     for label, config in configs.items():
-        optimizer = _build(config)
+        built = config.instantiate()
+        if not isinstance(built, PartitionedGradientTransformation | optax.GradientTransformation):
+            raise ValueError(f"learner.optimizer: expected an optax transformation, given {type(built).__name__}")
+        optimizer = add_partition(built)
         specs_by_stage = {stage: specs for (stage, group_label), specs in layer_specs.items() if group_label == label}
-        _check_offload_pattern(optimizer, specs_by_stage)
+        # An optimizer that offloads its state checks its pattern in `partition`. The pattern is written for the whole
+        # model: it must match in at least one stage, not in each. `without_transfers`, used below, does not check it.
+        if optimizer.without_transfers is not None and specs_by_stage:
+            optimizer.partition(specs_by_stage)
         for stage, specs in specs_by_stage.items():
-            fitted_optimizer = _fit_optimizer(optimizer, specs)
-            instances[stage, label] = OptimizerInstance(fitted_optimizer, config.to_json(), learning_rates[label])
+            fitted = optimizer.fit_to_specs(specs) if optimizer.fit_to_specs is not None else optimizer
+            # The layout, not the optimizer, moves the state.
+            layer_optimizer = fitted.without_transfers or fitted
+            instances[stage, label] = OptimizerInstance(layer_optimizer, config.to_json(), learning_rates[label], specs)
     return instances
 
 
@@ -90,48 +139,9 @@ def distinct_learning_rates(
     return rates
 
 
-def _learning_rate_field(optimizer: Config) -> Any:
+def _learning_rate_field(optimizer: Config) -> Config | float | None:
     """Return the field `learning_rate` of an optimizer's config; None if it has none."""
     # A wrapper, such as offload_optimizer, holds the optimizer with the learning rate in its field `optimizer`.
     while "optimizer" in optimizer:
         optimizer = optimizer.optimizer
     return optimizer.get("learning_rate") if "learning_rate" in optimizer else None
-
-
-def _build(config: Config) -> PartitionedGradientTransformation:
-    """Build the optimizer of a config, with its partition.
-
-    Raises:
-        ValueError: the config does not build an optax transformation.
-    """
-    optimizer = config.instantiate()
-    if not isinstance(optimizer, PartitionedGradientTransformation | optax.GradientTransformation):
-        raise ValueError(f"learner.optimizer: expected an optax transformation, given {type(optimizer).__name__}")
-    return add_partition(optimizer)
-
-
-def _check_offload_pattern(optimizer: PartitionedGradientTransformation, layer_specs: dict[str, Nested]) -> None:
-    """Check that an optimizer that offloads its state names state that at least one of its groups has.
-
-    In the learner, the optimizer's `without_transfers` variant leaves transfers to the layout and does not check the
-    pattern. The pattern is written for the whole model: it must match in at least one stage, not in each.
-
-    Args:
-        optimizer: the optimizer as its config builds it.
-        layer_specs: by stage, the parameters of one layer of each group that it updates.
-
-    Raises:
-        ValueError: the pattern matches nothing in any stage.
-    """
-    if optimizer.without_transfers is not None and layer_specs:
-        optimizer.partition(layer_specs)
-
-
-def _fit_optimizer(
-    optimizer: PartitionedGradientTransformation, layer_specs: Nested
-) -> PartitionedGradientTransformation:
-    """Return the optimizer for layers with these parameters; the layout, not the optimizer, moves its state."""
-    layer_optimizer = optimizer
-    if optimizer.fit_to_specs is not None:
-        layer_optimizer = optimizer.fit_to_specs(layer_specs)
-    return layer_optimizer.without_transfers or layer_optimizer

@@ -1,13 +1,16 @@
-"""Rules by path, which decide which parameters are trained, and with which optimizer."""
+"""Which parameters are trained, and by which optimizer: rules by path, and the groups of parameters that they make."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from plimsoll.framework.config import Config, component
 from plimsoll.framework.config.schema import ShortNames
-from plimsoll.framework.layout import Nested, flatten
+from plimsoll.framework.layers.layer_range import LayerRange
+from plimsoll.framework.layout import Nested, ParameterSpec, flatten, unflatten
 from plimsoll.framework.optimizers.arguments import check_arguments
 from plimsoll.framework.optimizers.named import OPTIMIZERS
 
@@ -15,6 +18,8 @@ Optimizer = Annotated[Config, ShortNames(OPTIMIZERS)]
 # Labels of parameters: frozen ones, and those that keep the learner's optimizer because no rule applies.
 FROZEN = "frozen"
 DEFAULT = "default"
+# The stage name of a group that spans all stages.
+ALL_STAGES = "model"
 
 
 @component
@@ -85,26 +90,18 @@ def label(specs: Nested, optimizer: Config, rules: list[Rule]) -> tuple[dict[str
         rule_label = FROZEN
         if not rule.freeze:
             rule_label = f"rule{index}"
-            configs[rule_label] = _resolve_optimizer(rule, optimizer, f"learner.rules.{index}")
+            if rule.optimizer is not None:
+                config = rule.optimizer
+                check_arguments(config, f"learner.rules.{index}.optimizer")
+            else:
+                config = optimizer.copy()
+                for field, value in rule.set.items():
+                    config.set_path(field, value)
+                check_arguments(config, f"learner.rules.{index}.set")
+            configs[rule_label] = config
         labels |= dict.fromkeys(undecided, rule_label)
         decided_by |= dict.fromkeys(undecided, index)
     return labels, configs
-
-
-def _resolve_optimizer(rule: Rule, default: Config, path: str) -> Config:
-    """Return the config of a rule's optimizer.
-
-    Raises:
-        ConfigError: a field that the optimizer does not have, or a value that it does not support.
-    """
-    if rule.optimizer is not None:
-        check_arguments(rule.optimizer, f"{path}.optimizer")
-        return rule.optimizer
-    config = default.copy()
-    for field, value in rule.set.items():
-        config.set_path(field, value)
-    check_arguments(config, f"{path}.set")
-    return config
 
 
 def _format_shadowing_error(index: int, rules: list[Rule], matched: list[str], decided_by: dict[str, int]) -> str:
@@ -116,3 +113,78 @@ def _format_shadowing_error(index: int, rules: list[Rule], matched: list[str], d
         f"its {len(matched)} parameters (such as {matched[0]}): {names}. The first matching rule decides; put the "
         "narrower rule first"
     )
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """The parameters of one stage that one optimizer updates together.
+
+    Attributes:
+        stage: the stage. With learner.scope = model it is ALL_STAGES, and the group has the parameters of all stages.
+        label: label of the optimizer.
+        paths: paths of the parameters within the stage.
+        length: number of stacked layers, or None if the parameters are not stacked.
+        layer_range: the range of layers that the stage holds, if it holds only part of a stack.
+    """
+
+    stage: str
+    label: str
+    paths: tuple[str, ...]
+    length: int | None
+    layer_range: LayerRange | None = None
+
+    @property
+    def spans_stages(self) -> bool:
+        """Return whether the group has the parameters of all stages, with separate layers (learner.scope = model)."""
+        return self.stage == ALL_STAGES
+
+    @property
+    def path_prefix(self) -> str:
+        """Return the prefix that turns the group's paths into paths in the model."""
+        return "" if self.spans_stages else f"{self.stage}/"
+
+
+def make_groups(trained: Nested, labels: dict[str, str], *, across_stages: bool) -> list[ParamGroup]:
+    """Group the trainable parameters.
+
+    Args:
+        trained: the specs of the trainable parameters.
+        labels: by path, the label of each parameter of the model.
+        across_stages: whether to group only by label, not by stage and label.
+    """
+    flat_specs = flatten(trained)
+    paths_by_group: dict[tuple[str, str], list[str]] = {}
+    for path, group_label in labels.items():
+        if path in flat_specs:
+            stage, path_in_stage = (ALL_STAGES, path) if across_stages else path.split("/", 1)
+            paths_by_group.setdefault((stage, group_label), []).append(path_in_stage)
+    groups = []
+    for (stage, group_label), paths in paths_by_group.items():
+        # A group that spans stages has separate layers instead of stacks.
+        lengths = {None} if across_stages else {flat_specs[f"{stage}/{path}"].num_layers for path in paths}
+        # One vmap over the layers updates the group, so its parameters must all be stacked alike.
+        assert len(lengths) == 1, f"stage {stage} mixes stacked and single parameters"
+        groups.append(ParamGroup(stage, group_label, tuple(paths), lengths.pop()))
+    return groups
+
+
+def split_stack_specs(specs: Nested, layer_ranges: Iterable[LayerRange]) -> Nested:
+    """Return the parameter specs of a model, by stage, with stacks replaced by their layer ranges."""
+    homes = {layer_range.home for layer_range in layer_ranges}
+    split_specs = {stage: tree for stage, tree in specs.items() if stage not in homes}
+    for layer_range in layer_ranges:
+        # A completely frozen stack has no trainable parameters.
+        if layer_range.home not in specs:
+            continue
+        range_specs = {}
+        for path, spec in flatten(specs[layer_range.home]).items():
+            range_specs[path] = replace(spec, shape=(layer_range.count, *spec.shape[1:]))
+        split_specs[layer_range.name] = unflatten(range_specs)
+    return split_specs
+
+
+def unstack(spec: ParameterSpec, length: int | None) -> ParameterSpec:
+    """Return the spec of one layer of a parameter stacked for `length` layers; if `length` is None, the spec itself."""
+    if length is None:
+        return spec
+    return replace(spec, shape=spec.shape[1:], mesh_axes=spec.mesh_axes[1:], roles=spec.roles[1:])

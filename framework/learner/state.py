@@ -1,24 +1,33 @@
-"""The optimizer state of one parameter group: its specs, its initialization, and how it splits into parts.
+"""The optimizer state of one parameter group: its dtypes, its specs, its initialization, and how it splits into parts.
 
 The group's entry in the training state is {"state": the optimizer's own, "master": ..., "compensation": ..., "norm":
 ...}. All but the first have the structure of the parameters, and exist only if the learner needs them. The state of a
 stack is `vmap(init)` over its layers, counters included.
+
+An update is computed in the dtype of the master copy if there is one, otherwise in the dtype of the weights. If
+weights narrower than float32 are not rounded to nearest, it is computed in float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from plimsoll.framework.layout import Nested, OptStateSpec, ParameterSpec, flatten, unflatten
-from plimsoll.framework.learner.groups import unstack
-from plimsoll.framework.learner.precision import Precision
-from plimsoll.framework.learner.update_types import ParamGroup, unflatten_like
-from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation
-from plimsoll.framework.optimizers.rounding import split_rounding_error
+from plimsoll.framework.layout import Nested, OptStateSpec, ParameterSpec, PyTree, flatten, path_name, unflatten
+from plimsoll.framework.learner.rules import ParamGroup, unstack
+from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation, mirrors_parameter
+from plimsoll.framework.optimizers.rounding import (
+    BlockOrigin,
+    Rounding,
+    fold_name,
+    noise,
+    round_stochastically,
+    split_rounding_error,
+)
 
 # The parts of an entry, under the names that checkpoints use.
 STATE = "state"
@@ -27,7 +36,85 @@ COMPENSATION = "compensation"
 NORM = "norm"
 
 
-def layer_specs(specs: Nested, group: ParamGroup, precision: Precision) -> Nested:
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of updates, and the rounding of narrow weights.
+
+    Attributes:
+        rounding, master_dtype, moment_dtype: see `Learner`; dtypes are NumPy's, or None.
+    """
+
+    rounding: Rounding
+    master_dtype: np.dtype | None
+    moment_dtype: np.dtype | None
+
+    @property
+    def draws(self) -> bool:
+        """Return whether updates draw noise: for weights, or for moments in bfloat16."""
+        return self.rounding == "stochastic" or self.moment_dtype == jnp.bfloat16
+
+    def update_dtype(self, spec: ParameterSpec) -> np.dtype:
+        """Return the dtype in which a parameter's update is computed."""
+        if self.rounding != "nearest":
+            return jnp.promote_types(spec.dtype, jnp.float32)
+        return spec.dtype if self.master_dtype is None else self.master_dtype
+
+    def sum_dtype(self, spec: ParameterSpec) -> np.dtype:
+        """Return the dtype of gradient sums and moving averages: that of the update, at least float32.
+
+        With a decay over 0.99, the steps of a bfloat16 average are smaller than its resolution, and it stays at its
+        initial value.
+        """
+        return jnp.promote_types(self.update_dtype(spec), jnp.float32)
+
+    def keeps_master(self, specs: Iterable[ParameterSpec]) -> bool:
+        """Return whether the optimizer state of these parameters has a master copy: one of them has another dtype."""
+        return self.master_dtype is not None and any(spec.dtype != self.master_dtype for spec in specs)
+
+    def compensates(self, specs: Iterable[ParameterSpec]) -> bool:
+        """Return whether the optimizer state of these parameters stores their rounding errors (Kahan)."""
+        return self.rounding == "kahan" and any(spec.dtype != self.update_dtype(spec) for spec in specs)
+
+    def widen(self, state: PyTree, weights: Nested) -> PyTree:
+        """Return a stored optimizer state in the dtypes in which its update is computed.
+
+        Args:
+            state: the stored state. Moments with a narrower `moment_dtype` are cast to the dtype of the update; other
+                leaves keep their dtype.
+            weights: weights in the dtype of the update.
+        """
+        if self.moment_dtype is None:
+            return state
+        weight_dtypes = [leaf.dtype for leaf in jax.tree.leaves(weights)]
+        wide = jnp.result_type(self.moment_dtype, *weight_dtypes)
+        return jax.tree.map(lambda leaf: leaf.astype(wide) if leaf.dtype == self.moment_dtype else leaf, state)
+
+    def narrow(self, state: PyTree, in_storage: PyTree, seed: jax.Array, origin: BlockOrigin | None) -> PyTree:
+        """Return an optimizer state after its update, in the dtypes in which it is stored.
+
+        Moments in bfloat16 are rounded stochastically. An average that moves by less than 1/512 of itself, as with b2
+        = 0.999, would not move at all if it were rounded to nearest.
+
+        Args:
+            state: the state after the update, in the dtypes that `widen` returns.
+            in_storage: the state before the update, as it is stored; only its dtypes are used.
+            seed: uint32 scalar, of this update of the layer.
+            origin: positions of blocks in their tensors; None for whole tensors.
+        """
+        if self.moment_dtype != jnp.bfloat16:
+            return jax.tree.map(lambda new, old: new.astype(old.dtype), state, in_storage)
+
+        def round_leaf(keypath: jax.tree_util.KeyPath, new: jax.Array, old: jax.Array) -> jax.Array:
+            if old.dtype != jnp.bfloat16 or new.dtype == old.dtype:
+                return new.astype(old.dtype)
+            # "moment" is folded in because the weights of the same name draw from the same seed.
+            leaf_seed = fold_name(fold_name(seed, "moment"), path_name(keypath))
+            return round_stochastically(new, old.dtype, noise(leaf_seed, new.shape, origin))
+
+        return jax.tree_util.tree_map_with_path(round_leaf, state, in_storage)
+
+
+def make_layer_specs(specs: Nested, group: ParamGroup, precision: Precision) -> Nested:
     """Return the parameter specs of one layer of a group, in the dtype in which the update is computed.
 
     Args:
@@ -35,23 +122,7 @@ def layer_specs(specs: Nested, group: ParamGroup, precision: Precision) -> Neste
         group: the parameter group.
         precision: dtypes of the update.
     """
-
-    def precise(spec: ParameterSpec) -> ParameterSpec:
-        layer_spec = unstack(spec, group.length)
-        return replace(layer_spec, dtype=precision.update_dtype(spec))
-
-    return jax.tree.map(precise, specs)
-
-
-def spec_like(spec: ParameterSpec, dtype: Any, owner: str | None = None) -> OptStateSpec:
-    """Return a spec with the shape and mesh axes of a parameter, in another dtype.
-
-    Args:
-        spec: spec of the parameter.
-        dtype: dtype of the new spec.
-        owner: path of the parameter, if the leaf belongs to one in the optimizer state.
-    """
-    return OptStateSpec(spec.shape, dtype, spec.mesh_axes, owner=owner)
+    return jax.tree.map(lambda spec: replace(unstack(spec, group.length), dtype=precision.update_dtype(spec)), specs)
 
 
 @dataclass(frozen=True)
@@ -61,6 +132,7 @@ class GroupState:
     Attributes:
         group: the parameter group.
         specs: specs of the group's parameters, stacked if the stage is a stack.
+        layer_specs: specs of one layer's parameters, in the dtype in which the update is computed.
         optimizer: the optimizer, fitted to one layer of the group.
         precision: dtypes of the update.
         keeps_norms: whether the state has gradient norms, one per tensor and layer.
@@ -68,57 +140,46 @@ class GroupState:
 
     group: ParamGroup
     specs: Nested
+    layer_specs: Nested
     optimizer: PartitionedGradientTransformation
     precision: Precision
     keeps_norms: bool
 
-    def layer_specs(self) -> Nested:
-        """Return the parameter specs of one layer, in the dtype in which the update is computed."""
-        return layer_specs(self.specs, self.group, self.precision)
-
-    def _optimizer_specs(self) -> Any:
-        """Return the OptStateSpecs of the optimizer's own state for one layer, in the structure of that state."""
-        return self.optimizer.partition(self.layer_specs())
-
     def counters(self) -> frozenset[str]:
         """Return the paths of update counters in the entry, which are the same in all layers."""
-        specs = flatten({STATE: self._optimizer_specs()})
+        specs = flatten({STATE: self.optimizer.partition(self.layer_specs)})
         return frozenset(path for path, spec in specs.items() if spec.counts_updates)
 
     def entry_specs(self) -> Nested:
         """Return the specs of the group's entry, all on the device, with layers stacked along the first axis."""
-        flat_specs = flatten(self.specs)
-        entry = {STATE: jax.tree.map(self._storage_spec, self._optimizer_specs())}
-        if self._keeps_master():
+        flat_specs: dict[str, ParameterSpec] = flatten(self.specs)
+        length = self.group.length
+        precision = self.precision
+
+        def make_storage_spec(spec: OptStateSpec) -> OptStateSpec:
+            if precision.moment_dtype is not None and mirrors_parameter(spec):
+                spec = replace(spec, dtype=precision.moment_dtype)
+            if length is None:
+                return spec
+            return replace(spec, shape=(length, *spec.shape), mesh_axes=(None, *spec.mesh_axes))
+
+        entry: Nested = {STATE: jax.tree.map(make_storage_spec, self.optimizer.partition(self.layer_specs))}
+        if precision.keeps_master(flat_specs.values()):
             masters = {}
             for path, spec in flat_specs.items():
-                masters[path] = spec_like(spec, self.precision.update_dtype(spec), path)
+                masters[path] = OptStateSpec(spec.shape, precision.update_dtype(spec), spec.mesh_axes, owner=path)
             entry[MASTER] = unflatten(masters)
-        if self._compensates():
-            compensations = {}
+        if precision.compensates(flat_specs.values()):
+            errors = {}
             for path, spec in flat_specs.items():
-                compensations[path] = spec_like(spec, spec.dtype, path)
-            entry[COMPENSATION] = unflatten(compensations)
+                errors[path] = OptStateSpec(spec.shape, spec.dtype, spec.mesh_axes, owner=path)
+            entry[COMPENSATION] = unflatten(errors)
         if self.keeps_norms:
             # One norm per tensor and layer, because `limit_norm_growth` runs under the vmap over the layers.
-            shape = () if self.group.length is None else (self.group.length,)
+            shape = () if length is None else (length,)
             norms = {path: OptStateSpec(shape, "float32", owner=path) for path in flat_specs}
             entry[NORM] = unflatten(norms)
         return entry
-
-    def _storage_spec(self, spec: OptStateSpec) -> OptStateSpec:
-        """Return the storage spec of a leaf between steps, stacked over layers; `spec` describes one layer's leaf."""
-        stored_spec = self.precision.in_storage(spec)
-        length = self.group.length
-        if length is None:
-            return stored_spec
-        return replace(stored_spec, shape=(length, *stored_spec.shape), mesh_axes=(None, *stored_spec.mesh_axes))
-
-    def _keeps_master(self) -> bool:
-        return self.precision.keeps_master(jax.tree.leaves(self.specs))
-
-    def _compensates(self) -> bool:
-        return self.precision.compensates(jax.tree.leaves(self.specs))
 
     def part(self, paths: tuple[str, ...], entry: Nested) -> Nested:
         """Return the part of the entry that an update of some of the parameters needs, counters included.
@@ -130,7 +191,7 @@ class GroupState:
         Raises:
             KeyError: the optimizer names its state differently when it sees only these parameters.
         """
-        flat_layer_specs = flatten(self.layer_specs())
+        flat_layer_specs = flatten(self.layer_specs)
         abstract = {
             path: jax.ShapeDtypeStruct(flat_layer_specs[path].shape, flat_layer_specs[path].dtype) for path in paths
         }
@@ -164,12 +225,12 @@ class GroupState:
             stacked: whether they have a leading layer axis.
         """
         init = self.optimizer.init
+        specs = jax.tree.leaves(self.specs)
         # Each layer has its own optimizer instance, counters included, so the state is initialized layer by layer.
-        state = jax.vmap(init)(weights) if stacked else init(weights)
-        entry = {STATE: state}
-        if self._keeps_master():
+        entry: Nested = {STATE: jax.vmap(init)(weights) if stacked else init(weights)}
+        if self.precision.keeps_master(specs):
             entry[MASTER] = weights
-        if self._compensates():
+        if self.precision.compensates(specs):
             entry[COMPENSATION] = jax.tree.map(
                 lambda x, spec: split_rounding_error(x, spec.dtype)[1], weights, self.specs
             )
@@ -177,8 +238,15 @@ class GroupState:
             num_layer_axes = int(stacked)
             entry[NORM] = jax.tree.map(lambda x: jnp.zeros(x.shape[:num_layer_axes]), weights)
         entry_specs = flatten(self.entry_specs())
-        prefix = f"{self.group.stage}/{self.group.label}"
         leaves = {}
         for path, x in flatten(entry).items():
-            leaves[f"{prefix}/{path}"] = x.astype(entry_specs[path].dtype)
+            leaves[f"{self.group.stage}/{self.group.label}/{path}"] = x.astype(entry_specs[path].dtype)
         return leaves
+
+
+def unflatten_like(like: PyTree, flat: Mapping[str, PyTree]) -> PyTree:
+    """Arrange leaves, given by path in any order, in the structure of the tree `like`."""
+    paths = flatten(like)
+    assert paths.keys() == flat.keys(), sorted(paths.keys() ^ flat.keys())
+    leaves = [flat[path] for path in paths]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)

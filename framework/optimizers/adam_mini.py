@@ -6,8 +6,7 @@ parameters (norms, biases) are one block each.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +14,20 @@ import optax
 from jax.tree_util import tree_map_with_path
 
 from plimsoll.framework.config import FiniteNonNegative, Fraction, component
-from plimsoll.framework.layout import Nested, OptStateSpec, ParameterSpec, flatten, path_name
+from plimsoll.framework.layout import Nested, OptStateSpec, ParameterSpec, PyTree, flatten, path_name
 from plimsoll.framework.optimizers.offload import partitioned_chain
 from plimsoll.framework.optimizers.parameter_kinds import TABLE_ROLES, classify_parameter
 from plimsoll.framework.optimizers.partition import NUMBER_OF_UPDATES, PartitionedGradientTransformation
 
 
-class _Blocks(NamedTuple):
-    """One block per index of some axes or, with `heads`, one block per equal part of a single axis."""
+@dataclass(frozen=True)
+class _Blocks:
+    """The blocks of a parameter.
+
+    Attributes:
+        axes: one block per index of these axes.
+        heads: if given, one block per equal part of the single axis in `axes`.
+    """
 
     axes: tuple[int, ...]
     heads: int | None = None
@@ -35,7 +40,7 @@ class _Blocks(NamedTuple):
 
     def mean(self, x: jax.Array) -> jax.Array:
         """Return the mean of each block."""
-        mean = jnp.mean(x, axis=self._mean_axes(x.ndim))
+        mean = jnp.mean(x, axis=tuple(axis for axis in range(x.ndim) if axis not in self.axes))
         if self.heads is None:
             return mean
         per_head = mean.reshape(*self.shape(x.shape), -1)
@@ -45,13 +50,10 @@ class _Blocks(NamedTuple):
         """Expand each block's number to its elements, in a shape that broadcasts to `shape`."""
         if self.heads is not None:
             x = jnp.repeat(x, shape[self.axes[0]] // x.size)
-        return jnp.expand_dims(x, self._mean_axes(len(shape)))
-
-    def _mean_axes(self, ndim: int) -> tuple[int, ...]:
-        return tuple(axis for axis in range(ndim) if axis not in self.axes)
+        return jnp.expand_dims(x, tuple(axis for axis in range(len(shape)) if axis not in self.axes))
 
 
-def _blocks(spec: ParameterSpec) -> _Blocks:
+def _divide_into_blocks(spec: ParameterSpec) -> _Blocks:
     """Return the blocks of a parameter, based on the roles of its axes."""
     roles = spec.roles
     if classify_parameter(spec) == "table":
@@ -85,76 +87,79 @@ def adam_mini(
     """
     decay = optax.add_decayed_weights(weight_decay)
     rate = optax.scale_by_learning_rate(learning_rate)
-    return partitioned_chain([_scale_by_adam_mini(b1, b2, eps, {}), decay, rate])
+    return partitioned_chain([_AdamMini(b1, b2, eps, blocks_by_path={}).build(), decay, rate])
 
 
-def _scale_by_adam_mini(
-    b1: float, b2: float, eps: float, blocks_by_path: dict[str, _Blocks]
-) -> PartitionedGradientTransformation:
-    """Adam-mini's update direction; if `blocks_by_path` lacks a path, the number of axes determines the blocks."""
+@dataclass(frozen=True)
+class _AdamMini:
+    """Adam-mini's update direction.
 
-    def get_blocks(keypath: Any, ndim: int) -> _Blocks:
-        default = _Blocks((1,) if ndim == 2 else ())
-        return blocks_by_path.get(path_name(keypath), default)
+    Attributes:
+        b1, b2, eps: as in `optax.scale_by_adam`.
+        blocks_by_path: blocks of the parameters; for a missing path, the number of axes decides.
+    """
 
-    def init(params: Any) -> optax.ScaleByAdamState:
-        return _zero_state(params, get_blocks)
+    b1: float
+    b2: float
+    eps: float
+    blocks_by_path: dict[str, _Blocks]
 
-    def partition(specs: Nested) -> optax.ScaleByAdamState:
-        return _state_specs(specs, get_blocks)
+    def build(self) -> PartitionedGradientTransformation:
+        """Return the transformation."""
+        return PartitionedGradientTransformation(self.init, self.update, self.partition, fit_to_specs=self.fit_to_specs)
 
-    def update(updates: Any, state: optax.ScaleByAdamState, params: Any = None, **extra: Any) -> Any:
+    def fit_to_specs(self, specs: Nested) -> PartitionedGradientTransformation:
+        """Return the transformation for parameters whose axes have roles."""
+        blocks_by_path = {path: _divide_into_blocks(spec) for path, spec in flatten(specs).items()}
+        return replace(self, blocks_by_path=blocks_by_path).build()
+
+    def get_blocks(self, path: str, ndim: int) -> _Blocks:
+        """Return the blocks of a parameter with this path and number of axes."""
+        return self.blocks_by_path.get(path, _Blocks((1,) if ndim == 2 else ()))
+
+    def init(self, params: PyTree) -> optax.ScaleByAdamState:
+        """Return zero moments: the first one in the parameter's shape, the second one with a number per block."""
+        nu = []
+        for path, param in flatten(params).items():
+            shape = self.get_blocks(path, param.ndim).shape(param.shape)
+            nu.append(jnp.zeros(shape, param.dtype))
+        count = jnp.zeros([], jnp.int32)
+        mu = jax.tree.map(jnp.zeros_like, params)
+        return optax.ScaleByAdamState(count, mu, jax.tree.unflatten(jax.tree.structure(params), nu))
+
+    def partition(self, specs: Nested) -> optax.ScaleByAdamState:
+        """Return the specs of the state."""
+        mu = []
+        nu = []
+        for path, spec in flatten(specs).items():
+            blocks = self.get_blocks(path, len(spec.shape))
+            mesh_axes = tuple(spec.mesh_axes[axis] for axis in blocks.axes)
+            mu.append(OptStateSpec(spec.shape, spec.dtype, spec.mesh_axes, owner=path))
+            nu.append(OptStateSpec(blocks.shape(spec.shape), spec.dtype, mesh_axes, owner=path))
+        structure = jax.tree.structure(specs)
+        return optax.ScaleByAdamState(
+            NUMBER_OF_UPDATES,  # pyright: ignore[reportArgumentType]
+            jax.tree.unflatten(structure, mu),
+            jax.tree.unflatten(structure, nu),
+        )
+
+    def update(
+        self, updates: PyTree, state: optax.ScaleByAdamState, params: PyTree = None, **extra: object
+    ) -> tuple[PyTree, optax.ScaleByAdamState]:
+        """Return (the direction, the new state), as in optax."""
         count = optax.safe_increment(state.count)
-        mu = optax.tree.update_moment(updates, state.mu, b1, 1)
-        mean_squares = tree_map_with_path(lambda k, g: get_blocks(k, g.ndim).mean(jnp.square(g)), updates)
+        mu = optax.tree.update_moment(updates, state.mu, self.b1, 1)
+        mean_squares = tree_map_with_path(
+            lambda keypath, g: self.get_blocks(path_name(keypath), g.ndim).mean(jnp.square(g)), updates
+        )
         # Order 1, because the squares are taken already, before the mean of each block.
-        nu = optax.tree.update_moment(mean_squares, state.nu, b2, 1)
-        means = optax.tree.bias_correction(mu, b1, count)
-        squares = optax.tree.bias_correction(nu, b2, count)
-
-        def scale_leaf(keypath: Any, mean: jax.Array, square: jax.Array) -> jax.Array:
+        nu = optax.tree.update_moment(mean_squares, state.nu, self.b2, 1)
+        means = optax.tree.bias_correction(mu, self.b1, count)
+        squares = jax.tree.leaves(optax.tree.bias_correction(nu, self.b2, count))
+        directions = []
+        for (path, mean), square in zip(flatten(means).items(), squares, strict=True):
             # The root is taken of one number per block, before expanding it to the elements.
-            denominator = jnp.sqrt(square) + eps
-            return mean / get_blocks(keypath, mean.ndim).spread(denominator, mean.shape)
-
-        return tree_map_with_path(scale_leaf, means, squares), optax.ScaleByAdamState(count, mu, nu)
-
-    def fit_to_specs(specs: Nested) -> PartitionedGradientTransformation:
-        layer_blocks = {path: _blocks(spec) for path, spec in flatten(specs).items()}
-        return _scale_by_adam_mini(b1, b2, eps, layer_blocks)
-
-    return PartitionedGradientTransformation(init, update, partition, fit_to_specs=fit_to_specs)
-
-
-def _zero_state(params: Any, get_blocks: Callable[[Any, int], _Blocks]) -> optax.ScaleByAdamState:
-    """Return the initial state; `get_blocks` returns the blocks for a parameter's keypath and number of axes."""
-
-    def zeros(keypath: Any, param: jax.Array) -> jax.Array:
-        shape = get_blocks(keypath, param.ndim).shape(param.shape)
-        return jnp.zeros(shape, param.dtype)
-
-    nu = tree_map_with_path(zeros, params)
-    count = jnp.zeros([], jnp.int32)
-    mu = jax.tree.map(jnp.zeros_like, params)
-    return optax.ScaleByAdamState(count, mu, nu)
-
-
-def _state_specs(specs: Nested, get_blocks: Callable[[Any, int], _Blocks]) -> optax.ScaleByAdamState:
-    """Return the specs of the state; `get_blocks` returns the blocks for a parameter's keypath and number of axes."""
-
-    def moment_spec(keypath: Any, spec: ParameterSpec, blocks: _Blocks) -> OptStateSpec:
-        mesh_axes = tuple(spec.mesh_axes[axis] for axis in blocks.axes)
-        return OptStateSpec(blocks.shape(spec.shape), spec.dtype, mesh_axes, owner=path_name(keypath))
-
-    def mu_spec(keypath: Any, spec: ParameterSpec) -> OptStateSpec:
-        # The first moment has the parameter's shape, so each element is a block.
-        axes = tuple(range(len(spec.shape)))
-        return moment_spec(keypath, spec, _Blocks(axes))
-
-    def nu_spec(keypath: Any, spec: ParameterSpec) -> OptStateSpec:
-        blocks = get_blocks(keypath, len(spec.shape))
-        return moment_spec(keypath, spec, blocks)
-
-    mu = tree_map_with_path(mu_spec, specs)
-    nu = tree_map_with_path(nu_spec, specs)
-    return optax.ScaleByAdamState(NUMBER_OF_UPDATES, mu, nu)  # pyright: ignore[reportArgumentType]
+            denominator = jnp.sqrt(square) + self.eps
+            directions.append(mean / self.get_blocks(path, mean.ndim).spread(denominator, mean.shape))
+        directions = jax.tree.unflatten(jax.tree.structure(updates), directions)
+        return directions, optax.ScaleByAdamState(count, mu, nu)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from plimsoll.framework.config import Config, ConfigError, get_schema, get_target
 from plimsoll.framework.config.names import join, show
@@ -33,7 +32,7 @@ class Range:
     high: float
     open_low: bool = False
 
-    def has(self, value: Any) -> bool:
+    def has(self, value: object) -> bool:
         """Return whether a value, or each value of a list, is a number in the range. NaN is in no range."""
         if isinstance(value, list | tuple):
             return all(self.has(element) for element in value)
@@ -85,7 +84,7 @@ def check_arguments(config: Config, path: str) -> None:
             raise ConfigError(f"expected {expected.words}, given {show(value)}", path=argument_path)
 
 
-def _numbers(node: Config) -> Iterator[tuple[str, Any, Range]]:
+def _numbers(node: Config) -> Iterator[tuple[str, object, Range]]:
     """Yield (name, value, range) for the numeric arguments of one component that have a known range."""
     package = get_target(node).__module__.partition(".")[0]
     for name, value in node.items():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
+from plimsoll.framework.layout import PyTree
 
-def limit_update_rms(updates: Any, limit: float, learning_rate: jax.Array | float) -> Any:
+
+def limit_update_rms(updates: PyTree, limit: float, learning_rate: jax.Array | float) -> PyTree:
     """Multiply each tensor u by min(1, limit * learning_rate / RMS(u)).
 
     This is Adafactor's update clipping (Shazeer and Stern 2018, arXiv 1804.04235, section 6) for any optimizer whose
@@ -20,18 +20,19 @@ def limit_update_rms(updates: Any, limit: float, learning_rate: jax.Array | floa
         learning_rate: learning rate of this step.
     """
 
-    def clip(u: jax.Array) -> jax.Array:
-        squares = jnp.square(u.astype(_wide(u)))
+    leaves, structure = jax.tree.flatten(updates)
+    clipped = []
+    for u in leaves:
+        squares = jnp.square(u.astype(jnp.promote_types(u.dtype, jnp.float32)))
         rms = jnp.sqrt(jnp.mean(squares))
         bound = limit * learning_rate
         # The inner `where` avoids x / 0 in the branch that is not taken, which jax_debug_nans would report.
         factor = jnp.where(rms > bound, bound / jnp.where(rms > 0, rms, 1), 1)
-        return u * factor.astype(u.dtype)
+        clipped.append(u * factor.astype(u.dtype))
+    return structure.unflatten(clipped)
 
-    return jax.tree.map(clip, updates)
 
-
-def limit_norm_growth(grads: Any, norms: Any, growth: float) -> tuple[Any, Any]:
+def limit_norm_growth(grads: PyTree, norms: PyTree, growth: float) -> tuple[PyTree, PyTree]:
     """Limit each tensor's norm to `growth` times its limited norm from the previous step.
 
     The limiter is that of Fira (Chen et al. 2024, arXiv 2410.01623, section 4.3). Fira and APOLLO use growth 1.01.
@@ -53,26 +54,17 @@ def limit_norm_growth(grads: Any, norms: Any, growth: float) -> tuple[Any, Any]:
         is_over = (old_norm > 0) & (norm > bound)
         return jnp.where(is_over, bound / jnp.where(norm > 0, norm, 1), 1)
 
-    def multiply(g: jax.Array, grad_factor: jax.Array) -> jax.Array:
-        return g * grad_factor.astype(g.dtype)
-
-    def compute_new_norm(g: jax.Array, grad_factor: jax.Array, old_norm: jax.Array) -> jax.Array:
-        # Computed from the precise norm and factor, because the limited gradient may be rounded to bfloat16.
-        return (_norm(g) * grad_factor).astype(old_norm.dtype)
-
     factors = jax.tree.map(factor, grads, norms)
-    limited = jax.tree.map(multiply, grads, factors)
-    new_norms = jax.tree.map(compute_new_norm, grads, factors, norms)
+    limited = jax.tree.map(lambda g, grad_factor: g * grad_factor.astype(g.dtype), grads, factors)
+    # Computed from the precise norm and factor, because the limited gradient may be rounded to bfloat16.
+    new_norms = jax.tree.map(
+        lambda g, grad_factor, old_norm: (_norm(g) * grad_factor).astype(old_norm.dtype), grads, factors, norms
+    )
     return limited, new_norms
 
 
-def _wide(x: jax.Array) -> Any:
-    """Return the dtype in which a tensor's norm is computed: its own, or float32 if that is wider."""
-    # Sums of squares in bfloat16, which has eight bits, may stop growing after a few hundred elements.
-    return jnp.promote_types(x.dtype, jnp.float32)
-
-
 def _norm(x: jax.Array) -> jax.Array:
-    """Return the norm of a tensor in float32 or wider."""
-    squares = jnp.square(x.astype(_wide(x)))
+    """Return the norm of a tensor in its own dtype, or in float32 if that is wider."""
+    # Sums of squares in bfloat16, which has eight bits, may stop growing after a few hundred elements.
+    squares = jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
     return jnp.sqrt(jnp.sum(squares))

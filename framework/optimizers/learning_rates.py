@@ -34,7 +34,8 @@ def warmup_cosine(
     total = _length(steps)
     warmup_steps = _part(warmup, total)
     if warmup_steps >= total:
-        return _make_partial_warmup(peak_value, warmup_steps)
+        # Only the warm-up, for a run that ends before the peak; `plimsoll train` reports it in a line.
+        return optax.linear_schedule(0.0, peak_value, warmup_steps)
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=peak_value,
@@ -61,7 +62,7 @@ def warmup_linear(
     total = _length(steps)
     warmup_steps = _part(warmup, total)
     if warmup_steps >= total:
-        return _make_partial_warmup(peak_value, warmup_steps)
+        return optax.linear_schedule(0.0, peak_value, warmup_steps)
     rise = optax.linear_schedule(0.0, peak_value, warmup_steps)
     fall = optax.linear_schedule(peak_value, end_fraction * peak_value, total - warmup_steps)
     return optax.join_schedules([rise, fall], [warmup_steps])
@@ -87,7 +88,7 @@ def warmup_stable_decay(
     total = _length(steps)
     warmup_steps = _part(warmup, total)
     if warmup_steps >= total:
-        return _make_partial_warmup(peak_value, warmup_steps)
+        return optax.linear_schedule(0.0, peak_value, warmup_steps)
     # In a short run warm-up and decay may overlap; the warm-up takes precedence.
     decay_steps = min(_part(decay, total), total - warmup_steps)
     rise = optax.linear_schedule(0.0, peak_value, warmup_steps)
@@ -110,8 +111,3 @@ def _part(part: float, total: int) -> int:
     """Return the number of steps of a part of the schedule, which may be a fraction of all steps."""
     # The type decides, as in the config: 1 is one step, and a fraction is below 1.
     return part if isinstance(part, int) else round(part * total)
-
-
-def _make_partial_warmup(peak_value: float, warmup_steps: int) -> optax.Schedule:
-    """Return only the warm-up, for a run that ends before the peak; `plimsoll train` reports it in a line."""
-    return optax.linear_schedule(0.0, peak_value, warmup_steps)

@@ -7,8 +7,10 @@ Other parameters get Adam with the same learning rate.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, NamedTuple
+from functools import partial
+from typing import Annotated, Literal, NamedTuple
 
 import annotated_types as at
 import jax
@@ -16,9 +18,15 @@ import jax.numpy as jnp
 import optax
 
 from plimsoll.framework.config import FiniteNonNegative, Fraction, PositiveFloat, PositiveInt, component
-from plimsoll.framework.layout import Nested, OptStateSpec, flatten, fold_in_name, path_name, unflatten
+from plimsoll.framework.layout import Nested, PyTree, flatten, fold_in_name, unflatten
 from plimsoll.framework.optimizers.clipping import limit_norm_growth
-from plimsoll.framework.optimizers.parameter_kinds import ParameterKind, classify_parameters, get_kind
+from plimsoll.framework.optimizers.parameter_kinds import (
+    ParameterKind,
+    classify_parameters,
+    get_kind,
+    label_by_kind,
+    shard_factors,
+)
 from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation, add_partition
 from plimsoll.framework.optimizers.per_matrix import per_matrix
 
@@ -32,7 +40,7 @@ class ApolloState(NamedTuple):
         norm: norm of each matrix's last update, a scalar, used to limit its growth.
     """
 
-    adam: Any
+    adam: PyTree
     norm: Nested
 
 
@@ -71,10 +79,10 @@ def apollo(
             the paper; "factored", Adafactor's second moment (a number per row and column) without a first; "same" as
             matrices.
     """
-    core = _Apollo(rank, scale, update_interval, norm_growth, per, tables, optax.scale_by_adam(b1, b2))
     decay = optax.add_decayed_weights(weight_decay)
     rate = optax.scale_by_learning_rate(learning_rate)
-    return _build_apollo(core, decay, rate, {})
+    adam = optax.scale_by_adam(b1, b2)
+    return _Apollo(rank, scale, update_interval, norm_growth, per, tables, adam, after=(decay, rate)).build()
 
 
 @component
@@ -99,60 +107,16 @@ def apollo_mini(
     return apollo(rank=1, per="tensor", **locals())
 
 
-def _build_apollo(
-    core: _Apollo,
-    decay: optax.GradientTransformation,
-    rate: optax.GradientTransformation,
-    kind_by_path: dict[str, ParameterKind],
-) -> PartitionedGradientTransformation:
-    """Return APOLLO for parameters of these kinds.
-
-    Args:
-        core: the update before weight decay and learning rate.
-        decay: the weight decay.
-        rate: the learning rate.
-        kind_by_path: kinds of the parameters; for a missing path, the number of axes decides.
-    """
-    fitted_core = replace(core, kind_by_path=kind_by_path)
-    scale_by_apollo = _scale_by_apollo(fitted_core, kind_by_path)
-    derived = add_partition(optax.chain(scale_by_apollo, decay, rate))
-
-    def partition(specs: Nested) -> Any:
-        return fitted_core.partition(derived.partition(specs), specs)
-
-    def fit_to_specs(specs: Nested) -> PartitionedGradientTransformation:
-        return _build_apollo(core, decay, rate, classify_parameters(specs))
-
-    return derived._replace(partition=partition, fit_to_specs=fit_to_specs, draws=True)
-
-
-def _scale_by_apollo(core: _Apollo, kind_by_path: dict[str, ParameterKind]) -> Any:
-    """Return APOLLO's update, applied to each expert's matrix separately. Factored tables get Adafactor's update, with
-    a second moment of one number per row and column."""
-    parts: Any = {"apollo": optax.GradientTransformationExtraArgs(core.init, core.update)}
-    if core.tables == "factored":
-        parts["table"] = optax.chain(
-            # optax's default would not factor tables with a side under 128.
-            optax.scale_by_factored_rms(min_dim_size_to_factor=1),
-            optax.clip_by_block_rms(1.0),
-        )
-    if "experts" in kind_by_path.values():
-        expert_paths = [path for path, kind in kind_by_path.items() if kind == "experts"]
-        expert_core = replace(core, kind_by_path=dict.fromkeys(expert_paths, "matrix"))
-        parts["experts"] = per_matrix(optax.GradientTransformationExtraArgs(expert_core.init, expert_core.update))
-    if len(parts) == 1:
-        return parts["apollo"]
-
-    def label(keypath: Any, param: Any) -> str:
-        kind = get_kind(kind_by_path, path_name(keypath), len(param.shape))
-        return kind if kind in parts else "apollo"
-
-    return optax.partition(parts, lambda tree: jax.tree_util.tree_map_with_path(label, tree))
-
-
 @dataclass(frozen=True)
 class _Apollo:
-    """The update before weight decay and learning rate, for parameters of the kinds in `kind_by_path`."""
+    """APOLLO for parameters of the kinds in `kind_by_path`.
+
+    Attributes:
+        rank, scale, update_interval, norm_growth, per, tables: see `apollo`.
+        adam: Adam's update, for projected gradients and for parameters that are not projected.
+        after: the transformations after the update: weight decay and learning rate.
+        kind_by_path: kinds of the parameters; for a missing path, the number of axes decides.
+    """
 
     rank: int
     scale: float | None
@@ -161,7 +125,44 @@ class _Apollo:
     per: str
     tables: str
     adam: optax.GradientTransformation
+    after: tuple[optax.GradientTransformation, ...]
     kind_by_path: dict[str, ParameterKind] = field(default_factory=dict)
+
+    def build(self) -> PartitionedGradientTransformation:
+        """Return the transformation: APOLLO's update, applied to each expert's matrix separately, and what follows.
+
+        Factored tables get Adafactor's update, with a second moment of one number per row and column.
+        """
+        parts: dict[Hashable, optax.GradientTransformation] = {}
+        # The type of the state is narrower than optax's.
+        parts["apollo"] = optax.GradientTransformationExtraArgs(self.init, self.update)  # pyright: ignore[reportArgumentType]
+        labels: dict[ParameterKind, str] = {}
+        if self.tables == "factored":
+            labels["table"] = "table"
+            parts["table"] = optax.chain(
+                # optax's default would not factor tables with a side under 128.
+                optax.scale_by_factored_rms(min_dim_size_to_factor=1),
+                optax.clip_by_block_rms(1.0),
+            )
+        expert_paths = [path for path, kind in self.kind_by_path.items() if kind == "experts"]
+        if expert_paths:
+            core = replace(self, kind_by_path=dict.fromkeys(expert_paths, "matrix"))
+            experts = optax.GradientTransformationExtraArgs(core.init, core.update)  # pyright: ignore[reportArgumentType]
+            labels["experts"] = "experts"
+            parts["experts"] = per_matrix(experts)
+        scaled = parts["apollo"]
+        if labels:
+            scaled = optax.partition(parts, partial(label_by_kind, self.kind_by_path, labels, "apollo"))
+        derived = add_partition(optax.chain(scaled, *self.after))
+        # Moments have r first, so those of a matrix whose second axis is projected are transposed.
+        partition = partial(
+            shard_factors, derived, lambda _, leaf, owner: self.axis(leaf.owner or "", owner.shape) == 1
+        )
+        return replace(derived, partition=partition, fit_to_specs=self.fit_to_specs, draws=True)
+
+    def fit_to_specs(self, specs: Nested) -> PartitionedGradientTransformation:
+        """Return the transformation for parameters whose axes have roles."""
+        return replace(self, kind_by_path=classify_parameters(specs)).build()
 
     def axis(self, path: str, shape: tuple[int, ...]) -> int | None:
         """Return the axis to project, the shorter one; None if the full gradient goes through Adam."""
@@ -170,7 +171,7 @@ class _Apollo:
             return None
         return int(shape[0] > shape[1])
 
-    def init(self, params: Any) -> ApolloState:
+    def init(self, params: PyTree) -> ApolloState:
         """Return zero moments of the projection [r, larger side], and a zero norm, for each matrix."""
         moments = {}
         norms = {}
@@ -187,21 +188,16 @@ class _Apollo:
         projected = jax.tree.unflatten(structure, list(moments.values()))
         return ApolloState(self.adam.init(projected), unflatten(norms))
 
-    def partition(self, state: Any, specs: Nested) -> Any:
-        """Give moments their parameter's mesh axes: r is sharded like the axis it replaces, if the mesh divides it."""
-
-        def fit_axes(leaf: OptStateSpec) -> OptStateSpec:
-            if leaf.owner is None or len(leaf.shape) != 2:
-                return leaf
-            owner = flatten(specs)[leaf.owner]
-            # Moments have r first, so those of a matrix whose second axis is projected are transposed.
-            is_transposed = bool(self.axis(leaf.owner, owner.shape))
-            mesh_axes = owner.mesh_axes[::-1] if is_transposed else owner.mesh_axes
-            return replace(leaf, mesh_axes=mesh_axes)
-
-        return jax.tree.map(fit_axes, state)
-
-    def update(self, updates: Any, state: Any, params: Any = None, *, seed: Any = None, **_: Any) -> Any:
+    def update(
+        self,
+        updates: PyTree,
+        state: ApolloState,
+        params: PyTree = None,
+        *,
+        seed: jax.typing.ArrayLike | None = None,
+        **_: object,
+    ) -> tuple[PyTree, ApolloState]:
+        """Return (the direction, the new state), as in optax."""
         # An explicit generator, so that the projections do not depend on JAX's configuration.
         key = jax.random.key(0 if seed is None else seed, impl="threefry2x32")
         # P is not stored: it is regenerated from the number of the interval, the same for all steps in it.

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import jax
 import optax
-from jax.tree_util import tree_map_with_path
 
 from plimsoll.framework.config import FiniteNonNegative, Fraction, PositiveFloat, PositiveInt, component
-from plimsoll.framework.layout import Nested, OptStateSpec, flatten, path_name
-from plimsoll.framework.optimizers.parameter_kinds import ParameterKind, classify_parameters, get_kind
+from plimsoll.framework.layout import Nested, PyTree
+from plimsoll.framework.optimizers.parameter_kinds import (
+    ParameterKind,
+    classify_parameters,
+    label_by_kind,
+    shard_factors,
+)
 from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation, add_partition
 from plimsoll.framework.optimizers.per_matrix import per_matrix
 
@@ -50,7 +55,7 @@ def muon(
         muon_weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(-2, -1),
     )
     adamw = optax.adamw(adam_learning_rate, b1, b2, weight_decay=weight_decay)
-    return _by_kind(matrix_muon, adamw, {}, ("matrix", "experts"))
+    return _OptimizersByKind(matrix_muon, adamw, matrix_kinds=("matrix", "experts")).build()
 
 
 @component
@@ -81,7 +86,7 @@ def galore(
     # One layer at a time: on CPU, several batched decompositions of jaxlib deadlock waiting for each other's threads.
     sequential_update = jax.custom_batching.sequential_vmap(matrix_galore.update)
 
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         if jax.tree.leaves(updates):
             return sequential_update(updates, state, params)
         # optax's update fails without matrices; the state then holds only counters.
@@ -89,55 +94,43 @@ def galore(
 
     safe_galore = optax.GradientTransformation(matrix_galore.init, update)
     adamw = optax.adamw(learning_rate, b1, b2, weight_decay=weight_decay)
-    return _by_kind(safe_galore, adamw, {}, ("matrix",), per_matrix(safe_galore))
+    return _OptimizersByKind(safe_galore, adamw, ("matrix",), experts=per_matrix(safe_galore)).build()
 
 
-def _by_kind(
-    matrix_optimizer: Any,
-    other_optimizer: Any,
-    kind_by_path: dict[str, ParameterKind],
-    matrix_kinds: tuple[ParameterKind, ...],
-    expert_optimizer: Any = None,
-) -> PartitionedGradientTransformation:
-    """Combine a transformation for matrices and one for all other parameters; neither keeps state for the other's.
+@dataclass(frozen=True)
+class _OptimizersByKind:
+    """A transformation for matrices and one for all other parameters; neither keeps state for the other's.
 
-    Args:
-        matrix_optimizer: the transformation for matrices.
-        other_optimizer: the transformation for all other parameters.
-        kind_by_path: kinds of the parameters; for a missing path, the number of axes decides.
+    Attributes:
+        matrices: the transformation for matrices.
+        others: the transformation for all other parameters.
         matrix_kinds: kinds that the transformation for matrices handles.
-        expert_optimizer: a third transformation for experts, if the one for matrices does not handle them.
+        experts: a third transformation for experts, if the one for matrices does not handle them.
+        kind_by_path: kinds of the parameters; for a missing path, the number of axes decides.
     """
-    has_experts = expert_optimizer is not None and "experts" in kind_by_path.values()
 
-    def label(keypath: Any, param: jax.Array) -> str:
-        kind = get_kind(kind_by_path, path_name(keypath), len(param.shape))
+    matrices: optax.GradientTransformation
+    others: optax.GradientTransformation
+    matrix_kinds: tuple[ParameterKind, ...]
+    experts: optax.GradientTransformation | None = None
+    kind_by_path: dict[str, ParameterKind] = field(default_factory=dict)
+
+    def build(self) -> PartitionedGradientTransformation:
+        """Return the combined transformation."""
         # The labels name parts of the state, also in checkpoints.
-        if kind == "experts" and has_experts:
-            return "experts"
-        return "matrix" if kind in matrix_kinds else "rest"
+        labels: dict[ParameterKind, str] = dict.fromkeys(self.matrix_kinds, "matrix")
+        optimizers: dict[Hashable, optax.GradientTransformation] = {"matrix": self.matrices, "rest": self.others}
+        if self.experts is not None and "experts" in self.kind_by_path.values():
+            optimizers["experts"] = self.experts
+            labels["experts"] = "experts"
+        label = partial(label_by_kind, self.kind_by_path, labels, "rest")
+        derived = add_partition(optax.partition(optimizers, label))
+        # The projector of a wide matrix is [n, r], so its first axis is the matrix's second one.
+        partition = partial(
+            shard_factors, derived, lambda path, _, owner: "projector" in path and owner.shape[0] < owner.shape[1]
+        )
+        return replace(derived, partition=partition, fit_to_specs=self.fit_to_specs)
 
-    optimizers: Any = {"matrix": matrix_optimizer, "rest": other_optimizer}
-    if has_experts:
-        optimizers["experts"] = expert_optimizer
-    derived = add_partition(optax.partition(optimizers, lambda tree: tree_map_with_path(label, tree)))
-
-    def partition(specs: Nested) -> Any:
-        flat_specs = flatten(specs)
-
-        def fit_axes(keypath: Any, leaf: OptStateSpec) -> OptStateSpec:
-            # Factors have their matrix's mesh axes: r is sharded like the axis it replaces, if the mesh divides it.
-            if leaf.owner is None or len(leaf.shape) != 2:
-                return leaf
-            owner = flat_specs[leaf.owner]
-            # The projector of a wide matrix is [n, r], so its first axis is the matrix's second one.
-            is_transposed = "projector" in path_name(keypath) and owner.shape[0] < owner.shape[1]
-            mesh_axes = owner.mesh_axes[::-1] if is_transposed else owner.mesh_axes
-            return replace(leaf, mesh_axes=mesh_axes)
-
-        return tree_map_with_path(fit_axes, derived.partition(specs))
-
-    def fit_to_specs(specs: Nested) -> PartitionedGradientTransformation:
-        return _by_kind(matrix_optimizer, other_optimizer, classify_parameters(specs), matrix_kinds, expert_optimizer)
-
-    return derived._replace(partition=partition, fit_to_specs=fit_to_specs)
+    def fit_to_specs(self, specs: Nested) -> PartitionedGradientTransformation:
+        """Return the transformation for parameters whose axes have roles."""
+        return replace(self, kind_by_path=classify_parameters(specs)).build()

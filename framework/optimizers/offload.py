@@ -8,14 +8,15 @@ learner. `partitioned_chain` chains such optimizers. Follows apple/axlearn#867.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import optax
 
 from plimsoll.framework.config.components import component
-from plimsoll.framework.layout import MemoryKind, Nested, TensorSpec, copy_partition, flatten, move_to_host
+from plimsoll.framework.layout import MemoryKind, Nested, PyTree, TensorSpec, copy_partition, flatten, move_to_host
 from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation, add_partition
 
 Transformation = optax.GradientTransformation | PartitionedGradientTransformation
@@ -44,53 +45,54 @@ def offload_optimizer(
     """
     if offload_src != "device":
         raise ValueError(f"offload_src: expected 'device', where updates are computed, given {offload_src!r}")
-    inner = add_partition(optimizer)
-    inner_without_transfers = inner.without_transfers or inner
-    fit_to_specs = None
-    if inner.fit_to_specs is not None:
-        fit_to_specs = _make_offloaded_factory(inner.fit_to_specs, pattern, offload_src, offload_dst)
-
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        device_state = _move_state(state, pattern, offload_src)
-        updates, new_state = inner.update(updates, device_state, params, **extra)
-        return updates, _move_state(new_state, pattern, offload_dst)
-
-    def partition(specs: Nested) -> Any:
-        return tag_large_matches(inner.partition(specs), pattern, offload_dst)
-
-    def partition_layer(specs: Nested) -> Any:
-        return _tag_if_matching(inner_without_transfers.partition(specs), pattern, offload_dst)
-
-    without_transfers = inner_without_transfers._replace(
-        partition=partition_layer, without_transfers=None, fit_to_specs=None
-    )
-    return PartitionedGradientTransformation(
-        inner.init, update, partition, without_transfers, fit_to_specs, inner.draws
-    )
+    return _OffloadedOptimizer(add_partition(optimizer), pattern, offload_src, offload_dst).build()
 
 
-def _make_offloaded_factory(
-    fit_inner: Callable[[Nested], PartitionedGradientTransformation],
-    pattern: str,
-    offload_src: MemoryKind,
-    offload_dst: MemoryKind,
-) -> Callable[[Nested], PartitionedGradientTransformation]:
-    """Return `fit_to_specs` of an offloaded optimizer: fits the inner one to a layer's parameters, then offloads it."""
+@dataclass(frozen=True)
+class _OffloadedOptimizer:
+    """An optimizer whose state is in another memory kind between updates; the attributes are `offload_optimizer`'s."""
 
-    def fit_to_specs(specs: Nested) -> PartitionedGradientTransformation:
-        return offload_optimizer(fit_inner(specs), pattern, offload_src, offload_dst)
+    inner: PartitionedGradientTransformation
+    pattern: str
+    offload_src: MemoryKind
+    offload_dst: MemoryKind
 
-    return fit_to_specs
+    def build(self) -> PartitionedGradientTransformation:
+        """Return the transformation."""
+        inner = self.inner
+        without_transfers = replace(
+            inner.without_transfers or inner, partition=self.partition_layer, without_transfers=None, fit_to_specs=None
+        )
+        fit_to_specs = None if inner.fit_to_specs is None else self.fit_to_specs
+        return PartitionedGradientTransformation(
+            inner.init, self.update, self.partition, without_transfers, fit_to_specs, inner.draws
+        )
+
+    def fit_to_specs(self, specs: Nested) -> PartitionedGradientTransformation:
+        """Return the transformation with the inner one fitted to the parameters of one update unit."""
+        assert self.inner.fit_to_specs is not None
+        return replace(self, inner=self.inner.fit_to_specs(specs)).build()
+
+    def update(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: object) -> tuple[PyTree, PyTree]:
+        """Return (updates, new state), with transfers before and after the inner update."""
+        device_state = _move_state(state, self.pattern, self.offload_src)
+        updates, new_state = self.inner.update(updates, device_state, params, **extra)
+        return updates, _move_state(new_state, self.pattern, self.offload_dst)
+
+    def partition(self, specs: Nested) -> PyTree:
+        """Return the specs of the state of a whole model. Raise ValueError if the pattern matches nothing."""
+        return tag_large_matches(self.inner.partition(specs), self.pattern, self.offload_dst)
+
+    def partition_layer(self, specs: Nested) -> PyTree:
+        """Return the specs of the state of one layer, which need not have every leaf that matches in the model."""
+        inner = self.inner.without_transfers or self.inner
+        state_specs = inner.partition(specs)
+        if any(re.search(self.pattern, path) for path in flatten(state_specs)):
+            return tag_large_matches(state_specs, self.pattern, self.offload_dst)
+        return state_specs
 
 
-def _tag_if_matching(specs: Any, pattern: str, kind: MemoryKind) -> Any:
-    """Apply `tag_large_matches` to one layer, which need not contain every leaf that matches in the whole model."""
-    if any(re.search(pattern, path) for path in flatten(specs)):
-        return tag_large_matches(specs, pattern, kind)
-    return specs
-
-
-def tag_large_matches(specs: Any, pattern: str, kind: MemoryKind) -> Any:
+def tag_large_matches(specs: PyTree, pattern: str, kind: MemoryKind) -> PyTree:
     """Return state specs with another memory kind for large leaves whose path matches.
 
     Args:
@@ -104,47 +106,51 @@ def tag_large_matches(specs: Any, pattern: str, kind: MemoryKind) -> Any:
     matching_specs = copy_partition(specs, pattern=pattern, memory_kind=kind)
     large_specs = move_to_host(specs, kind)
 
-    def tag(spec: TensorSpec, matching_spec: TensorSpec, large_spec: TensorSpec) -> TensorSpec:
-        # A leaf that is only large, or only matches, differs between the two trees and keeps its spec.
-        return matching_spec if matching_spec == large_spec else spec
+    # A leaf that is only large, or only matches, differs between the two trees and keeps its spec.
+    return jax.tree.map(
+        lambda spec, matching, large: matching if matching == large else spec, specs, matching_specs, large_specs
+    )
 
-    return jax.tree.map(tag, specs, matching_specs, large_specs)
 
-
-def _move_state(state: Any, pattern: str, kind: MemoryKind) -> Any:
+def _move_state(state: PyTree, pattern: str, kind: MemoryKind) -> PyTree:
     """Return the state with its offloaded leaves in the memory kind `kind`."""
     # Transfers are explicit, because arithmetic on a host array does not compile (mixed memory spaces).
     # They are derived from paths and shapes, like the partition. A tracer does not know its sharding, so a transfer
     # derived from that would silently do nothing.
     state_specs = jax.tree.map(lambda x: TensorSpec(x.shape, x.dtype), state)
     host_specs = tag_large_matches(state_specs, pattern, "pinned_host")
-
-    def move(spec: TensorSpec, x: jax.Array) -> jax.Array:
-        return x if spec.memory_kind == "device" else jax.device_put(x, _SPACES[kind])
-
-    return jax.tree.map(move, host_specs, state)
+    return jax.tree.map(
+        lambda spec, x: x if spec.memory_kind == "device" else jax.device_put(x, _SPACES[kind]), host_specs, state
+    )
 
 
 @component
 def partitioned_chain(transformations: Sequence[Transformation]) -> PartitionedGradientTransformation:
     """`optax.chain` for a list, as a config can give it, whose parts keep their partitions."""
-
     parts = [add_partition(transformation) for transformation in transformations]
+    without_transfers = _chain([part.without_transfers or part for part in parts])
+    fit_to_specs = None
+    if any(part.fit_to_specs for part in parts):
+        fit_to_specs = partial(_fit_chain, parts)
+    return replace(_chain(parts), without_transfers=without_transfers, fit_to_specs=fit_to_specs)
 
-    def chain(parts: list[Any]) -> PartitionedGradientTransformation:
-        # Only this type passes the parts' extra arguments (`seed`) through optax's chain.
-        optax_parts = [optax.GradientTransformationExtraArgs(part.init, part.update) for part in parts]
-        init, update = optax.chain(*optax_parts)
 
-        def partition(specs: Nested) -> tuple[Any, ...]:
-            return tuple(part.partition(specs) for part in parts)
+def _fit_chain(parts: list[PartitionedGradientTransformation], specs: Nested) -> PartitionedGradientTransformation:
+    """Return the chain of the transformations, each fitted to the parameters of one update unit."""
+    return partitioned_chain([part.fit_to_specs(specs) if part.fit_to_specs else part for part in parts])
 
-        draws = any(part.draws for part in parts)
-        return PartitionedGradientTransformation(init, update, partition, draws=draws)
 
-    def fit_to_specs(specs: Nested) -> PartitionedGradientTransformation:
-        return partitioned_chain([part.fit_to_specs(specs) if part.fit_to_specs else part for part in parts])
-
-    without_transfers = chain([part.without_transfers or part for part in parts])
-    has_roles = any(part.fit_to_specs for part in parts)
-    return chain(parts)._replace(without_transfers=without_transfers, fit_to_specs=fit_to_specs if has_roles else None)
+def _chain(parts: list[PartitionedGradientTransformation]) -> PartitionedGradientTransformation:
+    """Return `optax.chain` of transformations, with their partitions."""
+    # Only this type passes the parts' extra arguments (`seed`) through optax's chain.
+    optax_parts = [
+        optax.GradientTransformationExtraArgs(part.init, part.update)  # pyright: ignore[reportArgumentType]
+        for part in parts
+    ]
+    init, update = optax.chain(*optax_parts)
+    return PartitionedGradientTransformation(
+        init,
+        update,
+        partition=lambda specs: tuple(part.partition(specs) for part in parts),
+        draws=any(part.draws for part in parts),
+    )

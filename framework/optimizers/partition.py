@@ -8,19 +8,20 @@ without an owner is a counter. (optax's tree_map_params fails on masked states.)
 
 Counters that are the number of updates, the same in all layers, have a role in their specs
 (`OptStateSpec.counts_updates`). A transformation with an explicit partition declares it with `NUMBER_OF_UPDATES`; for
-all others `_counts_updates` decides.
+for all others, `_derive_partition` decides by name, dtype and shape.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from plimsoll.framework.layout import MeshAxes, Nested, OptStateSpec, ParameterSpec, flatten, key_name
+from plimsoll.framework.layout import MeshAxes, Nested, OptStateSpec, ParameterSpec, PyTree, flatten, key_name
 
 # Spec of the number of updates, for transformations with an explicit partition.
 NUMBER_OF_UPDATES = OptStateSpec((), "int32", counts_updates=True)
@@ -28,12 +29,16 @@ NUMBER_OF_UPDATES = OptStateSpec((), "int32", counts_updates=True)
 _OPTAX_COUNT = "count"
 
 
-class PartitionedGradientTransformation(NamedTuple):
+@dataclass(frozen=True)
+class PartitionedGradientTransformation:
     """optax's `init` and `update`, and `partition`, which returns OptStateSpecs in the structure of the state.
 
     An explicit partition must use NUMBER_OF_UPDATES for the leaf that counts updates, so that layers can share it.
 
     Attributes:
+        init: (parameters) -> state.
+        update: (gradients, state, parameters) -> (updates, new state).
+        partition: (specs of the parameters) -> specs of the state.
         without_transfers: the same transformation for one layer and without its own transfers, if `update` moves state
             between memories.
         fit_to_specs: function that fits the transformation to the parameters of one update unit, if it treats them by
@@ -42,9 +47,9 @@ class PartitionedGradientTransformation(NamedTuple):
             step.
     """
 
-    init: Callable[[Any], Any]
-    update: Callable[..., tuple[Any, Any]]
-    partition: Callable[[Nested], Any]
+    init: Callable[[PyTree], PyTree]
+    update: Callable[..., tuple[PyTree, PyTree]]
+    partition: Callable[[Nested], PyTree]
     without_transfers: PartitionedGradientTransformation | None = None
     fit_to_specs: Callable[[Nested], PartitionedGradientTransformation] | None = None
     draws: bool = False
@@ -56,76 +61,56 @@ def add_partition(
     """Return an optax transformation with a derived partition; one that has its own is returned unchanged."""
     if isinstance(optimizer, PartitionedGradientTransformation):
         return optimizer
-
-    def partition(param_specs: Nested) -> Any:
-        return _partition(optimizer, param_specs)
-
     init, update = optax.with_extra_args_support(optimizer)
-    return PartitionedGradientTransformation(init, update, partition)
+    return PartitionedGradientTransformation(init, update, partial(_derive_partition, optimizer))
 
 
-def _partition(optimizer: optax.GradientTransformation, param_specs: Nested) -> Any:
-    """Return the derived specs of an optimizer's state.
+def _derive_partition(optimizer: optax.GradientTransformation, param_specs: Nested) -> PyTree:
+    """Return the specs of an optimizer's state.
 
     Raises:
         ValueError: the state holds a PRNG key.
     """
-    owners = {tuple(path.split("/")): spec for path, spec in flatten(param_specs).items()}
-    state = jax.eval_shape(optimizer.init, _abstract(param_specs))
-    # Sizes are unique within a parameter and keep the order of its dimensions, ties in order of position, so that an
-    # optimizer that treats its largest dimensions differently chooses the same ones.
-    probe = jax.eval_shape(optimizer.init, _abstract(param_specs, unique=True))
+    owners: dict[tuple[str, ...], ParameterSpec] = {}
+    for path, spec in flatten(param_specs).items():
+        owners[tuple(path.split("/"))] = spec
+    params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), param_specs)
+    probe_params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(_unique_sizes(spec.shape), spec.dtype), param_specs)
+    state_leaves, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(optimizer.init, params))
     probe_shapes = {}
-    for keypath, leaf in jax.tree_util.tree_leaves_with_path(probe):
-        probe_shapes[_name(keypath)] = leaf.shape
-
-    def make_spec(keypath: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> OptStateSpec:
-        name = _name(keypath)
-        owner = find_owner(name, owners)
+    for keypath, leaf in jax.tree_util.tree_leaves_with_path(jax.eval_shape(optimizer.init, probe_params)):
+        probe_shapes[keypath] = leaf.shape
+    state_specs = []
+    for keypath, leaf in state_leaves:
+        name = tuple(key_name(key) for key in keypath)
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise ValueError(
                 f"learner.optimizer: {'/'.join(name)} of its state is a PRNG key. Each layer has its own optimizer "
                 "instance, and all of them would draw the same noise; expected a transformation without randomness"
             )
-        if owner is None:
-            return OptStateSpec(leaf.shape, leaf.dtype, counts_updates=_counts_updates(name, leaf))
-        axes = _axes(leaf.shape, probe_shapes.get(name, ()), owners[owner])
-        return OptStateSpec(leaf.shape, leaf.dtype, axes, owner="/".join(owner))
+        owner = find_owner(name, owners)
+        if owner is not None:
+            axes = _find_axes(leaf.shape, probe_shapes.get(keypath, ()), owners[owner])
+            state_specs.append(OptStateSpec(leaf.shape, leaf.dtype, axes, owner="/".join(owner)))
+            continue
+        # A leaf that belongs to no parameter is the number of updates if it is an integer scalar with optax's name for
+        # that. Dtype and shape are not sufficient, because they also match counters that may differ between layers (the
+        # number of times that a layer's gradient was not finite). A transformation with another name for its counter
+        # keeps one number per layer, with equal results.
+        is_integer_scalar = leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.integer)
+        counts_updates = is_integer_scalar and name[-1:] == (_OPTAX_COUNT,)
+        state_specs.append(OptStateSpec(leaf.shape, leaf.dtype, counts_updates=counts_updates))
+    return jax.tree.unflatten(structure, state_specs)
 
-    return jax.tree_util.tree_map_with_path(make_spec, state)
 
+def _unique_sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape in which each axis has a unique size.
 
-def _counts_updates(name: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> bool:
-    """Return whether a leaf of a derived state that belongs to no parameter is the number of updates.
-
-    It must be an integer scalar. Dtype and shape are not sufficient, because they also match counters that may differ
-    between layers (the number of times that a layer's gradient was not finite). So it must have optax's name, too. A
-    transformation with another name for its counter keeps one number per layer, with equal results.
+    Sizes keep the order of the dimensions, ties in order of position, so that an optimizer that treats its largest
+    dimensions differently chooses the same ones.
     """
-    is_integer_scalar = leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.integer)
-    return is_integer_scalar and name[-1:] == (_OPTAX_COUNT,)
-
-
-def _name(keypath: tuple[Any, ...]) -> tuple[str, ...]:
-    """Return the names of a leaf's pytree keys."""
-    return tuple(key_name(key) for key in keypath)
-
-
-def _unique_size(dim: int, axis: int) -> int:
     # Unique for tensors of up to 16 axes.
-    return dim * 16 + axis
-
-
-def _abstract(specs: Nested, *, unique: bool = False) -> Any:
-    """Return the parameters' shapes and dtypes; with `unique`, each axis of a parameter has a unique size."""
-
-    def abstract_param(spec: ParameterSpec) -> jax.ShapeDtypeStruct:
-        shape = spec.shape
-        if unique:
-            shape = tuple(_unique_size(dim, axis) for axis, dim in enumerate(spec.shape))
-        return jax.ShapeDtypeStruct(shape, spec.dtype)
-
-    return jax.tree.map(abstract_param, specs)
+    return tuple(dim * 16 + axis for axis, dim in enumerate(shape))
 
 
 def find_owner(path: tuple[str, ...], owners: Container[tuple[str, ...]]) -> tuple[str, ...] | None:
@@ -144,7 +129,7 @@ def find_owner(path: tuple[str, ...], owners: Container[tuple[str, ...]]) -> tup
     return None
 
 
-def _axes(shape: tuple[int, ...], probe_shape: tuple[int, ...], owner: ParameterSpec) -> MeshAxes:
+def _find_axes(shape: tuple[int, ...], probe_shape: tuple[int, ...], owner: ParameterSpec) -> MeshAxes:
     """Return the mesh axes of a state leaf that belongs to a parameter.
 
     Args:
@@ -157,9 +142,7 @@ def _axes(shape: tuple[int, ...], probe_shape: tuple[int, ...], owner: Parameter
     # A state whose structure depends on the sizes does not reveal its axes, so the leaf is replicated.
     if len(shape) != len(probe_shape):
         return (None,) * len(shape)
-    axis_by_size = {}
-    for axis, dim in enumerate(owner.shape):
-        axis_by_size[_unique_size(dim, axis)] = axis
+    axis_by_size = {size: axis for axis, size in enumerate(_unique_sizes(owner.shape))}
     mesh_axes = []
     for size, probe_size in zip(shape, probe_shape, strict=True):
         axis = axis_by_size.get(probe_size)

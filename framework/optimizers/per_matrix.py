@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from plimsoll.framework.layout import flatten, unflatten
+from plimsoll.framework.layout import Nested, PyTree, flatten, unflatten
 
 
 def per_matrix(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -18,36 +20,54 @@ def per_matrix(optimizer: optax.GradientTransformation) -> optax.GradientTransfo
     same for all matrices and stay scalars. Random draws depend on the path and the seed, so all matrices of a leaf get
     the same ones.
     """
-    each = optax.with_extra_args_support(optimizer)
+    each = _EachMatrix(optax.with_extra_args_support(optimizer))
+    return optax.GradientTransformationExtraArgs(each.init, each.update)  # pyright: ignore[reportArgumentType]
 
-    def init(params: Any) -> dict[str, Any]:
+
+@dataclass(frozen=True)
+class _EachMatrix:
+    """A transformation of single matrices, applied to stacks of them; the state has an entry for each leaf."""
+
+    matrix_optimizer: optax.GradientTransformationExtraArgs
+
+    def init(self, params: PyTree) -> Nested:
+        """Return the initial state by leaf."""
         states = {}
         for path, leaf in flatten(params).items():
-            state = jax.vmap(lambda matrix, path=path: each.init(unflatten({path: matrix})))(leaf)
-            states[_key(path)] = _share_counters(state, _counter_axes(each, path, leaf))
+            state = jax.vmap(lambda matrix, path=path: self.matrix_optimizer.init(unflatten({path: matrix})))(leaf)
+            states[_key(path)] = _share_counters(state, self._find_state_axes(path, leaf))
         return states
 
-    def update(updates: Any, states: Any, params: Any = None, **extra: Any) -> Any:
+    def update(self, updates: PyTree, states: Nested, params: PyTree = None, **extra: object) -> tuple[PyTree, Nested]:
+        """Return (updates, new state by leaf), as in optax."""
         params_by_path = {} if params is None else flatten(params)
         new_states = {}
         new_leaves = []
         for path, leaf in flatten(updates).items():
-            state = states[_key(path)]
-            axes = _counter_axes(each, path, leaf)
-
-            def update_matrix(gradient: jax.Array, state: Any, param: Any, path: str = path) -> Any:
-                given = None if param is None else unflatten({path: param})
-                new_updates, new_state = each.update(unflatten({path: gradient}), state, given, **extra)
-                return flatten(new_updates)[path], new_state
-
+            axes = self._find_state_axes(path, leaf)
             param = params_by_path.get(path)
             in_axes = (0, axes, None if param is None else 0)
-            new_leaf, new_state = jax.vmap(update_matrix, in_axes)(leaf, state, param)
+            update_matrices = jax.vmap(partial(self._update_matrix, path, extra), in_axes)
+            new_leaf, new_state = update_matrices(leaf, states[_key(path)], param)
             new_leaves.append(new_leaf)
             new_states[_key(path)] = _share_counters(new_state, axes)
         return jax.tree.unflatten(jax.tree.structure(updates), new_leaves), new_states
 
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+    def _update_matrix(
+        self, path: str, extra: Mapping[str, object], gradient: jax.Array, state: PyTree, param: jax.Array | None
+    ) -> tuple[jax.Array, PyTree]:
+        """Return (update, new state) of one matrix."""
+        params = None if param is None else unflatten({path: param})
+        updates, new_state = self.matrix_optimizer.update(unflatten({path: gradient}), state, params, **extra)
+        return flatten(updates)[path], new_state
+
+    def _find_state_axes(self, path: str, leaf: jax.Array) -> PyTree:
+        """Return the vmap axes for the state of one matrix: 0 for each leaf, None for counters."""
+        matrix = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+        state = jax.eval_shape(self.matrix_optimizer.init, unflatten({path: matrix}))
+        return jax.tree.map(
+            lambda part: None if part.shape == () and jnp.issubdtype(part.dtype, jnp.integer) else 0, state
+        )
 
 
 def _key(path: str) -> str:
@@ -55,19 +75,7 @@ def _key(path: str) -> str:
     return f"each.{path.replace('/', '.')}"
 
 
-def _counter_axes(each: Any, path: str, leaf: Any) -> Any:
-    """Return the vmap axes for the state of one matrix: 0 for each leaf, None for counters."""
-    matrix = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-    state = jax.eval_shape(each.init, unflatten({path: matrix}))
-
-    def axis(part: Any) -> int | None:
-        is_counter = part.shape == () and jnp.issubdtype(part.dtype, jnp.integer)
-        return None if is_counter else 0
-
-    return jax.tree.map(axis, state)
-
-
-def _share_counters(state: Any, axes: Any) -> Any:
+def _share_counters(state: PyTree, axes: PyTree) -> PyTree:
     """Return the states of all matrices, with the counters of the first one."""
     return jax.tree.map(
         lambda axis, part: part[0] if axis is None else part, axes, state, is_leaf=lambda axis: axis is None

@@ -13,15 +13,15 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.tree_util import tree_map_with_path
 
 from plimsoll.framework.config import FiniteNonNegative, Fraction, NonNegativeInt, PositiveInt, component
-from plimsoll.framework.layout import Nested, OptStateSpec, ParameterSpec, path_name
+from plimsoll.framework.layout import Nested, OptStateSpec, PyTree, flatten
 from plimsoll.framework.layout.bit_packing import compute_packed_shape, pack, unpack
 from plimsoll.framework.optimizers.offload import partitioned_chain
 from plimsoll.framework.optimizers.parameter_kinds import ParameterKind, classify_parameters, get_kind
@@ -31,34 +31,38 @@ from plimsoll.framework.optimizers.partition import NUMBER_OF_UPDATES, Partition
 _SCALES = [10.0**i for i in range(-6, 1)]
 
 
+# An array, or the spec of one.
+Leaf = TypeVar("Leaf")
+
+
 class Moment(NamedTuple):
-    """A quantized moment.
+    """A quantized moment in the optimizer state: arrays, or their specs.
 
     Attributes:
         codes: uint8 in the parameter's shape, packed four to a 32-bit word (`framework.layout.bit_packing`).
-        scale: the largest magnitude of each block.
+        scale: the largest magnitude of each block, float32 or wider.
     """
 
-    codes: Any
-    scale: Any
+    codes: PyTree
+    scale: PyTree
 
 
-class _Levels(NamedTuple):
-    """Levels of a code: the number of parts of each decade, lowest decade first, and the code of the number 0."""
+@dataclass(frozen=True)
+class _Levels:
+    """Levels of a code, in which the code of the number 1 is 255.
 
-    counts: list[int]
+    Attributes:
+        counts: the number of parts of each decade, lowest decade first.
+        zero: the code of the number 0.
+    """
+
+    counts: tuple[int, ...]
     zero: int
 
 
-def _levels(signed: bool) -> _Levels:
-    """Return the levels of signed codes (first moments), or of unsigned ones, which are twice as fine.
-
-    The code of 1 is 255 for both.
-    """
-    decades = range(len(_SCALES))
-    if signed:
-        return _Levels([2**i for i in decades], 127)
-    return _Levels([2 ** (i + 1) for i in decades], 0)
+# Levels of signed codes (first moments), and of unsigned ones, which are twice as fine.
+_SIGNED = _Levels(tuple(2**i for i in range(len(_SCALES))), 127)
+_UNSIGNED = _Levels(tuple(2 ** (i + 1) for i in range(len(_SCALES))), 0)
 
 
 def _evaluate_steps(x: jax.Array, starts: Iterable[float], values: Iterable[float]) -> jax.Array:
@@ -83,7 +87,9 @@ def encode(x: jax.Array, *, signed: bool) -> jax.Array:
         signed: whether x may be negative.
     """
     size = jnp.abs(x)
-    counts, zero = _levels(signed)
+    levels = _SIGNED if signed else _UNSIGNED
+    counts = levels.counts
+    zero = levels.zero
     # First and last representable number of each decade.
     first = [end * (0.1 + 0.45 / n) for end, n in zip(_SCALES, counts, strict=True)]
     last = [end * (1.0 - 0.45 / n) for end, n in zip(_SCALES, counts, strict=True)]
@@ -106,10 +112,11 @@ def encode(x: jax.Array, *, signed: bool) -> jax.Array:
     return codes.astype(jnp.uint8)
 
 
-def decode(codes: jax.Array, dtype: Any, *, signed: bool) -> jax.Array:
+def decode(codes: jax.Array, dtype: np.dtype, *, signed: bool) -> jax.Array:
     """Return the numbers that codes stand for, in `dtype`; the inverse of `encode`."""
-    counts, zero = _levels(signed)
-    rank = codes.astype(dtype) - zero
+    levels = _SIGNED if signed else _UNSIGNED
+    counts = levels.counts
+    rank = codes.astype(dtype) - levels.zero
     # Number of parts in the decade plus the index of the part within it (see `encode`).
     position = jnp.abs(rank) - 1 + counts[0]
     part = (position + 0.5) * _evaluate_steps(position, counts, [1 / n for n in counts]) - 1
@@ -118,7 +125,8 @@ def decode(codes: jax.Array, dtype: Any, *, signed: bool) -> jax.Array:
     return jnp.sign(rank) * jnp.where(position < 2 * counts[-1], value, 1)
 
 
-class _Blocks(NamedTuple):
+@dataclass(frozen=True)
+class _Blocks:
     """Division of an axis (a negative index) into blocks of `size`; the last block may be shorter."""
 
     axis: int
@@ -148,11 +156,11 @@ class _Blocks(NamedTuple):
         padded = x.reshape(*shape[:axis], -1, *shape[axis + 1 :])
         return jax.lax.slice_in_dim(padded, 0, shape[axis], axis=axis)
 
-    def load(self, moment: Moment, shape: tuple[int, ...], dtype: Any, *, signed: bool) -> jax.Array:
+    def load(self, moment: Moment, shape: tuple[int, ...], dtype: np.dtype, *, signed: bool) -> jax.Array:
         """Return a moment of a parameter of this shape in blocks, [..., blocks, size, ...] in `dtype`."""
         scale = jnp.expand_dims(moment.scale.astype(dtype), self.axis)
         # The padding is the code of 0, so that it does not affect a block's largest magnitude.
-        codes = self.split(unpack(moment.codes, shape[-2]), _levels(signed).zero)
+        codes = self.split(unpack(moment.codes, shape[-2]), (_SIGNED if signed else _UNSIGNED).zero)
         return decode(codes, dtype, signed=signed) * scale
 
     def store(self, x: jax.Array, shape: tuple[int, ...], *, signed: bool) -> Moment:
@@ -184,132 +192,116 @@ def adamw8bit(
         min_size: vectors, and parameters with fewer elements in a layer, keep precise moments.
         tables: storage of the moments of embeddings and heads, whose rows have gradients of very different sizes.
     """
-    rule = _BlockRule(block, min_size, tables == "8bit", kind_by_path={})
-    scaled = _scale_by_adam(_Adam(b1, b2, eps), rule)
+    scaled = _QuantizedAdam(b1, b2, eps, block, min_size, tables == "8bit", kind_by_path={}).build()
     decay = optax.add_decayed_weights(weight_decay)
     rate = optax.scale_by_learning_rate(learning_rate)
     return partitioned_chain([scaled, decay, rate])
 
 
 @dataclass(frozen=True)
-class _BlockRule:
-    """Rule for which parameters have quantized moments, and how they are divided into blocks.
+class _QuantizedAdam:
+    """Adam's update direction with quantized moments.
 
-    Args:
+    Attributes:
+        b1, b2, eps: as in `optax.scale_by_adam`.
         block: number of elements in a block.
         min_size: parameters with fewer elements keep precise moments.
         tables: whether moments of tables (embedding, head) are quantized.
         kind_by_path: kinds of the parameters; for a missing path, the number of axes decides.
     """
 
+    b1: float
+    b2: float
+    eps: float
     block: int
     min_size: int
     tables: bool
     kind_by_path: dict[str, ParameterKind]
 
-    def get_blocks(self, keypath: Any, shape: tuple[int, ...]) -> _Blocks | None:
+    def build(self) -> PartitionedGradientTransformation:
+        """Return the transformation."""
+        return PartitionedGradientTransformation(self.init, self.update, self.partition, fit_to_specs=self.fit_to_specs)
+
+    def fit_to_specs(self, specs: Nested) -> PartitionedGradientTransformation:
+        """Return the transformation for parameters whose axes have roles."""
+        return replace(self, kind_by_path=classify_parameters(specs)).build()
+
+    def get_blocks(self, path: str, shape: tuple[int, ...]) -> _Blocks | None:
         """Return the blocks of a parameter; None for precise moments."""
-        kind = get_kind(self.kind_by_path, path_name(keypath), len(shape))
+        kind = get_kind(self.kind_by_path, path, len(shape))
         if len(shape) < 2 or math.prod(shape) < self.min_size:
             return None
         if kind != "table":
             return _Blocks(-2, self.block)
         return _Blocks(-1, self.block) if self.tables else None
 
-    def moment(self, keypath: Any, param: Any, make: Callable[..., Any]) -> Any:
-        """Return the moment of a parameter (array or spec), built from arrays or specs `make(shape, dtype)`."""
-        # Scales and precise moments are in float32, even for bfloat16 parameters.
-        dtype = jnp.promote_types(param.dtype, jnp.float32)
-        blocks = self.get_blocks(keypath, param.shape)
-        if blocks is None:
-            return make(param.shape, dtype)
-        codes = make(compute_packed_shape(param.shape), jnp.uint32)
-        scale = make(blocks.shape(param.shape), dtype)
-        return Moment(codes, scale)
-
-
-class _Adam(NamedTuple):
-    """Adam's hyperparameters."""
-
-    b1: float
-    b2: float
-    eps: float
-
-    def update(
-        self, g: jax.Array, mu: Any, nu: Any, count: jax.typing.ArrayLike, blocks: _Blocks | None
-    ) -> tuple[jax.Array, Any, Any]:
-        """Run one Adam update for one parameter.
+    def make_moment(
+        self, path: str, shape: tuple[int, ...], dtype: np.dtype, make: Callable[[tuple[int, ...], np.dtype], Leaf]
+    ) -> Moment | Leaf:
+        """Return the moment of a parameter.
 
         Args:
-            g: gradient of the parameter.
-            mu, nu: the moments, as `Moment` if `blocks` is given.
-            count: number of this update, from 1.
-            blocks: blocks of quantized moments; None for precise ones.
-
-        Returns:
-            (direction in the dtype and shape of g, new first moment, new second moment).
+            path, shape, dtype: path, shape and dtype of the parameter.
+            make: (shape, dtype) -> array or spec.
         """
-        dtype = jnp.promote_types(g.dtype, jnp.float32)
-        grad = g.astype(dtype)
-        if blocks is not None:
-            # Gradient and moments are split alike, because the arithmetic between them is elementwise.
-            grad = blocks.split(grad)
-            mu = blocks.load(mu, g.shape, dtype, signed=True)
-            nu = blocks.load(nu, g.shape, dtype, signed=False)
-        mu = self.b1 * mu + (1 - self.b1) * grad
-        nu = self.b2 * nu + (1 - self.b2) * jnp.square(grad)
-        mean = mu / (1 - jnp.asarray(self.b1, dtype) ** count)
-        square = nu / (1 - jnp.asarray(self.b2, dtype) ** count)
-        direction = mean / (jnp.sqrt(square) + self.eps)
-        if blocks is not None:
-            direction = blocks.join(direction, g.shape)
-            mu = blocks.store(mu, g.shape, signed=True)
-            nu = blocks.store(nu, g.shape, signed=False)
-        return direction.astype(g.dtype), mu, nu
+        # Scales and precise moments are in float32, even for bfloat16 parameters.
+        wide_dtype = jnp.promote_types(dtype, jnp.float32)
+        blocks = self.get_blocks(path, shape)
+        if blocks is None:
+            return make(shape, wide_dtype)
+        codes = make(compute_packed_shape(shape), np.dtype(np.uint32))
+        return Moment(codes, make(blocks.shape(shape), wide_dtype))
 
-
-def _scale_by_adam(adam: _Adam, rule: _BlockRule) -> PartitionedGradientTransformation:
-    """Return Adam's update direction, with moments quantized according to the rule."""
-
-    def zeros(keypath: Any, param: jax.Array) -> Any:
-        return rule.moment(keypath, param, jnp.zeros)
-
-    def init(params: Any) -> optax.ScaleByAdamState:
+    def init(self, params: PyTree) -> optax.ScaleByAdamState:
+        """Return zero moments."""
+        structure = jax.tree.structure(params)
+        moments = []
         # Two separate trees of arrays, because one array used in both places could not be donated.
-        mu = tree_map_with_path(zeros, params)
-        nu = tree_map_with_path(zeros, params)
-        count = jnp.zeros([], jnp.int32)
-        return optax.ScaleByAdamState(count, mu, nu)
+        for _ in ("mu", "nu"):
+            tree = [self.make_moment(path, x.shape, x.dtype, jnp.zeros) for path, x in flatten(params).items()]
+            moments.append(jax.tree.unflatten(structure, tree))
+        return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), *moments)
 
-    def partition(specs: Nested) -> optax.ScaleByAdamState:
-        return _state_specs(specs, rule)
+    def partition(self, specs: Nested) -> optax.ScaleByAdamState:
+        """Return the specs of the state."""
+        moments = []
+        for path, spec in flatten(specs).items():
+            make = partial(OptStateSpec, mesh_axes=spec.mesh_axes, owner=path)
+            moments.append(self.make_moment(path, spec.shape, spec.dtype, make))
+        tree = jax.tree.unflatten(jax.tree.structure(specs), moments)
+        return optax.ScaleByAdamState(NUMBER_OF_UPDATES, tree, tree)  # pyright: ignore[reportArgumentType]
 
-    def update(updates: Any, state: optax.ScaleByAdamState, params: Any = None, **extra: Any) -> Any:
+    def update(
+        self, updates: PyTree, state: optax.ScaleByAdamState, params: PyTree = None, **extra: object
+    ) -> tuple[PyTree, optax.ScaleByAdamState]:
+        """Return (the direction in the dtypes of the gradients, the new state), as in optax."""
         count = optax.safe_increment(state.count)
-
-        def update_leaf(keypath: Any, g: jax.Array, mu: Any, nu: Any) -> Any:
-            blocks = rule.get_blocks(keypath, g.shape)
-            return adam.update(g, mu, nu, count, blocks)
-
-        results = tree_map_with_path(update_leaf, updates, state.mu, state.nu)
-        # Splits a tree of triples into three trees with the structure of the updates.
-        directions = jax.tree.map(lambda _, result: result[0], updates, results)
-        mu = jax.tree.map(lambda _, result: result[1], updates, results)
-        nu = jax.tree.map(lambda _, result: result[2], updates, results)
-        return directions, optax.ScaleByAdamState(count, mu, nu)
-
-    def fit_to_specs(specs: Nested) -> PartitionedGradientTransformation:
-        return _scale_by_adam(adam, replace(rule, kind_by_path=classify_parameters(specs)))
-
-    return PartitionedGradientTransformation(init, update, partition, fit_to_specs=fit_to_specs)
-
-
-def _state_specs(specs: Nested, rule: _BlockRule) -> optax.ScaleByAdamState:
-    """Return the specs of the state for these parameters."""
-
-    def moment_spec(keypath: Any, spec: ParameterSpec) -> Any:
-        make = partial(OptStateSpec, mesh_axes=spec.mesh_axes, owner=path_name(keypath))
-        return rule.moment(keypath, spec, make)
-
-    moments = tree_map_with_path(moment_spec, specs)
-    return optax.ScaleByAdamState(NUMBER_OF_UPDATES, moments, moments)  # pyright: ignore[reportArgumentType]
+        structure = jax.tree.structure(updates)
+        # A quantized moment is a node of its tree, not a leaf.
+        old_moments = zip(structure.flatten_up_to(state.mu), structure.flatten_up_to(state.nu), strict=True)
+        directions = []
+        new_mu = []
+        new_nu = []
+        for (path, g), (mu, nu) in zip(flatten(updates).items(), old_moments, strict=True):
+            blocks = self.get_blocks(path, g.shape)
+            dtype = jnp.promote_types(g.dtype, jnp.float32)
+            grad = g.astype(dtype)
+            if blocks is not None:
+                # Gradient and moments are split alike, because the arithmetic between them is elementwise.
+                grad = blocks.split(grad)
+                mu = blocks.load(mu, g.shape, dtype, signed=True)
+                nu = blocks.load(nu, g.shape, dtype, signed=False)
+            mu = self.b1 * mu + (1 - self.b1) * grad
+            nu = self.b2 * nu + (1 - self.b2) * jnp.square(grad)
+            mean = mu / (1 - jnp.asarray(self.b1, dtype) ** count)
+            square = nu / (1 - jnp.asarray(self.b2, dtype) ** count)
+            direction = mean / (jnp.sqrt(square) + self.eps)
+            if blocks is not None:
+                direction = blocks.join(direction, g.shape)
+                mu = blocks.store(mu, g.shape, signed=True)
+                nu = blocks.store(nu, g.shape, signed=False)
+            directions.append(direction.astype(g.dtype))
+            new_mu.append(mu)
+            new_nu.append(nu)
+        new_state = optax.ScaleByAdamState(count, structure.unflatten(new_mu), structure.unflatten(new_nu))
+        return structure.unflatten(directions), new_state

@@ -11,25 +11,35 @@ shard, and the result is the same on any mesh, in any schedule and for any block
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
-from plimsoll.framework.layout import Nested, name_hash, path_name
+from plimsoll.framework.layout import Nested, flatten, name_hash
 
 Rounding = Literal["nearest", "stochastic", "kahan"]
 
 
-class BlockOrigin(NamedTuple):
-    """Location of a block in its tensor: the index of its first element in each dimension, and the tensor's shape."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockOrigin:
+    """Location of a block in its tensor.
 
-    start: tuple[Any, ...]
-    shape: tuple[int, ...]
+    Attributes:
+        start: the index of the block's first element in each dimension; integer scalars.
+        shape: the tensor's shape.
+    """
+
+    start: tuple[ArrayLike, ...]
+    shape: tuple[int, ...] = field(metadata={"static": True})
 
 
-def check_dtypes(rounding: str, dtypes: set[Any]) -> None:
+def check_dtypes(rounding: str, dtypes: Collection[np.dtype]) -> None:
     """Raise ValueError if weights of these dtypes do not support this rounding."""
     if rounding == "nearest":
         return
@@ -56,7 +66,7 @@ def mix(x: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
-def fold(seed: jax.Array, *numbers: Any) -> jax.Array:
+def fold(seed: jax.Array, *numbers: ArrayLike) -> jax.Array:
     """Return a uint32 seed derived from `seed` and these numbers, in this order."""
     for number in numbers:
         # 2^32 divided by the golden ratio, because `mix` maps zero to itself.
@@ -90,7 +100,7 @@ def noise(seed: jax.Array, shape: tuple[int, ...], origin: BlockOrigin | None = 
     return mix(mix(position + jnp.uint32(0x9E3779B9)) ^ seed)
 
 
-def round_stochastically(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array:
+def round_stochastically(x: jax.Array, dtype: DTypeLike, bits: jax.Array) -> jax.Array:
     """Round x to one of its two neighbors in bfloat16, with probabilities that make x the expected value.
 
     16 random bits are added to the bits that are cut off. Non-finite values stay; no finite value becomes infinite.
@@ -114,7 +124,7 @@ def round_stochastically(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array
     return jnp.where(jnp.isfinite(x), finite, x).astype(dtype)
 
 
-def split_rounding_error(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def split_rounding_error(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Return (x rounded to nearest in a narrower dtype, the rounding error in the same dtype)."""
     bits = jnp.finfo(dtype)
     # Not a cast there and back, because XLA drops such a pair if it may keep excess precision.
@@ -132,17 +142,10 @@ def upcast(rounding: Rounding, weights: Nested, compensation: Nested | None) -> 
     """
     if rounding == "nearest":
         return weights
-
-    def widen(weight: jax.Array) -> jax.Array:
-        return weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
-
-    def compensate(weight: jax.Array, error: jax.Array) -> jax.Array:
-        return weight + error.astype(weight.dtype)
-
-    wide_weights = jax.tree.map(widen, weights)
+    wide_weights = jax.tree.map(lambda weight: weight.astype(jnp.promote_types(weight.dtype, jnp.float32)), weights)
     if compensation is None:
         return wide_weights
-    return jax.tree.map(compensate, wide_weights, compensation)
+    return jax.tree.map(lambda weight, error: weight + error.astype(weight.dtype), wide_weights, compensation)
 
 
 def round_weights(
@@ -160,21 +163,16 @@ def round_weights(
     Returns:
         The second tree is empty for "stochastic", which keeps no errors.
     """
-    if rounding == "stochastic":
-
-        def random_round(keypath: Any, precise: jax.Array, weight: jax.Array) -> jax.Array:
+    structure = jax.tree.structure(new)
+    rounded = []
+    errors = []
+    for (path, precise), weight in zip(flatten(new).items(), jax.tree.leaves(old), strict=True):
+        if rounding == "stochastic":
             # Without the names, tensors of one shape would have the same noise.
-            tensor_seed = fold_name(seed, path_name(keypath))
-            bits = noise(tensor_seed, precise.shape, origin)
-            return round_stochastically(precise, weight.dtype, bits)
-
-        return jax.tree_util.tree_map_with_path(random_round, new, old), {}
-
-    def split_leaf(precise: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return split_rounding_error(precise, weight.dtype)
-
-    pairs = jax.tree.map(split_leaf, new, old)
-    # Splits a tree of pairs into two trees with the structure of the weights.
-    nearest = jax.tree.map(lambda _, pair: pair[0], new, pairs)
-    errors = jax.tree.map(lambda _, pair: pair[1], new, pairs)
-    return nearest, errors
+            bits = noise(fold_name(seed, path), precise.shape, origin)
+            rounded.append(round_stochastically(precise, weight.dtype, bits))
+        else:
+            nearest, error = split_rounding_error(precise, weight.dtype)
+            rounded.append(nearest)
+            errors.append(error)
+    return structure.unflatten(rounded), structure.unflatten(errors) if errors else {}

@@ -79,7 +79,7 @@ def step_arguments(config: Config) -> dict[str, _ArgumentType] | None:
     return arguments
 
 
-def _marks(hint: Any) -> list[_CountsSteps]:
+def _marks(hint: object) -> list[_CountsSteps]:
     """Return the marks in a type hint, in any arm of a union."""
     marks = []
     for arm in arms(hint):
@@ -127,18 +127,15 @@ def schedules(config: Config) -> Iterator[tuple[str, Config]]:
         if any(path.startswith(f"{outer}.") for outer in schedule_paths):
             continue
         for name, value in node.items():
-            if isinstance(value, Config) and _takes_schedule(name, get_schema(node)[name].hint):
+            if not isinstance(value, Config):
+                continue
+            # An argument that may be a schedule. The learner reports `learning_rate`, also for a user's own optimizer,
+            # which may have no type hints.
+            takes_schedule = any(arm == optax.Schedule for arm in arms(get_schema(node)[name].hint))
+            if takes_schedule or name == "learning_rate":
                 schedule_path = join(path, name)
                 schedule_paths.append(schedule_path)
                 yield schedule_path, value
-
-
-def _takes_schedule(name: str, hint: Any) -> bool:
-    """Return whether an argument may be a schedule."""
-    # The learner reports `learning_rate`, also for a user's own optimizer, which may have no type hints.
-    if name == "learning_rate":
-        return True
-    return any(arm == optax.Schedule for arm in arms(hint))
 
 
 def scale(config: Config, new: int, old: int) -> list[str]:
@@ -208,20 +205,18 @@ def get_schedule_length(config: Config) -> int | None:
         for name, kind in arguments.items():
             value = node.get(name)
             # A fraction of the run is not a number of steps.
-            if value and not isinstance(value, float):
-                lengths.append(_last(kind, value))
+            if not value or isinstance(value, float):
+                continue
+            # The last step that the argument refers to.
+            if kind == "places":
+                lengths.append(max(value))
+            elif kind == "keys":
+                lengths.append(max(map(int, value)))
+            elif kind == "cycles":
+                lengths.append(sum(cycle.get("decay_steps", 0) for cycle in value))
+            else:
+                lengths.append(value)
         for name in _run_fields(node):
             if node.get(name) is not None:
                 lengths.append(node[name])
     return max(lengths, default=None)
-
-
-def _last(kind: _ArgumentType, value: Any) -> int:
-    """Return the last step that an argument refers to."""
-    if kind == "places":
-        return max(value)
-    if kind == "keys":
-        return max(map(int, value))
-    if kind == "cycles":
-        return sum(cycle.get("decay_steps", 0) for cycle in value)
-    return value

@@ -5,21 +5,27 @@ values a transformation combines: a global norm would see one layer at a time, a
 the rows, and both would be silently wrong. This is tested, not assumed: three steps on small arrays run once clean and
 once with one element of a gradient perturbed. Any other value that then changes, to the bit, was reached. A single step
 would not show it for transformations that react to earlier steps (D-Adaptation, SM3, apply_if_finite).
+
+A trial compiles several small programs. Whether one parameter's update depends on another's gradient can mostly be read
+off the jaxpr, without a compiler: if no path leads from that gradient to that update, there is no dependence. The
+converse does not hold, because a path may carry nothing (`x * 0`); in that case the trial decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, get_args
+from collections.abc import Iterable
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import Jaxpr, Var
+from jax.extend.core import Literal as LiteralVar
 
 from plimsoll.framework.devices import executables
-from plimsoll.framework.layout import Nested, flatten, unflatten
-from plimsoll.framework.optimizers.partition import find_owner
+from plimsoll.framework.layout import Nested, PyTree, flatten, unflatten
+from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation, find_owner
 
 UpdateLocality = Literal["element", "row", "tensor", "layer", "global"]
 # From the most local to the widest.
@@ -27,9 +33,23 @@ _LOCALITIES: tuple[UpdateLocality, ...] = get_args(UpdateLocality)
 # Dimension sizes of the arrays in the trial.
 _SIZES = (3, 5, 4)
 Shapes = dict[str, tuple[int, ...]]
+Optimizer = optax.GradientTransformation | PartitionedGradientTransformation
+# A set of program inputs, one bit for each.
+Inputs = int
+# Primitives that call a function, and the parameter that holds its program.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
 
 
-def probe(optimizer: Any, specs: Nested) -> UpdateLocality:
+# --- by trials -------------------------------------------------------------------------------------------------------
+
+
+def probe(optimizer: Optimizer, specs: Nested) -> UpdateLocality:
     """Return the smallest part of an update unit that can be updated without the rest.
 
     Args:
@@ -45,13 +65,16 @@ def probe(optimizer: Any, specs: Nested) -> UpdateLocality:
     shapes: Shapes = {path: spec.shape for path, spec in flatten(specs).items()}
     localities: set[UpdateLocality] = {"element"}
     # Only the real sizes show which axes are summed over, because optimizers factor large dimensions.
-    for leaf, owner in _find_state_owners(optimizer, shapes).values():
+    state = _init_abstract_state(optimizer, shapes)
+    state_owners = _find_state_owners(state, shapes)
+    for path, leaf in flatten(state).items():
+        owner = state_owners[path]
         if owner and leaf.shape not in ((), shapes[owner]):
             localities = {"tensor"}
     toy_shapes = _shrink_shapes(shapes)
-    owners = {}
-    toy_state = _find_state_owners(optimizer, toy_shapes)
-    for path, (_leaf, owner) in toy_state.items():
+    toy_state = _init_abstract_state(optimizer, toy_shapes)
+    owners: dict[str, str | None] = {}
+    for path, owner in _find_state_owners(toy_state, toy_shapes).items():
         owners[f"state/{path}"] = owner
     for path in toy_shapes:
         owners[f"update/{path}"] = path
@@ -61,7 +84,7 @@ def probe(optimizer: Any, specs: Nested) -> UpdateLocality:
         return max(localities | _measure_spread(optimizer, toy_shapes, owners), key=_LOCALITIES.index)
 
 
-def _measure_spread(optimizer: Any, toy_shapes: Shapes, owners: dict[str, str | None]) -> set[UpdateLocality]:
+def _measure_spread(optimizer: Optimizer, toy_shapes: Shapes, owners: dict[str, str | None]) -> set[UpdateLocality]:
     """Return how far the gradients of single elements spread in a trial, at least "element".
 
     Args:
@@ -70,8 +93,8 @@ def _measure_spread(optimizer: Any, toy_shapes: Shapes, owners: dict[str, str | 
         owners: by path, the parameter that each array of a trial belongs to, or None.
     """
     localities: set[UpdateLocality] = {"element"}
-    run = _make_trial(optimizer, toy_shapes)
-    clean = run(None, 0.0)
+    trial = _Trial(optimizer, toy_shapes)
+    clean = trial.run(None, 0.0)
     has_matrices = any(len(shape) > 1 for shape in toy_shapes.values())
     min_ndim = 2 if has_matrices else 1
     # One path per shape, not per number of dimensions: with a single row, tensor and row are the same, and with a
@@ -81,9 +104,10 @@ def _measure_spread(optimizer: Any, toy_shapes: Shapes, owners: dict[str, str | 
         shape = toy_shapes[path]
         # A large value shows dependence on magnitudes; NaN shows dependence on tests for finiteness.
         for value in (1e3, np.nan):
-            results = run(path, value)
-            for name, spoiled in results.items():
-                changed = _find_changes(clean[name], spoiled)
+            for name, spoiled in trial.run(path, value).items():
+                # Elements that differ in any of the three steps. Two NaN are equal.
+                is_nan_in_both = (clean[name] != clean[name]) & (spoiled != spoiled)
+                changed = ((clean[name] != spoiled) & ~is_nan_in_both).any(axis=0)
                 owner = owners.get(name)
                 if owner is None:
                     # Leaves without an owner are counters and constants, the same for each chunk, and keys.
@@ -92,50 +116,36 @@ def _measure_spread(optimizer: Any, toy_shapes: Shapes, owners: dict[str, str | 
                 elif owner != path:
                     localities.add("global" if changed.any() else "element")
                 elif changed.shape == shape and len(shape) >= min_ndim:
-                    localities.add(_locality_within(changed))
+                    # How far the gradient of the element spreads within its tensor; the element itself always changes.
+                    position = _get_perturbed_index(shape)
+                    changed[position] = False
+                    other_rows = np.delete(changed, position[:1], axis=0)
+                    if other_rows.any():
+                        localities.add("tensor")
+                    else:
+                        localities.add("row" if changed.any() else "element")
     return localities
 
 
-def _find_changes(clean: np.ndarray, spoiled: np.ndarray) -> np.ndarray:
-    """Return which elements differ in any of the steps. Two NaN are equal.
+def _init_abstract_state(optimizer: Optimizer, shapes: Shapes) -> PyTree:
+    """Return the shapes and dtypes of the optimizer's state for float32 parameters of these shapes."""
+    params = {path: jax.ShapeDtypeStruct(shape, "float32") for path, shape in shapes.items()}
+    return jax.eval_shape(optimizer.init, unflatten(params))
+
+
+def _find_state_owners(state: PyTree, paths: Iterable[str]) -> dict[str, str | None]:
+    """Return {path of a state leaf: path of the parameter that it belongs to, or None}, in the order of the leaves.
 
     Args:
-        clean, spoiled: values from three steps, [3, ...].
-
-    Returns:
-        bool [...].
+        state: an optimizer's state.
+        paths: paths of the parameters.
     """
-    is_nan_in_both = (clean != clean) & (spoiled != spoiled)
-    return ((clean != spoiled) & ~is_nan_in_both).any(axis=0)
-
-
-def _locality_within(changed: np.ndarray) -> UpdateLocality:
-    """Return how far the gradient of the perturbed element spreads within its tensor.
-
-    Args:
-        changed: bool, in the tensor's shape; the entry of the perturbed element is cleared in place.
-    """
-    position = _get_perturbed_index(changed.shape)
-    # The element itself always changes.
-    changed[position] = False
-    other_rows = np.delete(changed, position[:1], axis=0)
-    if other_rows.any():
-        return "tensor"
-    return "row" if changed.any() else "element"
-
-
-def _find_state_owners(optimizer: Any, shapes: Shapes) -> dict[str, tuple[jax.ShapeDtypeStruct, str | None]]:
-    """Return {path: (a state leaf, the path of the parameter that it belongs to)}."""
-    params = {}
-    for path, shape in shapes.items():
-        params[path] = jax.ShapeDtypeStruct(shape, "float32")
-    path_of_name = {tuple(path.split("/")): path for path in shapes}
-    state = jax.eval_shape(optimizer.init, unflatten(params))
-    leaves = {}
-    for path, leaf in flatten(state).items():
+    path_of_name = {tuple(path.split("/")): path for path in paths}
+    owners = {}
+    for path in flatten(state):
         owner_name = find_owner(tuple(path.split("/")), path_of_name)
-        leaves[path] = (leaf, path_of_name.get(owner_name or ()))
-    return leaves
+        owners[path] = path_of_name.get(owner_name or ())
+    return owners
 
 
 def _shrink_shapes(shapes: Shapes) -> Shapes:
@@ -157,48 +167,131 @@ def _get_perturbed_index(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(min(1, dim - 1) for dim in shape)
 
 
-def _make_trial(optimizer: Any, shapes: Shapes) -> Callable[[str | None, float], dict[str, np.ndarray]]:
-    """Return run(path, value): updates and states of three steps, [3, ...] by path, with `value` in one gradient."""
-    rng = np.random.default_rng(0)
+class _Trial:
+    """Three steps of an optimizer on random arrays, which can be repeated with one perturbed gradient.
 
-    def draw() -> dict[str, np.ndarray]:
-        arrays = {}
-        for path, shape in shapes.items():
-            arrays[path] = rng.normal(size=shape).astype(np.float32)
-        return arrays
+    Args:
+        optimizer: `init` and `update`, as in optax.
+        shapes: shapes of the parameters, by path.
+    """
 
-    params = draw()
-    clean_steps = [draw() for _ in range(3)]
-    state = jax.jit(optimizer.init)(unflatten(params))
-    start = (unflatten(params), state)
+    def __init__(self, optimizer: Optimizer, shapes: Shapes):
+        rng = np.random.default_rng(0)
+        # First the parameters, then the gradients of each step.
+        draws = []
+        for _ in range(4):
+            draws.append({path: rng.normal(size=shape).astype(np.float32) for path, shape in shapes.items()})
+        self.shapes = shapes
+        self.clean_grads = draws[1:]
+        self.params = unflatten(draws[0])
+        self.state = jax.jit(optimizer.init)(self.params)
+        self.optimizer = optimizer
+        self.jit_step = jax.jit(self._step)
 
-    @jax.jit
-    def step(inputs: tuple[Any, Any, Any]) -> Any:
-        params, state, grads = inputs
-        updates, state = optimizer.update(grads, state, params)
-
-        def comparable(x: jax.Array) -> jax.Array:
-            # NumPy has no dtype for PRNG keys, so their words are compared.
-            is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-            return jax.random.key_data(x) if is_key else x
-
-        seen = jax.tree.map(comparable, {"update": updates, "state": state})
-        return (optax.apply_updates(params, updates), state), seen
-
-    def run(path: str | None, value: float) -> dict[str, np.ndarray]:
-        params_and_state = start
+    def run(self, path: str | None, value: float) -> dict[str, np.ndarray]:
+        """Return updates and states of the three steps, [3, ...] by path, with `value` in one gradient."""
+        params, state = self.params, self.state
         seen = []
-        for index, clean_grads in enumerate(clean_steps):
+        for index, clean_grads in enumerate(self.clean_grads):
             grads = {name: grad.copy() for name, grad in clean_grads.items()}
             # Perturbs the second of three steps, so that earlier state can react and later steps can show the effect.
             if index == 1 and path is not None:
-                grads[path][_get_perturbed_index(shapes[path])] = value
-            inputs = (*params_and_state, unflatten(grads))
-            params_and_state, leaves = executables.call(step, inputs)
+                grads[path][_get_perturbed_index(self.shapes[path])] = value
+            (params, state), leaves = executables.call(self.jit_step, (params, state, unflatten(grads)))
             seen.append(flatten(leaves))
-        stacks = {}
-        for name in seen[0]:
-            stacks[name] = np.stack([leaves[name] for leaves in seen])
-        return stacks
+        return {name: np.stack([leaves[name] for leaves in seen]) for name in seen[0]}
 
-    return run
+    def _step(self, inputs: tuple[Nested, PyTree, Nested]) -> tuple[tuple[PyTree, PyTree], Nested]:
+        """Return ((new parameters, new state), updates and state as arrays that NumPy can compare)."""
+        params, state, grads = inputs
+        updates, state = self.optimizer.update(grads, state, params)
+        seen = {"update": updates, "state": state}
+        leaves = []
+        for leaf in jax.tree.leaves(seen):
+            # NumPy has no dtype for PRNG keys, so their words are compared.
+            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            leaves.append(jax.random.key_data(leaf) if is_key else leaf)
+        return (optax.apply_updates(params, updates), state), jax.tree.unflatten(jax.tree.structure(seen), leaves)
+
+
+# --- by the jaxpr ----------------------------------------------------------------------------------------------------
+
+
+def proves_independence(optimizer: Optimizer, specs: Nested) -> bool:
+    """Return whether the traced update proves that no parameter depends on another parameter's gradient.
+
+    Args:
+        optimizer: `init` and `update`, as in optax.
+        specs: parameters of one update unit.
+    """
+    shapes = {path: spec.shape for path, spec in flatten(specs).items()}
+    # Each parameter gets a copy of its shape, since a single one here may have others in a different update unit.
+    shapes |= {f"duplicate/{path}": shape for path, shape in shapes.items()}
+    params = unflatten({path: jax.ShapeDtypeStruct(shape, "float32") for path, shape in shapes.items()})
+    state = _init_abstract_state(optimizer, shapes)
+
+    traced = jax.make_jaxpr(optimizer.update)(params, state, params)
+    # The parameter that each leaf belongs to, in leaf order; a step counter belongs to none.
+    param_owners: list[str | None] = [*flatten(params)]
+    state_owners = [*_find_state_owners(state, shapes).values()]
+    input_owners = [*param_owners, *state_owners, *param_owners]
+    result_owners = [*param_owners, *state_owners]
+    if len(traced.jaxpr.outvars) != len(result_owners):
+        # The state changes its structure, so the results cannot be matched with their owners.
+        return False
+    for owner, inputs in zip(result_owners, find_result_inputs(traced.jaxpr), strict=True):
+        for number, input_owner in enumerate(input_owners):
+            # Every result may read a shared counter. If a counter itself depended on a gradient, that would show where
+            # the counter is a result, whose owner is None.
+            is_read = inputs >> number & 1
+            if is_read and input_owner not in (owner, None):
+                return False
+    return True
+
+
+def find_result_inputs(jaxpr: Jaxpr) -> list[Inputs]:
+    """Return, for each result, the inputs that a path leads from."""
+    inputs_of_var: dict[Var, Inputs] = {}
+    for number, var in enumerate(jaxpr.invars):
+        inputs_of_var[var] = 1 << number
+
+    def get_inputs(var: Var | LiteralVar) -> Inputs:
+        # Constants, literal or captured, depend on nothing.
+        if isinstance(var, LiteralVar):
+            return 0
+        return inputs_of_var.get(var, 0)
+
+    for eqn in jaxpr.eqns:
+        operands = [get_inputs(var) for var in eqn.invars]
+        name = eqn.primitive.name
+        if name in _CALLS and _CALLS[name] in eqn.params:
+            # Each result of a called function may depend on only some of its arguments.
+            inner = eqn.params[_CALLS[name]]
+            results = [_map_to_outer(inputs, operands) for inputs in find_result_inputs(inner.jaxpr)]
+        elif name == "cond":
+            # Any branch may be taken; the first operand decides which.
+            results = [operands[0]] * len(eqn.outvars)
+            for branch in eqn.params["branches"]:
+                for number, inputs in enumerate(find_result_inputs(branch.jaxpr)):
+                    results[number] |= _map_to_outer(inputs, operands[1:])
+        else:
+            union = 0
+            for operand in operands:
+                union |= operand
+            results = [union] * len(eqn.outvars)
+        inputs_of_var |= dict(zip(eqn.outvars, results, strict=True))
+    return [get_inputs(var) for var in jaxpr.outvars]
+
+
+def _map_to_outer(inputs: Inputs, operands: list[Inputs]) -> Inputs:
+    """Return the inputs of the outer program from which some inputs of an inner program are computed.
+
+    Args:
+        inputs: a set of inputs of the inner program.
+        operands: for each input of the inner program, the outer inputs that it depends on.
+    """
+    outer_inputs = 0
+    for number, operand in enumerate(operands):
+        if inputs >> number & 1:
+            outer_inputs |= operand
+    return outer_inputs

@@ -16,7 +16,7 @@ from plimsoll.framework.devices.mesh import MeshShape
 from plimsoll.framework.layers.base import batch_shards
 from plimsoll.framework.layout import Nested, TensorSpec, TrainState, move_to_host, nearest_divisors
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.update_types import ALL_STAGES
+from plimsoll.framework.learner.rules import ALL_STAGES
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.optimizers.schedule_steps import with_run_length
@@ -244,7 +244,7 @@ class Experiment:
             buffer=self.model.buffer_specs(),
             optimizer=learner.optimizer_specs(offloaded_stages),
             ema=learner.ema_specs(offloaded_stages),
-            counter=counters | learner.counter_specs(),
+            counter=counters | learner.spikes.counter_specs(),
         )
 
     def _find_offloaded_stages(self, field: str) -> set[str]:

@@ -26,7 +26,7 @@ from plimsoll.framework.layout import (
     unflatten,
 )
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.update_types import unflatten_like
+from plimsoll.framework.learner.state import unflatten_like
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.schedules.step import training_context
 

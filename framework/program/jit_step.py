@@ -14,7 +14,7 @@ from plimsoll.framework.devices.executables import HostBytes, compile_or_load, p
 from plimsoll.framework.layers.remat import check_platform
 from plimsoll.framework.layout import GROUPS, Nested, StateLayout, TrainState, flatten, merge
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.update_types import write_layer
+from plimsoll.framework.learner.update import write_layer
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.program.backend import StepBackend
 from plimsoll.framework.program.compile_thread import INIT, CompileThread, get_evaluation_name

@@ -225,7 +225,9 @@ def _check_memory_kinds(program: Program, state: TrainState) -> None:
         offloaded_bytes += program.layout.bytes_per_device(group, "pinned_host")
     taken_bytes = 0
     for executable in program.backend.executables():
-        taken_bytes += executable.memory_analysis().host_argument_size_in_bytes
+        stats = executable.memory_analysis()
+        assert stats is not None
+        taken_bytes += stats.host_argument_size_in_bytes
     # A CPU's compiler counts no argument as host memory.
     if taken_bytes < offloaded_bytes and jax.default_backend() != "cpu":
         raise ValueError(

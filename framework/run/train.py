@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import jax
+from plimsoll.framework.metrics.tracking_services import check_installed
 
 from plimsoll.framework.checkpoint import leftover_files
 from plimsoll.framework.checkpoint.checkpointer import Checkpointer
@@ -22,11 +23,9 @@ from plimsoll.framework.layers.experts.router import Router
 from plimsoll.framework.layout import TrainState
 from plimsoll.framework.metrics.image_grid import save_grid
 from plimsoll.framework.metrics.plot import plot_experts, plot_losses, plot_objective
-from plimsoll.framework.metrics.tracking_services import check_installed
 from plimsoll.framework.models.causal_lm import CausalLM
-from plimsoll.framework.plan import device_budget, host_budget
-from plimsoll.framework.plan.device_budget import MemoryNeed
-from plimsoll.framework.plan.start_table import build_start_table
+from plimsoll.framework.plan.memory_budget import MemoryNeed, check_host, explain_refusal, measure_need
+from plimsoll.framework.plan.startup import build_start_table
 from plimsoll.framework.processes import distributed
 from plimsoll.framework.processes.health import Pulse
 from plimsoll.framework.program.experiment import Experiment
@@ -168,7 +167,7 @@ def _check_memory(
     if experiment.pretrained is not None:
         warnings = [*warnings, *experiment.pretrained.warnings(experiment.data.seq_len)]
     _print_lines(progress, [f"warning: {warning}" for warning in warnings])
-    host_budget.check_host(program)
+    check_host(program)
     request.goodput.enter("compile")
     # Weights from a checkpoint or from files are not initialized randomly, and a dry run initializes none.
     if not saved_steps and experiment.pretrained is None and not request.dry_run:
@@ -178,8 +177,8 @@ def _check_memory(
             line = offload_self_test.check(config, program)
         if line:
             progress.print(line)
-    need = device_budget.measure_need(program)
-    refusal = device_budget.explain_refusal(config, program, need, request.limit)
+    need = measure_need(program)
+    refusal = explain_refusal(config, program, need, request.limit)
     # One process may compile what another finds in its cache, so the processes can arrive here minutes apart.
     distributed.barrier("planned")
     request.goodput.enter("start")

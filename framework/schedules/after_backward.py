@@ -14,8 +14,9 @@ import jax.numpy as jnp
 
 from plimsoll.framework.layers.base import Context, Out
 from plimsoll.framework.layout import Nested, StateLayout, TrainState, merge
+from plimsoll.framework.learner.decisions import Decision
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.update_types import Decision, LayerUpdate
+from plimsoll.framework.learner.update import LayerUpdate
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.schedules.memory import Memory
 from plimsoll.framework.schedules.step import Metrics, Step, finish, microbatches, training_context
@@ -34,10 +35,10 @@ def update_whole(
     """
     optimizer = layout.fetch("optimizer", state.optimizer)
     ema = layout.fetch("ema", state.ema)
-    params, optimizer, ema = learner.update(state.parameter, grads, optimizer, ema, decision)
-    new_optimizer = layout.store("optimizer", optimizer)
-    new_ema = layout.store("ema", ema)
-    return params, new_optimizer, new_ema
+    new = learner.update(state.parameter, grads, optimizer, ema, decision)
+    new_optimizer = layout.store("optimizer", new.entry)
+    new_ema = layout.store("ema", new.average)
+    return LayerUpdate(new.weights, new_optimizer, new_ema)
 
 
 def build_step(

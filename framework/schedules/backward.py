@@ -26,7 +26,7 @@ from plimsoll.framework.layers import grad_accumulation, remat
 from plimsoll.framework.layers.base import Context, Out
 from plimsoll.framework.layers.stack import Stack
 from plimsoll.framework.layout import Nested, PyTree, StateLayout, fetch_leaf, flatten, merge, unflatten
-from plimsoll.framework.learner.update_types import slice_layer
+from plimsoll.framework.learner.update import slice_layer
 from plimsoll.framework.models.chain import Chain, StageSpecs
 from plimsoll.framework.schedules.backward_state import BackwardHooks, BackwardState, Weights
 from plimsoll.framework.schedules.gradients import add_tied, shard_as_parameter, split_tied, with_tied_weights

@@ -24,15 +24,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from plimsoll.framework.layout import Nested, OptStateSpec, TensorSpec, fetch_leaf, flatten, store_leaf, unflatten
+from plimsoll.framework.learner.decisions import Decision
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.update_types import (
-    Decision,
+from plimsoll.framework.learner.rules import ParamGroup
+from plimsoll.framework.learner.state import unflatten_like
+from plimsoll.framework.learner.update import (
     LayerTrainState,
     LayerUpdate,
     LayerUpdateFn,
-    ParamGroup,
     slice_layer,
-    unflatten_like,
     update_all_layers,
     write_layer,
 )
@@ -147,7 +147,6 @@ def update_group(
         decision: see `Learner.decide`.
         index: index of the only layer to update; the gradients are then that layer's only. None updates all layers.
     """
-    old_weights, _, old_entry, old_average = train_state
     # Every chunk starts from the old counters; chunks that share a counter all write the same value.
     old: GroupLeaves[jax.Array] = GroupLeaves.from_train_state(train_state)
     flat_specs: GroupLeaves[TensorSpec] = GroupLeaves.from_train_state(specs)
@@ -157,7 +156,7 @@ def update_group(
     # New weights of the chunks that were updated in a loop so far.
     looped_weights: list[Arrays] = []
     for chunk in split_into_chunks(learner, group, flat_specs):
-        chunk_entry = learner.get_group_state(group).part(chunk.paths, old_entry)
+        chunk_entry = learner.get_group_state(group).part(chunk.paths, train_state.entry)
         update = ChunkUpdate(
             update=learner.make_layer_update(group),
             entry=chunk_entry,
@@ -190,10 +189,11 @@ def update_group(
         weights = weights | new.weights
         entry = entry | new.entry
         average = average | new.average
-    new_weights = unflatten_like(old_weights, weights)
-    new_entry = unflatten_like(old_entry, entry)
-    new_average = unflatten_like(old_average, average)
-    return new_weights, new_entry, new_average
+    return LayerUpdate(
+        weights=unflatten_like(train_state.weights, weights),
+        entry=unflatten_like(train_state.entry, entry),
+        average=unflatten_like(train_state.average, average),
+    )
 
 
 def _select_leaves(
@@ -246,9 +246,11 @@ class ChunkUpdate:
         """Call `update` with nested trees; return the new leaves, without gradients."""
         entry = unflatten_like(self.entry, leaves.entry)
         # Optimizer state keeps its own structure (optax's NamedTuples); the others are nested dicts.
-        train_state = unflatten(leaves.weights), unflatten(leaves.grads), entry, unflatten(leaves.average)
-        new_weights, new_entry, new_average = update(train_state, decision)
-        return GroupLeaves(flatten(new_weights), {}, flatten(new_entry), flatten(new_average))
+        train_state = LayerTrainState(
+            unflatten(leaves.weights), unflatten(leaves.grads), entry, unflatten(leaves.average)
+        )
+        new = update(train_state, decision)
+        return GroupLeaves(flatten(new.weights), {}, flatten(new.entry), flatten(new.average))
 
 
 # --- the update of a chunk in a loop ---------------------------------------------------------------------------------
@@ -372,9 +374,7 @@ class _ChunkLoop:
         late = self._fetch_leaves(state, step, prefetched=False)
         leaves = GroupLeaves(**{part: x | prefetched.parts[part] for part, x in late.parts.items()})
         decision = self._decision_at(step)
-        new = self.chunk.apply(
-            lambda train_state, decision: self.chunk.update(*train_state, decision), leaves, decision
-        )
+        new = self.chunk.apply(self.chunk.update, leaves, decision)
         written: dict[str, Arrays] = {}
         for part, new_leaves in new.parts.items():
             specs = self.chunk.specs.parts[part]
@@ -432,9 +432,9 @@ class _ChunkLoop:
         """
         decision = self.decision
         if self.chunk.stacked:
-            decision = decision._replace(layer=decision.layer + self.start + step // self.blocks)
+            decision = replace(decision, layer=decision.layer + self.start + step // self.blocks)
         if self.chunk.rows:
-            decision = decision._replace(origin=self._origin(step))
+            decision = replace(decision, origin=self._origin(step))
         return decision
 
     def _origin(self, step: jax.Array) -> BlockOrigin:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 import jax
@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from plimsoll.framework.layout import MeshAxes, Nested, flatten, unflatten
+from plimsoll.framework.learner.decisions import Decision
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.update_types import Decision
 
 # --- tied weights ----------------------------------------------------------------------------------------------------
 
@@ -154,4 +154,4 @@ def add_grad_stats(grad_stats: GradStats, finite_check: FiniteCheck) -> GradStat
 
 def with_grad_stats(decision: Decision, grad_stats: GradStats) -> Decision:
     """Return the decision of a step that updates during its backward pass, with the norm and `ok` of the statistics."""
-    return decision._replace(norm=jnp.sqrt(grad_stats["squares"]), ok=grad_stats["ok"])
+    return replace(decision, norm=jnp.sqrt(grad_stats["squares"]), ok=grad_stats["ok"])

@@ -9,7 +9,8 @@ import jax
 
 from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, flatten
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.update_types import LayerTrainState, ParamGroup
+from plimsoll.framework.learner.rules import ParamGroup
+from plimsoll.framework.learner.update import LayerTrainState
 
 Leaf = TypeVar("Leaf")
 
@@ -34,8 +35,12 @@ class GroupLeaves(Generic[Leaf]):
     @staticmethod
     def from_train_state(train_state: LayerTrainState) -> GroupLeaves[Leaf]:
         """Return the leaves of a train state, or of its specs."""
-        weights, grads, entry, average = train_state
-        return GroupLeaves(flatten(weights), flatten(grads), flatten(entry), flatten(average))
+        return GroupLeaves(
+            flatten(train_state.weights),
+            flatten(train_state.grads),
+            flatten(train_state.entry),
+            flatten(train_state.average),
+        )
 
     @property
     def parts(self) -> dict[str, dict[str, Leaf]]:
@@ -60,4 +65,4 @@ def train_state_specs(layout: StateLayout, learner: Learner, group: ParamGroup, 
     # Optimizer state is already keyed by stage and group; the others are selected from trees of all parameters.
     entry = specs.optimizer[group.stage][group.label]
     average = learner.select(specs.ema, group) if specs.ema else {}
-    return weights, gradients, entry, average
+    return LayerTrainState(weights, gradients, entry, average)

@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from plimsoll.framework.layout import Nested, StateLayout, TrainState
+from plimsoll.framework.learner.decisions import Decision
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.update_types import Decision, LayerTrainState, LayerUpdate, LayerUpdateFn, ParamGroup
+from plimsoll.framework.learner.rules import ParamGroup
+from plimsoll.framework.learner.update import LayerTrainState, LayerUpdate, LayerUpdateFn
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.schedules.backward import forward
 from plimsoll.framework.schedules.backward_state import BackwardHooks, BackwardState, StagedLayer
@@ -100,7 +102,7 @@ def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memo
         grad_stats = _get_grad_stats(backward_state)
         decision = with_grad_stats(decision, grad_stats)
         metrics = {**result.out.metrics, "updated_units": grad_stats["updated"]}
-        update = backward_state.parameter, backward_state.optimizer, backward_state.ema
+        update = LayerUpdate(backward_state.parameter, backward_state.optimizer, backward_state.ema)
         out = replace(result.out, metrics=metrics)
         return finish(learner, state, update, decision, loss, out, frozen=backward_state.frozen)
 
@@ -163,12 +165,12 @@ class _UpdateHook:
             return update_group(learner, self.layout.mesh, group, train_state, specs, decision, index)
 
         with jax.named_scope("update"):
-            params, optimizer, ema = learner.update(
+            new = learner.update(
                 backward_state.parameter,
                 {stage: grads},
                 backward_state.optimizer,
                 backward_state.ema,
-                self.decision._replace(ok=finite_check.ok),
+                replace(self.decision, ok=finite_check.ok),
                 run,
                 stage,
             )
@@ -177,9 +179,9 @@ class _UpdateHook:
             staged_layer = StagedLayer(leaving, index)
         return replace(
             backward_state,
-            parameter=params,
-            optimizer=optimizer,
-            ema=ema,
+            parameter=new.weights,
+            optimizer=new.entry,
+            ema=new.average,
             staged_layer=staged_layer,
             **add_grad_stats(grad_stats, finite_check),
         )

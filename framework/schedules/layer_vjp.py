@@ -33,7 +33,7 @@ from plimsoll.framework.layout import (
     move_to_host,
     unflatten,
 )
-from plimsoll.framework.learner.update_types import slice_layer
+from plimsoll.framework.learner.update import slice_layer
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.schedules.backward_state import Weights
 

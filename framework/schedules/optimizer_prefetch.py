@@ -17,17 +17,11 @@ from dataclasses import dataclass, replace
 import jax
 
 from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, fetch_leaf, flatten, store_leaf
+from plimsoll.framework.learner.decisions import Decision
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.update_types import (
-    Decision,
-    LayerTrainState,
-    LayerUpdate,
-    LayerUpdateFn,
-    ParamGroup,
-    slice_layer,
-    unflatten_like,
-    write_layer,
-)
+from plimsoll.framework.learner.rules import ParamGroup
+from plimsoll.framework.learner.state import unflatten_like
+from plimsoll.framework.learner.update import LayerTrainState, LayerUpdate, LayerUpdateFn, slice_layer, write_layer
 from plimsoll.framework.schedules.backward_state import BackwardState, StagedLayer
 from plimsoll.framework.schedules.group_leaves import GroupLeaves, is_offloaded, train_state_specs
 
@@ -130,26 +124,28 @@ class OptimizerPrefetch:
             (new stacks of weights, optimizer state and averages, in which moved leaves still have their old values;
             the layer's new moved leaves, to be stored later).
         """
-        weights, layer_grads, entry, average = train_state
+        weights = train_state.weights
+        entry = train_state.entry
+        average = train_state.average
         specs: GroupLeaves[TensorSpec] = GroupLeaves.from_train_state(
             train_state_specs(self.layout, self.learner, group, {})
         )
         arrived = staged_layer.groups[group.label]
         index = staged_layer.index
-        new_weights, new_entry, new_average = update(
+        layer = LayerTrainState(
             # Offloaded weights are fetched here: they are prefetched only if everything is, on CPU.
-            _complete_layer(specs.weights, weights, arrived.weights, index),
-            layer_grads,
-            _complete_layer(specs.entry, entry, arrived.entry, index),
-            _complete_layer(specs.average, average, arrived.average, index),
-            decision._replace(layer=decision.layer + index),
+            weights=_complete_layer(specs.weights, weights, arrived.weights, index),
+            grads=train_state.grads,
+            entry=_complete_layer(specs.entry, entry, arrived.entry, index),
+            average=_complete_layer(specs.average, average, arrived.average, index),
         )
+        new = update(layer, replace(decision, layer=decision.layer + index))
         # Leaves that stay on the device are written immediately; moved leaves are written in the next iteration.
-        weight_stacks, leaving_weights = _store_resident(specs.weights, weights, new_weights, arrived.weights, index)
-        entry_stacks, leaving_entry = _store_resident(specs.entry, entry, new_entry, arrived.entry, index)
-        average_stacks, leaving_average = _store_resident(specs.average, average, new_average, arrived.average, index)
+        weight_stacks, leaving_weights = _store_resident(specs.weights, weights, new.weights, arrived.weights, index)
+        entry_stacks, leaving_entry = _store_resident(specs.entry, entry, new.entry, arrived.entry, index)
+        average_stacks, leaving_average = _store_resident(specs.average, average, new.average, arrived.average, index)
         leaving = GroupLeaves(leaving_weights, {}, leaving_entry, leaving_average)
-        return (weight_stacks, entry_stacks, average_stacks), leaving
+        return LayerUpdate(weight_stacks, entry_stacks, average_stacks), leaving
 
     def _list_groups(self, stack: str) -> list[tuple[ParamGroup, GroupLeaves[TensorSpec]]]:
         """Return the groups of a stack's parameters, with the specs of their moved leaves."""

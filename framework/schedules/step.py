@@ -11,9 +11,10 @@ import jax.numpy as jnp
 
 from plimsoll.framework.layers.base import BATCH_AXES, Context, Out
 from plimsoll.framework.layout import Nested, StateLayout, TrainState
+from plimsoll.framework.learner.decisions import Decision
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.rules import DEFAULT
-from plimsoll.framework.learner.update_types import Decision, LayerUpdate
+from plimsoll.framework.learner.update import LayerUpdate
 from plimsoll.framework.models.chain import Chain
 
 Metrics = dict[str, jax.Array]
@@ -105,7 +106,6 @@ def finish(
         loss, out: loss and `Out` of the whole batch.
         changed: other groups of the state that have new values.
     """
-    params, optimizer, ema = update
     counter = state.counter
     ok = decision.ok
     # A skipped batch must not change the buffers either.
@@ -116,10 +116,16 @@ def finish(
         "skipped": counter["skipped"] + jnp.where(ok, 0, 1),
         # A skipped step's norm may be NaN, and clip_mode = previous_norm would divide by it.
         "grad_norm": jnp.where(ok, decision.norm.astype(jnp.float32), counter["grad_norm"]),
-        **learner.count_loss(counter, loss.astype(jnp.float32), ok),
+        **learner.spikes.count_loss(counter, loss.astype(jnp.float32), ok),
     }
     new_state = replace(
-        state, **changed, parameter=params, optimizer=optimizer, ema=ema, buffer=buffers, counter=new_counter
+        state,
+        **changed,
+        parameter=update.weights,
+        optimizer=update.entry,
+        ema=update.average,
+        buffer=buffers,
+        counter=new_counter,
     )
     metrics = {"loss": loss, **out.metrics, "grad_norm": decision.norm, "skipped": 1.0 - ok}
     for label, rate in learner.learning_rates.items():

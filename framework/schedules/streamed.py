@@ -28,16 +28,10 @@ from plimsoll.framework.layout import (
     store_leaf,
     unflatten,
 )
+from plimsoll.framework.learner.decisions import Decision
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.update_types import (
-    Decision,
-    LayerTrainState,
-    LayerUpdate,
-    LayerUpdateFn,
-    ParamGroup,
-    slice_layer,
-    write_layer,
-)
+from plimsoll.framework.learner.rules import ParamGroup
+from plimsoll.framework.learner.update import LayerTrainState, LayerUpdate, LayerUpdateFn, slice_layer, write_layer
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.schedules import after_backward
 from plimsoll.framework.schedules.backward import forward

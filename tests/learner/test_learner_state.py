@@ -10,6 +10,7 @@ from plimsoll.framework.config import config_for
 from plimsoll.framework.layout import flatten
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.rules import Rule
+from plimsoll.framework.learner.update import LayerTrainState, LayerUpdate
 from plimsoll.framework.plan.jaxpr_analysis import inner_jaxprs
 from tests.support import small, updates
 
@@ -163,12 +164,12 @@ def test_state_matches_its_specs_before_and_after_an_update(name, fields):
     first = jax.eval_shape(ours.init, precise)
     second = jax.eval_shape(
         lambda kept, grads: ours.update(
-            kept[0], grads, kept[1], kept[2], updates.decide(ours, jnp.float32(0.0), grads)
+            kept.weights, grads, kept.entry, kept.average, updates.decide(ours, jnp.float32(0.0), grads)
         ),
         first,
-        first[0],
+        first.weights,
     )
-    specs = (ours.specs, ours.optimizer_specs(), ours.ema_specs())
+    specs = LayerUpdate(ours.specs, ours.optimizer_specs(), ours.ema_specs())
     for state in (first, second):
         assert jax.tree.structure(state) == jax.tree.structure(specs)
         for (path, leaf), spec in zip(flatten(state).items(), jax.tree.leaves(specs), strict=True):
@@ -231,13 +232,15 @@ def test_updating_one_layer_equals_updating_all(name):
     decision = updates.decide(ours, jnp.float32(1.0), grads)
     unit = jax.jit(ours.make_layer_update(group))
     for index in range(updates.LAYERS):
-        train_state = (kept.params["stack"], grads["stack"], kept.optimizer["stack"]["default"], kept.ema["stack"])
-        alone = unit(*jax.tree.map(lambda x, i=index: x[i], train_state), decision)
+        train_state = LayerTrainState(
+            kept.params["stack"], grads["stack"], kept.optimizer["stack"]["default"], kept.ema["stack"]
+        )
+        alone = unit(jax.tree.map(lambda x, i=index: x[i], train_state), decision)
         stage = (whole.params["stack"], whole.optimizer["stack"]["default"], whole.ema["stack"])
         expected = jax.tree.map(lambda x, i=index: x[i], stage)
-        small.assert_close(small.arrays(alone[1]), small.arrays(expected[1]), 1e-6)
-        small.assert_close(small.arrays(alone[2]), small.arrays(expected[2]), 1e-6)
-        assert updates.worst([alone[0]], [expected[0]]) <= 2**-8  # one rounding to bf16
+        small.assert_close(small.arrays(alone.entry), small.arrays(expected[1]), 1e-6)
+        small.assert_close(small.arrays(alone.average), small.arrays(expected[2]), 1e-6)
+        assert updates.worst([alone.weights], [expected[0]]) <= 2**-8  # one rounding to bf16
 
 
 def test_frozen_stages_have_no_group():

@@ -13,7 +13,7 @@ import numpy as np
 
 from plimsoll.framework.checkpoint.checkpointer import Checkpointer
 from plimsoll.framework.layout import TrainState, flatten
-from plimsoll.framework.learner.update_types import unflatten_like
+from plimsoll.framework.learner.state import unflatten_like
 from plimsoll.framework.program.program import Program
 from tests.oracle import experiments as plain
 from tests.oracle.batches import host_batch
@@ -63,16 +63,16 @@ def _first_state(drawn: plain.RandomExperiment, program: Program) -> Any:
     known = {**flatten(specs["parameter"]), **flatten(specs["frozen"])}
     assert flat.keys() == known.keys(), f"parameters differ: {sorted(flat.keys() ^ known.keys())}"
     assert all(flat[own].shape == spec.shape for own, spec in known.items())
-    parameters, optimizer, averages = jax.jit(learner.init)(
+    first = jax.jit(learner.init)(
         unflatten_like(specs["parameter"], {own: flat[own] for own in flatten(specs["parameter"])})
     )
     frozen = {own: flat[own].astype(spec.dtype) for own, spec in flatten(specs["frozen"]).items()}
     counter = {own: np.zeros(spec.shape, spec.dtype) for own, spec in specs["counter"].items()}
     state = TrainState(
-        parameter=parameters,
+        parameter=first.weights,
         frozen=unflatten_like(specs.frozen, frozen),
-        optimizer=optimizer,
-        ema=averages,
+        optimizer=first.entry,
+        ema=first.average,
         counter=counter,
     )
     shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_checkpoint)

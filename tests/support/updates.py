@@ -9,8 +9,8 @@ import numpy as np
 import optax
 
 from plimsoll.framework.layout import ParameterSpec, flatten
+from plimsoll.framework.learner.decisions import Decision
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.update_types import Decision
 
 LAYERS = 3
 Trees = list[Any]
@@ -73,7 +73,8 @@ class LearnerState(NamedTuple):
 
 def start(learner: Learner, params: Any) -> LearnerState:
     """Return the initial state; init is jitted."""
-    return LearnerState(*jax.jit(learner.init)(params))
+    first = jax.jit(learner.init)(params)
+    return LearnerState(first.weights, first.entry, first.average)
 
 
 def stepper(learner: Learner) -> Callable[..., LearnerState]:
@@ -81,9 +82,8 @@ def stepper(learner: Learner) -> Callable[..., LearnerState]:
 
     def step(learner_state: LearnerState, loss: jax.Array, grads: Any, number: Any = 0) -> LearnerState:
         decision = decide(learner, loss, grads, number)
-        return LearnerState(
-            *learner.update(learner_state.params, grads, learner_state.optimizer, learner_state.ema, decision)
-        )
+        new = learner.update(learner_state.params, grads, learner_state.optimizer, learner_state.ema, decision)
+        return LearnerState(new.weights, new.entry, new.average)
 
     return jax.jit(step)
 

@@ -8,7 +8,7 @@ import pytest
 from tools import random_mutations
 from tools.random_mutations import RandomMutation
 
-FILES = ["framework/learner/clipping.py", "framework/plan/memory_budget.py", "framework/schedules/layer_vjp.py"]
+FILES = ["framework/learner/decisions.py", "framework/plan/memory_budget.py", "framework/schedules/layer_vjp.py"]
 
 
 @pytest.mark.parametrize("file", FILES)

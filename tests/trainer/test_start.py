@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from plimsoll import configs
-from plimsoll.framework.learner import update_locality
+from plimsoll.framework.learner import optimizer_instances
 from plimsoll.framework.program.compile_thread import CompileThread, get_evaluation_name
 from plimsoll.framework.program.jit_step import JitStep
 from plimsoll.framework.program.program import Program
@@ -35,7 +35,7 @@ def small() -> Program:
 
 @pytest.mark.pairs
 def test_background_compilation_gives_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update_locality, "probe", lambda *_: pytest.fail("a trial of the optimizer compiles"))
+    monkeypatch.setattr(optimizer_instances, "probe", lambda *_: pytest.fail("a trial of the optimizer compiles"))
     ahead, plain = small(), small()
     begin_init(ahead)
     begin_evaluation(ahead)

@@ -179,14 +179,14 @@ def learner_rows(dtype: str) -> Iterator[Row]:
     yield "norm of 4,194,304 gradients", relative_error(norm, np.linalg.norm(np.asarray(many, np.float64)))
 
     goal = jnp.asarray(rng.normal(size=DIM), dtype)  # constant weights, and an average that starts elsewhere
-    params, optimizer, _ = learner.init({"head": {"scale": goal.astype(jnp.float32)}})
+    first = learner.init({"head": {"scale": goal.astype(jnp.float32)}})
     average = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), learner.ema_specs())
     counter = {"step": jnp.int32(1), "skipped": jnp.int32(0), "grad_norm": jnp.float32(1)}
     decision = learner.decide(jnp.float32(1), jnp.float32(1), counter)
-    nothing = jax.tree.map(jnp.zeros_like, params)
+    nothing = jax.tree.map(jnp.zeros_like, first.weights)
 
     def update(average: Nested, _: None) -> tuple[Nested, None]:
-        return learner.update(params, nothing, optimizer, average, decision)[2], None
+        return learner.update(first.weights, nothing, first.entry, average, decision).average, None
 
     found = jax.jit(lambda average: jax.lax.scan(update, average, None, length=1000)[0])(average)
     exact = np.asarray(goal, np.float64) * (1 - 0.999**1000)

@@ -144,10 +144,10 @@ def _train(program: Program, params: Nested, batches: list[Batch]) -> tuple[np.n
 
 
 def _state(program: Program, params: Nested) -> TrainState:
-    weights, optimizer, ema = program.experiment.learner.init(params)
+    new = program.experiment.learner.init(params)
     counter = {"step": np.int32(0), "skipped": np.int32(0), "grad_norm": np.float32(0)}
     counter["rng"] = jax.random.key_data(jax.random.key(0))
-    state = TrainState(parameter=weights, optimizer=optimizer, ema=ema, counter=counter)
+    state = TrainState(parameter=new.weights, optimizer=new.entry, ema=new.average, counter=counter)
     # Copied, because a step takes over the state's arrays.
     return jax.device_put(jax.tree.map(np.array, state), program.layout.shardings())
 

@@ -169,10 +169,10 @@ def gradients(program: Program, params: Nested, batch: Batch) -> tuple[np.ndarra
 
 def train(program: Program, params: Nested, batches: list[Batch]) -> tuple[np.ndarray, Tensors]:
     """Return (losses of the steps, norm of each parameter's change by path)."""
-    weights, optimizer, ema = program.experiment.learner.init(params)
+    new = program.experiment.learner.init(params)
     counter = {"step": np.int32(0), "skipped": np.int32(0), "grad_norm": np.float32(0)}
     counter["rng"] = jax.random.key_data(jax.random.key(0))
-    state = TrainState(parameter=weights, optimizer=optimizer, ema=ema, counter=counter)
+    state = TrainState(parameter=new.weights, optimizer=new.entry, ema=new.average, counter=counter)
     state = jax.device_put(state, program.layout.shardings())
     losses = []
     for batch in batches:

@@ -15,7 +15,7 @@ from plimsoll.framework.layers import grad_accumulation
 from plimsoll.framework.layers.base import Context, Out
 from plimsoll.framework.layout import Nested, StateLayout, merge
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.update_types import slice_layer
+from plimsoll.framework.learner.update import slice_layer
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.schedules.gradients import GradStats, TiedGradients, add_tied, split_tied
 from plimsoll.framework.schedules.layer_vjp import (

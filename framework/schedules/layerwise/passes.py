@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from plimsoll.framework.layers.base import Out
 from plimsoll.framework.layout import Nested, PyTree, flatten
-from plimsoll.framework.learner.update_types import Decision
+from plimsoll.framework.learner.decisions import Decision
 from plimsoll.framework.schedules.gradients import GradStats, with_tied_weights
 from plimsoll.framework.schedules.layer_vjp import Carry, Cotangent, LayerResiduals
 from plimsoll.framework.schedules.layerwise.layer_functions import (
@@ -355,7 +355,7 @@ class BackwardPass:
             self._runner.loaded = None
         # Its frozen weights are not needed.
         del loaded
-        self._updates.update(unit, grads, self._decision._replace(ok=self._grad_stats["ok"]), params)
+        self._updates.update(unit, grads, replace(self._decision, ok=self._grad_stats["ok"]), params)
 
     # --- layers of the stack -----------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ import numpy as np
 from plimsoll.framework.layers.base import Out
 from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, TrainState
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.update_types import select_updated
+from plimsoll.framework.learner.update import select_updated
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.schedules import in_backward
 from plimsoll.framework.schedules.layerwise.layer_functions import Inputs, LayerFunctions, Weights

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 
 from plimsoll.framework.layers.base import Out
 from plimsoll.framework.layout import Nested, PyTree, StateLayout, TensorSpec, TrainState, flatten, unflatten
+from plimsoll.framework.learner.decisions import Decision
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.update_types import Decision, LayerTrainState, LayerUpdate, LayerUpdateFn, ParamGroup
+from plimsoll.framework.learner.rules import ParamGroup
+from plimsoll.framework.learner.update import LayerTrainState, LayerUpdate, LayerUpdateFn
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.schedules.chunked_update import update_group
 from plimsoll.framework.schedules.gradients import (
@@ -140,7 +142,9 @@ class UpdateFunctions:
         decision = self.learner.decide(loss, jnp.sqrt(squares), counter)
         return decision, GradStats(ok=decision.ok, squares=jnp.zeros_like(squares), updated=jnp.int32(0))
 
-    def update(self, stage: str, old: LayerUpdate, grads: Nested, decision: Decision) -> LayerUpdate:
+    def update(
+        self, stage: str, old: tuple[Nested, Nested, Nested], grads: Nested, decision: Decision
+    ) -> tuple[Nested, Nested, Nested]:
         """Return new parameters, optimizer state and averages of one stage, or of one layer of the stack.
 
         Args:
@@ -158,15 +162,15 @@ class UpdateFunctions:
             entry = entry_specs[group.label]
             average = self.learner.select({stage: average_specs}, group) if average_specs else {}
             # Gradients are on the device, as are the weights here.
-            specs = weights, weights, entry, average
+            specs = LayerTrainState(weights, weights, entry, average)
             return update_group(self.learner, self.layout.mesh, group, train_state, specs, decision)
 
         old_params, old_optimizer, old_ema = old
         with jax.named_scope("update"):
-            params, optimizer, ema = self.learner.update(
+            new = self.learner.update(
                 {stage: old_params}, {stage: grads}, {stage: old_optimizer}, {stage: old_ema}, decision, run, stage
             )
-        return params[stage], optimizer[stage], ema.get(stage, {})
+        return new.weights[stage], new.entry[stage], new.average.get(stage, {})
 
     def finish(
         self, counter: Nested, decision: Decision, total: Out, grad_stats: GradStats, *, at_once: bool
@@ -187,7 +191,7 @@ class UpdateFunctions:
         assert total.loss is not None
         # This program only returns counters and metrics; other programs return parameters and buffers.
         state = TrainState(counter=counter)
-        no_update = {}, {}, {}
+        no_update = LayerUpdate({}, {}, {})
         new_state, metrics = finish(self.learner, state, no_update, decision, total.loss, Out(metrics=metrics))
         return new_state.counter, metrics
 
@@ -198,7 +202,7 @@ class UpdateFunctions:
         spec_by_path = flatten(_device_specs(self.layout.specs.parameter, stage))
         return unflatten({path: spec_by_path[path] for path in flatten(grads)})
 
-    def update_specs(self, stage: str) -> LayerUpdate:
+    def update_specs(self, stage: str) -> tuple[Nested, Nested, Nested]:
         """Return the specs of the results of `update`."""
         specs = self.layout.specs
         return (
@@ -289,7 +293,7 @@ class Updates:
             params: its trainable parameters, if they are already on the device.
         """
         if unit.index is not None:
-            decision = decision._replace(layer=self._numbers[unit.index])
+            decision = replace(decision, layer=self._numbers[unit.index])
         run = self._run
         stored_params = unit.select(self._state.parameter)
         stored_state = unit.select(self._state.optimizer), unit.select(self._state.ema)

@@ -10,7 +10,7 @@ import jax
 
 from plimsoll.extras.functions.encoding import Tree
 from plimsoll.extras.functions.rules import OptaxRule, UpdateRule
-from plimsoll.framework.optimizers.update_dependence import Inputs, find_result_inputs
+from plimsoll.framework.optimizers.update_locality import Inputs, find_result_inputs
 
 # (weights, gradient, state) -> (new weights, new state)
 UpdateFunction = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
