@@ -239,7 +239,7 @@ def test_asynchronous_collectives_share_the_links():
     module = Module(EXCHANGES)
     found = {one.kind: one for one in collectives(module)}
     spans = [AsyncCollective(one.scheduled.name, one.last.name, one.bytes_received) for one in found.values()]
-    assert set(spans) == {("send", "sent", 400.0), ("one", "two", 1200.0)}
+    assert set(spans) == {AsyncCollective("send", "sent", 400.0), AsyncCollective("one", "two", 1200.0)}
     costs = {
         "one": InstructionCost(0.5, 0.0),
         "between": InstructionCost(0.25, 0.0),
