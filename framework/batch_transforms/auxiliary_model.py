@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from plimsoll.framework import families
 from plimsoll.framework.config import config_for
@@ -340,7 +341,7 @@ def auxiliary_experiment(run: Experiment, path: str | None) -> Experiment:
     return experiment
 
 
-def estimate_forward(run: Experiment, model: Experiment, mesh: Mesh, *, offloaded: bool) -> ForwardCost:
+def estimate_forward(run: Experiment, model: Experiment, mesh: Mesh | AbstractMesh, *, offloaded: bool) -> ForwardCost:
     """Estimate one forward pass over the batch of a step, split into the step's number of microbatches.
 
     Args:
@@ -352,7 +353,8 @@ def estimate_forward(run: Experiment, model: Experiment, mesh: Mesh, *, offloade
     specs = model.state_specs()
     if offloaded:
         specs = offload_stages(specs, {*model.model.stages, "shared"})
-    layout = StateLayout(specs, mesh)
+    # Only the shape of the mesh is used.
+    layout = StateLayout(specs, cast(Mesh, mesh))
     offloaded_bytes = sum(layout.bytes_per_device(group, "pinned_host") for group in _WEIGHT_GROUPS)
     parts = run.learner.accumulate
     tokens = run.data.global_batch_size * run.data.seq_len
@@ -364,7 +366,7 @@ def estimate_forward(run: Experiment, model: Experiment, mesh: Mesh, *, offloade
     )
 
 
-def estimate_sampling(run: Experiment, mesh: Mesh, *, answer_tokens: int) -> ForwardCost:
+def estimate_sampling(run: Experiment, mesh: Mesh | AbstractMesh, *, answer_tokens: int) -> ForwardCost:
     """Estimate sampling an answer to each row's prompt with the run's own weights, which are read once per token.
 
     Reads of the KV cache are not counted.

@@ -52,7 +52,7 @@ class LibraryPassages(_LibrarySource):
 
     def __init__(self, *, split: Literal["train", "validation"] = "train", characters: PositiveInt = 300):
         super().__init__(split, characters)
-        self.classes = ["code", "comment", "docstring"]
+        self.classes: list[str] = ["code", "comment", "docstring"]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def read_scored_rows(self, file: DataFile) -> Iterator[ScoredRow]:
         """See SequenceSource.read_scored_rows."""

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Protocol
 
 
-class Device(Protocol):
+class MeasuredDevice(Protocol):
     """A jax device."""
 
     def memory_stats(self) -> Mapping[str, int] | None:
@@ -23,7 +23,7 @@ class Device(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class MemoryInUse:
-    """Bytes in use. Device figures are maxima over the measured devices."""
+    """Bytes in use. MeasuredDevice figures are maxima over the measured devices."""
 
     device_bytes: int  # device memory in use now
     device_peak_bytes: int | None  # highest value so far; None if the platform has no statistics
@@ -38,7 +38,7 @@ class MemoryInUse:
         return {f"memory/{name}": value for name, value in vars(self).items() if value is not None}
 
 
-def memory_in_use(devices: Sequence[Device]) -> MemoryInUse:
+def memory_in_use(devices: Sequence[MeasuredDevice]) -> MemoryInUse:
     """Measure the current memory use of this process on some of its devices."""
     device_sizes = []
     host_bytes = 0

@@ -33,7 +33,7 @@ from plimsoll.framework.plan.step_time.estimated_time import StepWork, count_bat
 from plimsoll.framework.program.batch_transform import ForwardCost
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.program import choose_backend
-from plimsoll.framework.schedules.update_chunks import BLOCK
+from plimsoll.framework.schedules.chunked_update import BLOCK
 
 # XLA's CPU compiler never computes these twice (InstructionFusion::IsExpensive).
 _EXPENSIVE_OPS = ("exp", "log", "logistic", "tanh", "erf", "pow", "rsqrt", "sqrt", "sin", "cos", "div")

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from plimsoll.framework.schedules.stack_parts import StackParts
 
 from plimsoll.framework.layout import (
     Nested,
@@ -28,6 +27,7 @@ from plimsoll.framework.layout import (
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.state import unflatten_like
 from plimsoll.framework.models.chain import Chain
+from plimsoll.framework.schedules.stack_layout import StackParts
 from plimsoll.framework.schedules.step import training_context
 
 Arrays = dict[str, jax.Array]  # by the path of a parameter

@@ -22,8 +22,8 @@ from plimsoll.framework.program.compile_thread import CompileThread
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.initializer import GroupedArrays, InitFunction, Paths
 from plimsoll.framework.program.rows import Batch, BatchRows
+from plimsoll.framework.schedules.backward_state import Weights
 from plimsoll.framework.schedules.layerwise import schedule
-from plimsoll.framework.schedules.layerwise.layer_functions import Weights
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker, Programs
 from plimsoll.framework.schedules.layerwise.schedule import LayerPrograms
 from plimsoll.framework.schedules.stack_layout import FIRST, STACK, StackParts
@@ -176,7 +176,7 @@ class PerLayerStep(StepBackend):
 
     def evaluate(self, state: TrainState, batch: Batch, group: str) -> Metrics:
         """See `StepBackend`."""
-        weights = Weights(frozen=state.frozen, parameter=state[group])
+        weights = Weights(frozen=state.frozen, trainable=state[group])
         return self.layers.evaluate(weights, state.buffer, batch)
 
     # --- information about the programs -------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class PerLayerStep(StepBackend):
     def dry_run_evaluation(self, compile: Compile) -> MemoryTracker:
         """See `StepBackend`."""
         specs = self.layout.specs
-        weights = Weights(frozen=specs.frozen, parameter=specs.parameter)
+        weights = Weights(frozen=specs.frozen, trainable=specs.parameter)
         return self.layers.dry_run_evaluation(weights, specs.buffer, self.rows.evaluation_specs, compile)
 
     def step_jaxprs(self, tracker: MemoryTracker | None = None) -> list[ClosedJaxpr]:

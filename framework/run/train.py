@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import jax
-from plimsoll.framework.metrics.tracking_services import check_installed
 
 from plimsoll.framework.checkpoint import leftover_files
 from plimsoll.framework.checkpoint.checkpointer import Checkpointer
@@ -23,6 +22,7 @@ from plimsoll.framework.layers.experts.router import Router
 from plimsoll.framework.layout import TrainState
 from plimsoll.framework.metrics.image_grid import save_grid
 from plimsoll.framework.metrics.plot import plot_experts, plot_losses, plot_objective
+from plimsoll.framework.metrics.writers import check_installed
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.plan.memory_budget import MemoryNeed, check_host, explain_refusal, measure_need
 from plimsoll.framework.plan.startup import build_start_table

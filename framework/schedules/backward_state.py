@@ -26,8 +26,8 @@ class Weights:
         trainable: the parameters that have gradients.
     """
 
-    frozen: Nested
-    trainable: Nested
+    frozen: Nested = field(default_factory=dict)
+    trainable: Nested = field(default_factory=dict)
 
 
 @jax.tree_util.register_dataclass

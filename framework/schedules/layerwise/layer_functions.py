@@ -6,7 +6,7 @@ stack.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from plimsoll.framework.layout import Nested, StateLayout, merge
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.update import slice_layer
 from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.schedules.backward_state import Weights
 from plimsoll.framework.schedules.gradients import GradStats, TiedGradients, add_tied, split_tied
 from plimsoll.framework.schedules.layer_vjp import (
     Carry,
@@ -35,20 +36,6 @@ from plimsoll.framework.schedules.step import evaluation_context, microbatches, 
 
 # --- arguments and results of the programs ---------------------------------------------------------------------------
 # The order of the fields is the order of the programs' arguments and results.
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Weights:
-    """The parameters that a stage (tied ones included) or a layer reads.
-
-    Attributes:
-        frozen: those that are not trained.
-        parameter: those that are trained.
-    """
-
-    frozen: Nested = field(default_factory=dict)
-    parameter: Nested = field(default_factory=dict)
 
 
 @jax.tree_util.register_dataclass
@@ -232,7 +219,7 @@ class LayerFunctions:
     def enter_embedding(self, embedding: Variables, inputs: Inputs) -> ForwardResult:
         """Run the embedding; the output is the stack's input."""
         ctx = self._context(inputs)
-        params = merge(embedding.weights.parameter, embedding.weights.frozen)
+        params = merge(embedding.weights.trainable, embedding.weights.frozen)
         y, out = run_stage(self.model, "embed", params, None, ctx, embedding.buffers)
         return ForwardResult(self._entry_stack.enter(y), None, out)
 
@@ -251,7 +238,7 @@ class LayerFunctions:
             head_input = self.model.stack.leave(x, ctx)
             return run_stage(self.model, "head", merge(params, head.weights.frozen), head_input, ctx, head.buffers)
 
-        loss, pull, out = jax.vjp(run, head.weights.parameter, x, has_aux=True)
+        loss, pull, out = jax.vjp(run, head.weights.trainable, x, has_aux=True)
         grads, ct = pull(jnp.ones_like(loss))
         # A tied parameter belongs to the embedding, which runs last in the backward pass: its gradient waits until
         # then.
@@ -268,7 +255,7 @@ class LayerFunctions:
         """
         ctx = self._context(inputs)
         head_input = self.model.stack.leave(x, ctx)
-        params = merge(head.weights.parameter, head.weights.frozen)
+        params = merge(head.weights.trainable, head.weights.frozen)
         _, out = run_stage(self.model, "head", params, head_input, ctx, head.buffers)
         return self.model.scores(Out.merge({"head": out}), ctx.batch)
 
@@ -299,7 +286,7 @@ class LayerFunctions:
             return self._entry_stack.enter(y)
 
         # The embedding runs forward again here, so that it needs no residuals.
-        _, pull = jax.vjp(run, embedding.weights.parameter)
+        _, pull = jax.vjp(run, embedding.weights.trainable)
         (grads,) = pull(ct)
         grads_by_home = {f"embed/{path}": grad for path, grad in tie_grads.items()}
         tied = add_tied("embed", TiedGradients(grads, grads_by_home))
@@ -320,14 +307,14 @@ class LayerFunctions:
         """
         weights = variables.weights
         # Without the leading axis: a layer's arrays [1, ...] -> [...].
-        params, frozen, buffers = jax.tree.map(lambda x: x[0], (weights.parameter, weights.frozen, variables.buffers))
+        params, frozen, buffers = jax.tree.map(lambda x: x[0], (weights.trainable, weights.frozen, variables.buffers))
         assert inputs.layer is not None
         stack = self.model.stacks[name]
         stack_ctx = replace(self._context(inputs).fold(name), remat=policy)
         layer = LayerComputation(name, stack, stack.layer_function(merge(params, frozen), stack_ctx))
         ctx = stack_ctx.fold_index(inputs.layer)
         constants = LayerConstants(frozen, variables.shared.frozen, buffers, ctx)
-        return layer, LayerArguments(params, variables.shared.parameter, constants)
+        return layer, LayerArguments(params, variables.shared.trainable, constants)
 
     def layer_forward(self, save_policy: SavePolicy, variables: Variables, x: Carry, inputs: Inputs) -> ForwardResult:
         """Run a layer of the stack.

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from plimsoll.framework.layers.base import Out
 from plimsoll.framework.layout import Nested, PyTree, flatten
 from plimsoll.framework.learner.decisions import Decision
+from plimsoll.framework.schedules.backward_state import Weights
 from plimsoll.framework.schedules.gradients import GradStats, with_tied_weights
 from plimsoll.framework.schedules.layer_vjp import Carry, Cotangent, LayerResiduals
 from plimsoll.framework.schedules.layerwise.layer_functions import (
@@ -26,7 +27,6 @@ from plimsoll.framework.schedules.layerwise.layer_functions import (
     Inputs,
     LayerFunctions,
     Variables,
-    Weights,
 )
 from plimsoll.framework.schedules.layerwise.programs import Programs, TransferQueue
 from plimsoll.framework.schedules.layerwise.save_policy import SAVE_NOTHING, SavePolicy, carry_specs
@@ -103,7 +103,7 @@ class Runner:
     def _get_weights(self, unit: UpdateUnit) -> Weights:
         """Return the parameters that a stage (tied ones included) or a layer reads, in the memory that stores them."""
         groups = []
-        for tree in (self._weights.frozen, self._weights.parameter):
+        for tree in (self._weights.frozen, self._weights.trainable):
             # A tied parameter belongs to the embedding, which is either trained or frozen.
             homes = flatten({"embed": tree.get("embed", {})})
             groups.append(with_tied_weights(self.functions.model.ties, unit.stage, unit.select(tree), homes))
@@ -351,7 +351,7 @@ class BackwardPass:
         loaded = self._runner.loaded
         if loaded is not None and loaded.unit == unit:
             # The layer's weights are still on the device from its backward pass.
-            params = loaded.weights.parameter
+            params = loaded.weights.trainable
             self._runner.loaded = None
         # Its frozen weights are not needed.
         del loaded
@@ -474,7 +474,7 @@ class BackwardPass:
         unit = UpdateUnit("embed")
         variables = self._runner.take_variables(unit, self._microbatch.buffers)
         grad_sums = self._updates.take_gradients(unit)
-        if not variables.weights.parameter:
+        if not variables.weights.trainable:
             return
         result: BackwardResult = self._run(
             "embed backward",

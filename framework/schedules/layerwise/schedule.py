@@ -30,7 +30,8 @@ from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.update import select_updated
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.schedules import in_backward
-from plimsoll.framework.schedules.layerwise.layer_functions import Inputs, LayerFunctions, Weights
+from plimsoll.framework.schedules.backward_state import Weights
+from plimsoll.framework.schedules.layerwise.layer_functions import Inputs, LayerFunctions
 from plimsoll.framework.schedules.layerwise.passes import BackwardPass, Microbatch, Runner, forward, run_head
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker, Programs
 from plimsoll.framework.schedules.layerwise.update import Updates, UpdateUnit, replicated_specs
@@ -158,7 +159,7 @@ def _run_step(
     state = TrainState(**{group: copy_containers(tree) for group, tree in state.items()})
     counter = state.counter
     updates_at_once = functions.memory.updates_at_once
-    weights = Weights(frozen=state.frozen, parameter=state.parameter)
+    weights = Weights(frozen=state.frozen, trainable=state.parameter)
     runner = Runner(functions, programs, numbers, weights)
     run = runner.run
     updates = Updates(functions.updates, run, numbers, state)
