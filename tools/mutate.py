@@ -113,7 +113,7 @@ MUTATIONS = (
     ),
     Mutation(
         "swallow a NaN",
-        "framework/learner/decisions.py",
+        "framework/learner/learner.py",
         "jnp.isfinite(norm) & jnp.isfinite(loss)",
         "jnp.ones_like(loss, bool)",
         ("tests/learner", "tests/faults/test_faults.py"),

@@ -65,9 +65,9 @@ def test_three_consecutive_commits_run_every_case_once(git: Git) -> None:
 
 def test_tests_for_changed_files_are_added(git: Git) -> None:
     third = draw(IDS)
-    git.changed = "plimsoll/extras/plan_page/page.py\nframework/data/page.py"
-    assert draw(IDS) == third, "neither is plimsoll/extras/plan_page.py"
-    git.changed = "plimsoll/extras/plan_page.py"
+    git.changed = "framework/plan/page/page.py\nframework/data/page.py"
+    assert draw(IDS) == third, "neither is framework/plan/page.py"
+    git.changed = "framework/plan/page.py"
     assert draw(IDS) == IDS
 
 
