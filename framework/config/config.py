@@ -9,7 +9,7 @@ declaration of its fields. A parameter whose hint mentions `Config` receives the
 builds that child once it knows the late arguments (`attention.instantiate(dim=dim)`), so a width is written only once.
 A config given to any other parameter (such as a schedule for optax's `learning_rate`) is built first, and the object is
 passed. A config owns its values: they are copied when set, so no two places share a child by accident. The design
-follows axlearn's configs (nested, strict, did-you-mean).
+follows axlearn's configs (nested, strict, did-you-mean) on top of ml_collections' ConfigDict.
 """
 
 import functools
@@ -88,7 +88,10 @@ def get_schema(config: "Config") -> Mapping[str, Field]:
 
 @functools.cache
 def _build_schema(target: Target) -> dict[str, Field]:
-    return schema(target, reserved=dir(Config))
+    # `update` may be a field although ConfigDict has a method of that name, because `memory.update` is a public option
+    # of Plimsoll.
+    reserved = [name for name in dir(Config) if name != "update"]
+    return schema(target, reserved=reserved)
 
 
 @dataclass(frozen=True)
@@ -109,10 +112,10 @@ class Config(ConfigBase):
     """
 
     _schema: dict[str, Field]
-    _fields: dict[str, object]
     _path: str | None  # set when an enclosing config passes this one to its constructor
 
     def __init__(self, target: Target, fields: Mapping[str, object] | None = None, path: str | None = None):
+        super().__init__(type_safe=False, convert_dict=False, sort_keys=False)
         target_schema = _build_schema(target)
         if fields is None:
             fields = {name: field.default for name, field in target_schema.items() if field.is_data}
@@ -125,6 +128,16 @@ class Config(ConfigBase):
         object.__setattr__(self, "_schema", target_schema)
         object.__setattr__(self, "_path", path)
         object.__setattr__(self, "_fields", values)
+
+    @property
+    def update(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The field `update`. It replaces ConfigDict's method of that name."""
+        return self["update"]
+
+    @property
+    def _ordered_fields(self) -> dict[str, object]:
+        # ConfigDict iterates over this: the order of the signature, not of the assignments.
+        return {name: self._fields[name] for name in self._schema if name in self._fields}
 
     def _at(self, name: str) -> str:
         """Returns a field's path for error messages: from the root if known, else from the class."""
@@ -161,18 +174,6 @@ class Config(ConfigBase):
             raise FieldError("required, and not set", path=self._at(key))
         return value
 
-    def __iter__(self) -> Iterator[str]:
-        return iter([name for name in self._schema if name in self._fields])
-
-    def __len__(self) -> int:
-        return len(self._fields)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._fields
-
-    def __dir__(self) -> list[str]:
-        return [*self, *super().__dir__()]
-
     def get(self, key: str, default: object = None) -> Any:
         """Returns the field, or `default` if it is unset.
 
@@ -196,9 +197,6 @@ class Config(ConfigBase):
     def _convert_value(self, name: str, value: object, path: str | None = None) -> object:
         hint = self._field(name, path).hint
         return convert(hint, find_current_value(self._target, name, value), path or self._at(name))
-
-    def __delattr__(self, name: str) -> None:
-        del self[name]
 
     def __delitem__(self, key: str) -> None:
         """Resets the field to its default; a field without a default becomes unset."""
@@ -387,11 +385,12 @@ class Config(ConfigBase):
         # An element may be valid by itself but not together with the others, so the whole field is checked.
         self.set_path(path, value)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self, visit_map: object = None, preserve_field_references: bool = False) -> dict[str, Any]:
         """Returns plain JSON data in signature order.
 
         It has the form {"$class": "plimsoll.Linear", "out": 8, ...}. The name of a component has no module, so it stays
-        valid when the class moves (see `framework.config.names`).
+        valid when the class moves (see `framework.config.names`). The parameters exist only for compatibility with
+        ConfigDict's method, and are ignored.
         """
         # Check again, because a list or dict can be changed in place.
         fields = {name: self._convert_value(name, self._fields[name]) for name in self}
@@ -399,7 +398,7 @@ class Config(ConfigBase):
         text = json.dumps(fields, default=Config.to_dict)
         return {"$class": get_dotted_name(self._target), **json.loads(text)}
 
-    def to_json(self, **options: Any) -> str:
+    def to_json(self, json_encoder_cls: object = None, **options: Any) -> str:
         """Returns `to_dict` as text, indented by 2; the text is the same for equal configs.
 
         `options` are passed to json.dumps.

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeAlias, Union
 
 import annotated_types as at
+import ml_collections
 
 from plimsoll.framework.config.components import Target
 from plimsoll.framework.config.names import (
@@ -58,7 +59,7 @@ REQUIRED = Mark.REQUIRED
 ABSENT = Mark.ABSENT
 
 
-class ConfigBase(Mapping[str, Any]):
+class ConfigBase(ml_collections.ConfigDict):
     """Base class of `Config`, so that this module can recognize a Config without importing it."""
 
     _target: Target
