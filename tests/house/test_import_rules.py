@@ -147,6 +147,15 @@ def test_optional_packages_import_each_other_only_as_listed():
 
 
 @pytest.mark.pairs
+def test_nothing_imports_the_launchers_of_clusters():
+    launchers = {f"launch.{name}" for name in ("slurm", "gke", "tpu_vm", "local")}
+    for package in PACKAGES:
+        for name, file in modules(package).items():
+            imported = {".".join(one.split(".")[:2]) for one in imports(file)}
+            assert not imported & (launchers - {name}), file
+
+
+@pytest.mark.pairs
 def test_no_package_imports_tools_or_imports_by_a_computed_name():
     """Imports that the tables above cannot see: a name in a string, or a package that is not installed."""
     found = []
