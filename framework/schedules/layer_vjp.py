@@ -1,7 +1,7 @@
 """One layer of a stack: its forward pass, its pull-back, and the movement of its weights and residuals.
 
 A "layer" is one iteration of the stack's loop: one period of its pattern. `LayerComputation` has the pure functions;
-`layerwise/layer_functions.py` compiles a program for each call and decides where arrays are stored. `LayerPass` adds the
+`layerwise/layer_functions.py` compiles a program for each call and decides where arrays are. `LayerPass` adds the
 movement of arrays inside the loops of `backward.py`: the layer's weights are sliced out of the stacks just before the
 layer runs. Weights in host memory are fetched one layer ahead. Large residuals are offloaded to host memory and brought
 back for the backward pass. `gradients.py` processes the gradients.
