@@ -43,6 +43,8 @@ SETTINGS = {
 # Names of Python functions, in jaxprs and in StableHLO, and memory addresses.
 _FUNCTION_NAME = re.compile(r"<(function|bound method) [^>]*>| at 0x[0-9a-f]+|\bname=[\w<>.]+")
 _SYMBOL = re.compile(r"@[\w.$]+")
+# Names of results in StableHLO: the path of each in the Python object that the function returns.
+_RESULT_NAME = re.compile(r'jax\.result_info = "[^"]*"')
 
 
 def texts(program: Program) -> list[str]:
@@ -61,8 +63,8 @@ def texts(program: Program) -> list[str]:
 
 
 def digest(program: Program) -> str:
-    """Return a hash of a program's texts that does not depend on the names of Python functions."""
-    text = _FUNCTION_NAME.sub("", "\n".join(texts(program)))
+    """Return a hash of a program's texts that does not depend on the names of Python functions and results."""
+    text = _RESULT_NAME.sub("", _FUNCTION_NAME.sub("", "\n".join(texts(program))))
     # Number the symbols of StableHLO in the order in which they appear.
     number_by_symbol: dict[str, str] = {}
     text = _SYMBOL.sub(lambda match: number_by_symbol.setdefault(match[0], f"@{len(number_by_symbol)}"), text)
