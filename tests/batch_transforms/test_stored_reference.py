@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from plimsoll.framework.batch_transforms.auxiliary_model import AuxiliaryModel
+from plimsoll.framework.layout import TrainState
 from plimsoll.framework.program.program import Program
 from tests.support.paired_rows import dpo
 from tests.support.runs import write_text
@@ -47,7 +48,7 @@ def test_batches_contain_the_stored_values_for_their_rows(program_with_reference
         batches += list(evaluations)
     for batch in batches:
         expected = offloaded.complete_batch(
-            {}, offloaded.put({name: x for name, x in batch.items() if name != "reference"})
+            TrainState(), offloaded.put({name: x for name, x in batch.items() if name != "reference"})
         )
         np.testing.assert_allclose(batch["reference"], expected["reference"], atol=1e-5)
         assert (batch["reference"][batch["weights"] == 0] == 0).all()
@@ -55,7 +56,7 @@ def test_batches_contain_the_stored_values_for_their_rows(program_with_reference
     assert any((batch["weights"][-1] == 0).all() for batch in batches)
     assert (
         program_with_reference.experiment.batch_transform.complete_batch(
-            program_with_reference, {}, program_with_reference.put(batches[0])
+            program_with_reference, TrainState(), program_with_reference.put(batches[0])
         ).keys()
         == batches[0].keys()
     )

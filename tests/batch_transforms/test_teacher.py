@@ -33,6 +33,7 @@ from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.data.pipeline import DataPipeline
 from plimsoll.framework.data.sources import TextFiles
 from plimsoll.framework.data.tokenizers import ByteTokenizer
+from plimsoll.framework.layout import TrainState
 from plimsoll.framework.objectives.distillation import Distillation
 from plimsoll.framework.program.program import Program
 from tests.support import small
@@ -143,7 +144,7 @@ def test_batches_contain_the_teacher_scores(teacher_scores, tmp_path, mesh, top_
     program = open_program(config, tmp_path)
     data = program.experiment.data
     for batch in (data.train_batch(3, program.rows), data.train_batch(0, program.rows[::-1])):
-        complete_batch = program.complete_batch({}, program.put(batch))
+        complete_batch = program.complete_batch(TrainState(), program.put(batch))
         assert set(complete_batch) == set(program.batch_specs)
         delivered = {name: batch[name] for name in data.arrays()}
         counted = batch["weights"] > 0
@@ -155,7 +156,7 @@ def test_batches_contain_the_teacher_scores(teacher_scores, tmp_path, mesh, top_
     # The last batch of an evaluation has rows with only padding.
     padding = last["weights"].sum(1) == 0
     assert padding.any()
-    complete_batch = program.complete_batch({}, program.put(last))
+    complete_batch = program.complete_batch(TrainState(), program.put(last))
     delivered = {name: last[name] for name in data.arrays()}
     assert_is_what_the_teacher_says(
         complete_batch, compute_teacher_log_probs(teacher, state, delivered), last["weights"] > 0, top_k
@@ -222,7 +223,7 @@ def test_a_row_that_is_not_stored_is_named(teacher_scores, tmp_path):
     with pytest.raises(
         ValueError, match=r"a row that the run reads is not among its .* stored rows; run `plimsoll score` again"
     ):
-        program.complete_batch({}, program.put(batch))
+        program.complete_batch(TrainState(), program.put(batch))
 
 
 def test_missing_rows_fail_before_compilation(teacher_scores, tmp_path):
