@@ -1,5 +1,7 @@
 """stack.shared: one copy of a layer's parameters for all units; its gradient is the sum over equal copies."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +37,7 @@ def by_copies():
         own = dict(state.parameter)
         copies = jax.tree.map(lambda value: jnp.stack([value] * UNITS), own.pop("shared"))
         own["stack"] = own["stack"] | copies
-        loss, grads = small.loss_and_grads(program, {**program.init(), "parameter": own})
+        loss, grads = small.loss_and_grads(program, replace(program.init(), parameter=own))
     return jax.device_get(state), loss, grads
 
 
