@@ -36,7 +36,7 @@ _TABLE_AXES = ("model", "fsdp")
 
 @dataclass(frozen=True)
 class Chunks:
-    """How the positions of a batch are divided.
+    """Division of the positions of a batch into chunks.
 
     Attributes:
         count: the number of chunks of positions.
@@ -133,7 +133,7 @@ _pick_target_logits.defvjp(_pick_forward, _pick_backward)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _LossResiduals(Generic[Inputs]):
-    """What the forward pass of `compute_chunked_loss` saves: its gradients, up to the factor of the cotangent.
+    """Residuals of `compute_chunked_loss`: its gradients, up to the factor of the cotangent.
 
     Attributes:
         h_grad: gradient of the hidden states [B, S, D].
@@ -189,7 +189,7 @@ def compute_chunked_loss(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _LogProbResiduals:
-    """What the forward pass of `token_log_probs` saves: its arguments [B, S, D], [V, D] and [B, S]."""
+    """Residuals of `token_log_probs`: its arguments [B, S, D], [V, D] and [B, S]."""
 
     h_BSD: jax.Array
     table_VD: jax.Array

@@ -78,7 +78,7 @@ class LayerPattern(Reversible):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _InvertibleResiduals:
-    """What the forward pass saves under the remat policy `invert`.
+    """Residuals of the forward pass under the remat policy `invert`.
 
     Attributes:
         params: the stacked parameters.

@@ -1,4 +1,4 @@
-"""What `plimsoll train` or `pl.train` asks of a run. Nothing here starts JAX."""
+"""The request for a run, from `plimsoll train` or `pl.train`. Nothing here starts JAX."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The `memory` section of the config: where state is stored, when the update happens, and what is recomputed.
 
-A field of the section that says where arrays are stored is a `Placement`.
+A field that selects the memory of a group of arrays is a `Placement`.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Directory:
             raise ValueError(f"{self.path / shard}: damaged, or the download is incomplete: {error}") from None
 
     def tensor(self, name: str) -> SliceReader:
-        """Return a tensor, of which slices can be read."""
+        """Return a tensor that can be read in slices."""
         if name in self._packed:
             return PackedTensor(name, self._get_stored(f"{name}{BLOCKS}"), self._get_stored(f"{name}{SCALES}"))
         return self._get_stored(name)

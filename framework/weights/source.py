@@ -17,7 +17,7 @@ Index = tuple[slice, ...]
 
 
 class Sliceable(Protocol):
-    """An array, or a tensor of a file of which slices can be read."""
+    """An array, or a tensor of a file that can be read in slices."""
 
     def __getitem__(self, index: Index, /) -> np.ndarray:
         """Read a slice, which has one `slice` for each axis."""

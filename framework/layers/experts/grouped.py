@@ -132,7 +132,7 @@ def _multiply(x_NI: jax.Array, weight_EIO: jax.Array, sizes_E: jax.Array, option
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _ProductResiduals:
-    """What the gradients need: frozen weights need no rows, and rows without a gradient need no weights."""
+    """Residuals of the product: frozen weights need no rows, and rows without a gradient need no weights."""
 
     x_NI: jax.Array | None
     weight_EIO: jax.Array | None
