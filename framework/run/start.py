@@ -181,6 +181,8 @@ def _train_and_record(request: RunRequest, workdir: Workdir) -> tuple[int, BaseE
                 code = ExitCode.PEER if has_lost_peer else ExitCode.FAILED
                 traceback.print_exc()
             elif not isinstance(error, RunError):
+                # A signal that is ending this process may have caused the error.
+                interrupts.wait_if_exiting()
                 user_errors.report_error(error, is_command=False)
         if not request.dry_run:
             pulse.write(exit=code, reason=reason)
