@@ -134,6 +134,7 @@ class StepBackend(ABC):
 
     # By default nothing is compiled ahead.
 
+    # These two do nothing, on purpose, unless a subclass has something to compile ahead.
     def begin_init(self) -> None:  # noqa: B027
         """Start compiling the initialization in a thread, if it is one program."""
 
