@@ -274,7 +274,7 @@ class Rollouts(BatchTransform):
         weight_groups = ("parameter", "frozen", "buffer")
         groups = layout.abstract(layout.specs.select(weight_groups))
         weights = merge(groups.parameter, groups.frozen)
-        batch = layout.abstract(program.delivered_specs)
+        batch = layout.abstract(program.batch_rows.delivered_specs)
         replicated = partial(jax.ShapeDtypeStruct, sharding=program.replicated)
         draws = SamplingInputs(
             words=layout.abstract(layout.specs.counter)["rng"],

@@ -40,6 +40,7 @@ class StepBackend(ABC):
         layout: layout of the running state, if its stacks must be whole regardless of `get_stack_split`.
 
     Attributes:
+        platform: platform of the mesh's devices: tpu, gpu or cpu.
         parts: split of the stacks in the running state.
         jit: jax.jit with the compiler options.
         initializer: initialization of the state at step 0.
@@ -55,6 +56,7 @@ class StepBackend(ABC):
     ):
         self.experiment = experiment
         self.mesh = checkpoint_layout.mesh
+        self.platform: str = self.mesh.devices.flat[0].platform
         self.checkpoint_layout = checkpoint_layout
         self.parts = StackParts((), {})
         if layout is None:
@@ -77,11 +79,6 @@ class StepBackend(ABC):
         Raises:
             ValueError: the model has stages that this backend cannot run, or its stacks cannot be split this way.
         """
-
-    @property
-    def platform(self) -> str:
-        """The platform of the mesh's devices: tpu, gpu or cpu."""
-        return self.mesh.devices.flat[0].platform
 
     def compile_here(self, lowered: jax.stages.Lowered, offloaded: executables.HostBytes) -> LayerProgram:
         """Compile a lowered program for the mesh; return it with the peak memory of one device in bytes.
@@ -148,8 +145,8 @@ class StepBackend(ABC):
     # --- the step and evaluation --------------------------------------------------------------------------------------
 
     @abstractmethod
-    def compile(self) -> None:
-        """Compile the training step, once."""
+    def compile(self) -> list[jax.stages.Compiled]:
+        """Compile the training step, once; return its programs on this mesh, in call order."""
 
     @abstractmethod
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -166,10 +163,6 @@ class StepBackend(ABC):
         """
 
     # --- information about the programs -------------------------------------------------------------------------------
-
-    @abstractmethod
-    def executables(self) -> list[jax.stages.Compiled]:
-        """Return the compiled programs of a step on this mesh, in call order."""
 
     @abstractmethod
     def peak_bytes(self) -> int:
@@ -209,7 +202,10 @@ class StepBackend(ABC):
     def from_checkpoint(self, stored: TrainState) -> TrainState:
         """Build the state from a checkpoint's arrays. `stored` is deleted."""
         state = self.parts.split_state(stored, self.layout)
-        return replace(state, gradient=self.gradient_jit())
+        # Checkpoints do not hold the buffers of gradients, which start as zeros.
+        specs = self.layout.specs.gradient
+        zeros = lambda: jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)  # noqa: E731
+        return replace(state, gradient=jax.jit(zeros, out_shardings=self.layout.shardings(specs))())
 
     @property
     def bytes_through_host(self) -> int:
@@ -236,10 +232,3 @@ class StepBackend(ABC):
             leaf.delete()
         specs = self.checkpoint_layout.specs.select(("parameter", "frozen", "ema", "buffer"))
         return jax.device_put(joined_state, self.checkpoint_layout.shardings(specs))
-
-    @functools.cached_property
-    def gradient_jit(self) -> jax.stages.Wrapped:
-        """The jitted function that creates the buffers of gradients, which checkpoints do not hold, as zeros."""
-        specs = self.layout.specs.gradient
-        zeros = lambda: jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)  # noqa: E731
-        return jax.jit(zeros, out_shardings=self.layout.shardings(specs))

@@ -186,10 +186,9 @@ class JitStep(StepBackend):
             lowered = self.traced_step.lower()
         return compile_or_load(lowered, self.compiler_options, what="the training step")
 
-    def compile(self) -> None:
+    def compile(self) -> list[jax.stages.Compiled]:
         """See `StepBackend`."""
-        # Reading the cached property compiles the step.
-        self.compiled_step  # noqa: B018
+        return [self.compiled_step]
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """See `StepBackend`."""
@@ -241,10 +240,6 @@ class JitStep(StepBackend):
         return evaluation(state[group], state.frozen, state.buffer, batch)
 
     # --- information about the programs -------------------------------------------------------------------------------
-
-    def executables(self) -> list[jax.stages.Compiled]:
-        """See `StepBackend`."""
-        return [self.compiled_step]
 
     def peak_bytes(self) -> int:
         """See `StepBackend`."""

@@ -164,14 +164,14 @@ class PerLayerStep(StepBackend):
         with phase("compiling the programs of the training step"):
             return self.layers.dry_run(self.layout.specs, self.rows.specs)
 
-    def compile(self) -> None:
+    def compile(self) -> list[jax.stages.Compiled]:
         """See `StepBackend`."""
-        # Reading the cached property compiles the programs.
-        self.step_memory  # noqa: B018
+        return [call.run for call in self.step_memory.calls]
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """See `StepBackend`."""
-        self.compile()
+        # Reading the cached property compiles the programs.
+        self.step_memory  # noqa: B018
         return self.layers(state, batch)
 
     def evaluate(self, state: TrainState, batch: Batch, group: str) -> Metrics:
@@ -180,10 +180,6 @@ class PerLayerStep(StepBackend):
         return self.layers.evaluate(weights, state.buffer, batch)
 
     # --- information about the programs -------------------------------------------------------------------------------
-
-    def executables(self) -> list[jax.stages.Compiled]:
-        """See `StepBackend`."""
-        return [call.run for call in self.step_memory.calls]
 
     def peak_bytes(self) -> int:
         """Return the peak over all programs of the step, from their dry run."""

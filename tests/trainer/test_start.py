@@ -46,7 +46,7 @@ def test_background_compilation_gives_the_same_results(monkeypatch: pytest.Monke
     # The main thread calls the programs that the other thread compiled: nothing is compiled a second time.
     assert ahead.ahead.program(get_evaluation_name("ema"))  # the last one that it compiles
     monkeypatch.setattr(JitStep, "evaluation_jit", lambda *_: pytest.fail("compiled again"))
-    specs = ahead.evaluation_specs
+    specs = ahead.batch_rows.evaluation_specs
     batch = {name: np.ones(spec.shape, spec.dtype) for name, spec in specs.items()}
     found = [ahead.evaluate(state, ahead.put(batch), averaged=averaged) for averaged in (False, True)]
     monkeypatch.undo()
