@@ -19,13 +19,13 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from plimsoll.framework.devices import executables
-from plimsoll.framework.layout import Nested, StateLayout, TrainState
+from plimsoll.framework.layout import StateLayout, TrainState
 from plimsoll.framework.program.compile_thread import CompileThread
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.initializer import StateInitializer
 from plimsoll.framework.program.rows import Batch, BatchRows
 from plimsoll.framework.schedules.layerwise.programs import Compile, LayerProgram, MemoryTracker
-from plimsoll.framework.schedules.stack_layout import StackParts
+from plimsoll.framework.schedules.stack_layout import FIRST, STACK, StackParts, split_stacks
 from plimsoll.framework.schedules.step import Metrics
 
 
@@ -60,7 +60,7 @@ class StepBackend(ABC):
         self.checkpoint_layout = checkpoint_layout
         self.parts = StackParts((), {})
         if layout is None:
-            self.parts = self.get_stack_split(experiment)
+            self.parts = get_stack_split(experiment)
             layout = StateLayout(self.parts.specs(checkpoint_layout.specs), self.mesh)
         self.layout = layout
         self.rows = rows
@@ -70,15 +70,6 @@ class StepBackend(ABC):
         jit_options = self.compiler_options or None
         self.jit: Any = functools.partial(jax.jit, compiler_options=jit_options)
         self.initializer = StateInitializer(experiment.model, experiment.learner, checkpoint_layout, self.layout)
-
-    @staticmethod
-    @abstractmethod
-    def get_stack_split(experiment: Experiment) -> StackParts:
-        """Return how a run splits its stacks.
-
-        Raises:
-            ValueError: the model has stages that this backend cannot run, or its stacks cannot be split this way.
-        """
 
     def compile_here(self, lowered: jax.stages.Lowered, offloaded: executables.HostBytes) -> LayerProgram:
         """Compile a lowered program for the mesh; return it with the peak memory of one device in bytes.
@@ -116,31 +107,6 @@ class StepBackend(ABC):
         run = self.jit(calibrate, out_shardings=self.layout.shardings(result_specs), donate_argnums=0)
         calibrated = run(weights, state.counter, state.buffer, batch)
         return replace(calibrated, counter=state.counter, buffer=state.buffer, gradient=state.gradient)
-
-    @abstractmethod
-    def with_layer(self, old: Nested, new: Nested, index: jax.Array) -> Nested:
-        """Write a layer's values into leaves of the running state, inside jit; see `StackParts.place`.
-
-        Args:
-            old: leaves [L, ...], or [1, ...] if a leaf holds one layer.
-            new: values [...] of the layer.
-            index: int32[], index of the layer in these leaves.
-        """
-
-    # --- programs that a thread compiles ------------------------------------------------------------------------------
-
-    # By default nothing is compiled ahead.
-
-    def begin_init(self) -> None:  # noqa: B027
-        """Start compiling the initialization in a thread, if it is one program."""
-
-    def begin_evaluation(self) -> None:  # noqa: B027
-        """Start compiling the evaluation of the weights and of their averages in a thread, if each is one program."""
-
-    @property
-    def evaluation_was_requested(self) -> bool:
-        """True once compilation of the evaluation was started in a thread."""
-        return False
 
     # --- the step and evaluation --------------------------------------------------------------------------------------
 
@@ -232,3 +198,22 @@ class StepBackend(ABC):
             leaf.delete()
         specs = self.checkpoint_layout.specs.select(("parameter", "frozen", "ema", "buffer"))
         return jax.device_put(joined_state, self.checkpoint_layout.shardings(specs))
+
+
+def get_stack_split(experiment: Experiment) -> StackParts:
+    """Return how a run splits its stacks: into single layers for a `PerLayerStep`, else into ranges of layers.
+
+    Raises:
+        ValueError: the model has stages that cannot run layer by layer, or its stacks cannot be split this way.
+    """
+    model = experiment.model
+    memory = experiment.memory
+    if not memory.traits.is_many_programs:
+        return StackParts.from_layer_ranges(model, memory, split_stacks(model, memory))
+    stages = list(model.stages)
+    if [stage for stage in stages if stage != FIRST] != ["embed", STACK, "head"]:
+        raise ValueError(
+            f"memory.update = layer_programs runs embed, {STACK} and head; the model has "
+            f"{', '.join(stages)}; expected memory.update = in_backward, streamed or after_backward"
+        )
+    return StackParts.one_per_layer(model, memory)

@@ -14,16 +14,15 @@ from plimsoll.framework.devices.executables import HostBytes, compile_or_load, p
 from plimsoll.framework.layers.remat import check_platform
 from plimsoll.framework.layout import GROUPS, Nested, StateLayout, TrainState, flatten, merge
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.update import write_layer
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.program.backend import StepBackend
-from plimsoll.framework.program.compile_thread import INIT, CompileThread, get_evaluation_name
+from plimsoll.framework.program.compile_thread import EVALUATION, INIT, CompileThread
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.initializer import GroupedArrays, PlacedValues
 from plimsoll.framework.program.rows import Batch, BatchRows
 from plimsoll.framework.schedules import after_backward, in_backward, streamed
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker
-from plimsoll.framework.schedules.stack_layout import StackParts, split_stacks
+from plimsoll.framework.schedules.stack_layout import split_stacks
 from plimsoll.framework.schedules.step import Metrics, evaluation_context, microbatches
 from plimsoll.framework.terminal.phases import SHORT, phase
 
@@ -62,12 +61,6 @@ class JitStep(StepBackend):
         super().__init__(experiment, checkpoint_layout, rows, ahead, layout)
         # The jitted evaluations by group of the weights.
         self._evaluations: dict[str, jax.stages.Wrapped] = {}
-
-    @staticmethod
-    def get_stack_split(experiment: Experiment) -> StackParts:
-        """Return the layer ranges of the stacks, if these are split."""
-        layer_ranges = split_stacks(experiment.model, experiment.memory)
-        return StackParts.from_layer_ranges(experiment.model, experiment.memory, layer_ranges)
 
     @cached_property
     def running(self) -> RunningModel:
@@ -123,34 +116,25 @@ class JitStep(StepBackend):
         initializer = None
         # The thread compiles initialization only for the config's seed and with no parameters given.
         if not given_paths and seed is None:
-            initializer = self.ahead.program(INIT)
+            initializer = self.ahead.program((INIT,))
         with phase("initializing the state", patience=SHORT):
             if initializer is None:
                 initializer = self.init_jit(seed, given_paths)
             return initializer()
 
-    def with_layer(self, old: Nested, new: Nested, index: jax.Array) -> Nested:
-        """See `StepBackend`."""
-        return write_layer(old, new, index)
-
     # --- programs that a thread compiles ------------------------------------------------------------------------------
 
     def begin_init(self) -> None:
-        """See `StepBackend`."""
-        self.ahead.begin(INIT, lambda: self.init_jit().lower().compile())
+        """Start compiling the initialization in the thread."""
+        self.ahead.begin((INIT,), lambda: self.init_jit().lower().compile())
 
     def begin_evaluation(self) -> None:
-        """See `StepBackend`."""
+        """Start compiling the evaluation of the weights and of their averages in the thread."""
         groups = ["parameter"]
         if self.layout.specs.ema:
             groups.append("ema")
         for group in groups:
-            self.ahead.begin(get_evaluation_name(group), lambda group=group: self._lower_evaluation(group).compile())
-
-    @property
-    def evaluation_was_requested(self) -> bool:
-        """See `StepBackend`."""
-        return get_evaluation_name("parameter") in self.ahead
+            self.ahead.begin((EVALUATION, group), lambda group=group: self._lower_evaluation(group).compile())
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
@@ -234,7 +218,7 @@ class JitStep(StepBackend):
 
     def evaluate(self, state: TrainState, batch: Batch, group: str) -> Metrics:
         """See `StepBackend`."""
-        evaluation = self.ahead.program(get_evaluation_name(group))
+        evaluation = self.ahead.program((EVALUATION, group))
         if evaluation is None:
             evaluation = self.evaluation_jit(group)
         return evaluation(state[group], state.frozen, state.buffer, batch)

@@ -26,7 +26,6 @@ from plimsoll.framework.schedules.backward_state import Weights
 from plimsoll.framework.schedules.layerwise import schedule
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker, Programs
 from plimsoll.framework.schedules.layerwise.schedule import LayerPrograms
-from plimsoll.framework.schedules.stack_layout import FIRST, STACK, StackParts
 from plimsoll.framework.schedules.step import Metrics
 from plimsoll.framework.terminal.phases import phase
 
@@ -51,17 +50,6 @@ class PerLayerStep(StepBackend):
     ):
         schedule.check(experiment.learner, experiment.memory)
         super().__init__(experiment, checkpoint_layout, rows, ahead, layout)
-
-    @staticmethod
-    def get_stack_split(experiment: Experiment) -> StackParts:
-        """See `StepBackend`: the stack is split into single layers."""
-        stages = list(experiment.model.stages)
-        if [stage for stage in stages if stage != FIRST] != ["embed", STACK, "head"]:
-            raise ValueError(
-                f"memory.update = layer_programs runs embed, {STACK} and head; the model has "
-                f"{', '.join(stages)}; expected memory.update = in_backward, streamed or after_backward"
-            )
-        return StackParts.one_per_layer(experiment.model, experiment.memory)
 
     # --- the state at step 0 ------------------------------------------------------------------------------------------
 
@@ -143,10 +131,6 @@ class PerLayerStep(StepBackend):
         if layer is None:
             return path
         return self.parts.place(path, layer)[0]
-
-    def with_layer(self, old: Nested, new: Nested, index: jax.Array) -> Nested:
-        """Return the new values as arrays with a layer axis of length 1."""
-        return jax.tree.map(lambda x: x[None], new)
 
     # --- the step and evaluation --------------------------------------------------------------------------------------
 

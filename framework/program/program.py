@@ -16,19 +16,13 @@ from plimsoll.framework.devices.mesh import MeshShape
 from plimsoll.framework.layers.base import Context
 from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, TrainState, merge, move_to_host
 from plimsoll.framework.program.backend import StepBackend
-from plimsoll.framework.program.compile_thread import CompileThread
+from plimsoll.framework.program.compile_thread import EVALUATION, CompileThread
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.initializer import check_calibration_dtypes
 from plimsoll.framework.program.jit_step import JitStep
 from plimsoll.framework.program.per_layer_step import PerLayerStep
 from plimsoll.framework.program.rows import Batch, BatchRows
-from plimsoll.framework.schedules.memory import Memory
 from plimsoll.framework.schedules.step import Metrics, evaluation_context
-
-
-def choose_backend(memory: Memory) -> type[StepBackend]:
-    """Return the backend that runs a step with these memory settings."""
-    return PerLayerStep if memory.traits.is_many_programs else JitStep
 
 
 class Program:
@@ -85,7 +79,7 @@ class Program:
         self.checkpoint_layout = StateLayout(specs, self.mesh)
         self.batch_rows = BatchRows(experiment.data, experiment.batch_arrays, self.checkpoint_layout)
         self.ahead = CompileThread()
-        kind = choose_backend(experiment.memory) if training else JitStep
+        kind = PerLayerStep if training and experiment.memory.traits.is_many_programs else JitStep
         # Without training, stacks are whole.
         layout = None if training else self.checkpoint_layout
         if offload_stack:
@@ -174,7 +168,7 @@ class Program:
 
     def compile_evaluation(self, state: TrainState) -> None:
         """Compile the evaluation by evaluating a batch of zeros. Does nothing if a thread is already compiling it."""
-        if self.backend.evaluation_was_requested:
+        if (EVALUATION, "parameter") in self.ahead:
             return
         num_rows = len(self.rows)
         batch = {}
