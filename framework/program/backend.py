@@ -98,13 +98,12 @@ class StepBackend(ABC):
 
         Optimizer state and averages are recreated to match. The state that was passed in is deleted.
         """
-        calibrate = self.initializer.calibration()
         weights = state.select(("parameter", "frozen"))
         # Optimizer state and averages are recreated from the weights, so free the old ones first.
         for leaf in jax.tree.leaves(state.select(("optimizer", "ema"))):
             leaf.delete()
         result_specs = self.layout.specs.select(("parameter", "frozen", "optimizer", "ema"))
-        run = self.jit(calibrate, out_shardings=self.layout.shardings(result_specs), donate_argnums=0)
+        run = self.jit(self.initializer.calibrate, out_shardings=self.layout.shardings(result_specs), donate_argnums=0)
         calibrated = run(weights, state.counter, state.buffer, batch)
         return replace(calibrated, counter=state.counter, buffer=state.buffer, gradient=state.gradient)
 

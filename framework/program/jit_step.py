@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,13 @@ from jax.extend.core import ClosedJaxpr
 
 from plimsoll.framework.devices.executables import HostBytes, compile_or_load, peak_bytes
 from plimsoll.framework.layers.remat import check_platform
-from plimsoll.framework.layout import GROUPS, Nested, StateLayout, TrainState, flatten, merge
+from plimsoll.framework.layout import GROUPS, Nested, StateLayout, TrainState, flatten, merge, store_leaf
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.program.backend import StepBackend
 from plimsoll.framework.program.compile_thread import EVALUATION, INIT, CompileThread
 from plimsoll.framework.program.experiment import Experiment
-from plimsoll.framework.program.initializer import GroupedArrays, PlacedValues
+from plimsoll.framework.program.initializer import GroupedArrays, Paths
 from plimsoll.framework.program.rows import Batch, BatchRows
 from plimsoll.framework.schedules import after_backward, in_backward, streamed
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker
@@ -87,20 +87,44 @@ class JitStep(StepBackend):
         """
         seed = self.experiment.trainer.seed if seed is None else seed
         initializer = self.initializer
-        placing = PlacedValues(initializer.make_init_function(given_paths), self.layout, self.parts)
+        state_specs = {name: flatten(tree) for name, tree in self.layout.specs.items()}
+
+        def init_part(key: jax.Array, paths: Paths, first: int, layer: jax.Array | None) -> GroupedArrays:
+            """Return {group: {path in the state: array}}; `first` is the first layer of the leaves of the state."""
+            stored_values: GroupedArrays = {}
+            for group, values in initializer.init_params(key, paths, layer, given_paths).items():
+                specs = state_specs[group]
+                stored_values[group] = {}
+                for path, x in values.items():
+                    path_in_state = path if layer is None else self.parts.place(path, first)[0]
+                    # Gradients that stay on the device are not part of the state.
+                    if path_in_state in specs:
+                        stored_values[group][path_in_state] = store_leaf(specs[path_in_state], x)
+            return stored_values
 
         def init() -> TrainState:
             key, run_key = jax.random.split(jax.random.key(seed))
             flat: GroupedArrays = {name: {} for name in GROUPS}
             part_values: GroupedArrays = {}
             for part in initializer.parts():
-                for layers in placing.split_layers(part.paths[0], part.num_layers):
+                stack_parts = self.parts.list_parts(part.paths[0].split("/", 1)[0])
+                # The layers of each leaf of the state; None for parameters that are initialized as a whole.
+                layer_runs: list[range | None] = [None]
+                if part.num_layers is not None:
+                    layer_runs = [range(part.num_layers)]
+                    if stack_parts:
+                        layer_runs = [range(run.first, run.first + run.count) for run in stack_parts]
+                for layers in layer_runs:
                     # The barrier makes each part wait for the previous one. Otherwise XLA may compute several at
                     # once, with float32 copies of all of them alive at the same time.
                     key, part_values = jax.lax.optimization_barrier((key, part_values))
                     for name, values in part_values.items():
                         flat[name] |= values
-                    part_values = placing.values(key, part.paths, layers)
+                    if layers is None:
+                        part_values = init_part(key, part.paths, 0, None)
+                    else:
+                        init_layer = partial(init_part, key, part.paths, layers.start)
+                        part_values = jax.lax.map(init_layer, jnp.arange(layers.start, layers.stop))
             for name, values in part_values.items():
                 flat[name] |= values
             for name in ("buffer", "counter"):

@@ -14,11 +14,10 @@ import numpy as np
 
 from plimsoll.framework.devices.mesh import MeshShape
 from plimsoll.framework.layers.base import Context
-from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, TrainState, merge, move_to_host
+from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, TrainState, flatten, merge, move_to_host
 from plimsoll.framework.program.backend import StepBackend
 from plimsoll.framework.program.compile_thread import EVALUATION, CompileThread
 from plimsoll.framework.program.experiment import Experiment
-from plimsoll.framework.program.initializer import check_calibration_dtypes
 from plimsoll.framework.program.jit_step import JitStep
 from plimsoll.framework.program.per_layer_step import PerLayerStep
 from plimsoll.framework.program.rows import Batch, BatchRows
@@ -74,7 +73,12 @@ class Program:
         self.training = training
         self.calibrates = training and experiment.model.calibrates
         if self.calibrates:
-            check_calibration_dtypes(experiment.model)
+            for path, spec in flatten(experiment.model.parameter_specs()).items():
+                if spec.dtype.itemsize < 4:
+                    raise ValueError(
+                        f"{path} is {spec.dtype}; parameters calibrated on the first batch must be float32 "
+                        "(model.param_dtype)"
+                    )
         specs = experiment.state_specs()
         self.checkpoint_layout = StateLayout(specs, self.mesh)
         self.batch_rows = BatchRows(experiment.data, experiment.batch_arrays, self.checkpoint_layout)
