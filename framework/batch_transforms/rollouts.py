@@ -264,8 +264,7 @@ class Rollouts(BatchTransform):
         sampling = estimate_sampling(experiment, mesh, answer_tokens=_prompts(experiment).answer_tokens)
         if self.reference is None:
             return sampling
-        reference = self.reference.passes(experiment, mesh)
-        return sampling.and_then(reference)
+        return sampling + self.reference.passes(experiment, mesh)
 
     def dry_run(self, program: Program, compile: Compile) -> dict[str, MemoryTracker]:
         """See `BatchTransform`: the sampling program with its KV cache, plus the rest of the training state."""
@@ -274,7 +273,7 @@ class Rollouts(BatchTransform):
         weight_groups = ("parameter", "frozen", "buffer")
         groups = layout.abstract(layout.specs.select(weight_groups))
         weights = merge(groups.parameter, groups.frozen)
-        batch = layout.abstract(program.delivered_specs)
+        batch = layout.abstract(program.batch_rows.delivered_specs)
         replicated = partial(jax.ShapeDtypeStruct, sharding=program.replicated)
         draws = SamplingInputs(
             words=layout.abstract(layout.specs.counter)["rng"],

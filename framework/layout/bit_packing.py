@@ -7,8 +7,6 @@ Words have the same tiles everywhere.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 
@@ -18,11 +16,13 @@ _WORD_BITS = 32
 TILE_ROWS = 8
 
 
-@dataclass(frozen=True)
 class _Groups:
     """The mapping from rows of codes to rows of words.
 
     There are `count` groups. In each, `tile_rows` rows of words hold `codes * tile_rows` rows of codes.
+
+    Args:
+        rows, bits, tile_rows: as for `unpack`.
 
     Attributes:
         count: number of groups.
@@ -30,9 +30,10 @@ class _Groups:
         codes: codes per word.
     """
 
-    count: int
-    tile_rows: int
-    codes: int
+    def __init__(self, rows: int, bits: int, tile_rows: int | None):
+        self.codes = _WORD_BITS // bits
+        self.tile_rows = min(TILE_ROWS, -(-rows // self.codes)) if tile_rows is None else tile_rows
+        self.count = -(-rows // (self.codes * self.tile_rows))
 
 
 def compute_packed_shape(shape: tuple[int, ...], bits: int = 8, tile_rows: int | None = None) -> tuple[int, ...]:
@@ -45,7 +46,7 @@ def compute_packed_shape(shape: tuple[int, ...], bits: int = 8, tile_rows: int |
         bits, tile_rows: as for `pack`.
     """
     *stack, rows, columns = shape
-    groups = _groups(rows, bits, tile_rows)
+    groups = _Groups(rows, bits, tile_rows)
     return (*stack, groups.count * groups.tile_rows, columns)
 
 
@@ -61,7 +62,7 @@ def pack(codes: jax.Array, bits: int = 8, tile_rows: int | None = None) -> jax.A
         uint32[*compute_packed_shape(codes.shape, bits, tile_rows)].
     """
     *stack, rows, columns = codes.shape
-    groups = _groups(rows, bits, tile_rows)
+    groups = _Groups(rows, bits, tile_rows)
     padding = groups.count * groups.codes * groups.tile_rows - rows
     padded = jnp.pad(codes, [*[(0, 0)] * len(stack), (0, padding), (0, 0)])
     parts = padded.reshape(*stack, groups.count, groups.codes, groups.tile_rows, columns).astype(jnp.uint32)
@@ -82,7 +83,7 @@ def unpack(words: jax.Array, rows: int, bits: int = 8, tile_rows: int | None = N
         uint8[..., rows, columns].
     """
     *stack, num_words, columns = words.shape
-    groups = _groups(rows, bits, tile_rows)
+    groups = _Groups(rows, bits, tile_rows)
     tiles = words.reshape(*stack, groups.count, 1, groups.tile_rows, columns)
     parts = (tiles >> _shifts(bits)).astype(jnp.uint8)
     if bits < 8:
@@ -90,14 +91,6 @@ def unpack(words: jax.Array, rows: int, bits: int = 8, tile_rows: int | None = N
         parts = parts & (2**bits - 1)
     codes = parts.reshape(*stack, groups.codes * num_words, columns)
     return jax.lax.slice_in_dim(codes, 0, rows, axis=codes.ndim - 2)
-
-
-def _groups(rows: int, bits: int, tile_rows: int | None) -> _Groups:
-    """Return how rows of codes map to rows of words; the arguments are those of `unpack`."""
-    codes = _WORD_BITS // bits
-    if tile_rows is None:
-        tile_rows = min(TILE_ROWS, -(-rows // codes))
-    return _Groups(-(-rows // (codes * tile_rows)), tile_rows, codes)
 
 
 def _shifts(bits: int) -> jax.Array:

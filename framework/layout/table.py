@@ -47,6 +47,10 @@ class StateLayout:
 
     Raises:
         ValueError: a mesh axis does not divide the dimension of a parameter that it shards.
+
+    Attributes:
+        leaves: all leaves, the parameters first.
+        checkpoint_specs: specs of a checkpoint's leaves: everything except the gradient buffers in host memory.
     """
 
     def __init__(self, specs: TrainState, mesh: Mesh):
@@ -54,11 +58,11 @@ class StateLayout:
         self.specs: TrainState = jax.tree.map(self._fit_spec, specs)
         # Parameters come first, so that an error about a dimension that is not divisible names the parameter, not one
         # of its moments.
-        self.leaves = [
-            self._leaf(f"{group}/{path}", group, spec)
-            for group in GROUPS
-            for path, spec in flatten(self.specs[group]).items()
-        ]
+        self.leaves: list[StateLeaf] = []
+        for group in GROUPS:
+            for path, spec in flatten(self.specs[group]).items():
+                self.leaves.append(self._build_leaf(f"{group}/{path}", group, spec))
+        self.checkpoint_specs = replace(self.specs, gradient={})
 
     def _num_shards(self, axes: MeshAxis) -> int:
         """Return the number of shards of a dimension with these mesh axes; 1 if replicated."""
@@ -77,7 +81,7 @@ class StateLayout:
             fitting_axes.append(axes if divides else None)
         return replace(spec, mesh_axes=tuple(fitting_axes))
 
-    def _leaf(self, path: str, group: Group, spec: TensorSpec) -> StateLeaf:
+    def _build_leaf(self, path: str, group: Group, spec: TensorSpec) -> StateLeaf:
         # Only parameters declare what their axes are.
         roles = spec.roles if isinstance(spec, ParameterSpec) else ("axis",) * len(spec.shape)
         indivisible = spec.indivisible if isinstance(spec, ParameterSpec) else (1,) * len(spec.shape)
@@ -98,11 +102,6 @@ class StateLayout:
 
     def __iter__(self) -> Iterator[StateLeaf]:
         return iter(self.leaves)
-
-    @property
-    def checkpoint_specs(self) -> TrainState:
-        """Return the specs of a checkpoint's leaves: everything except the gradient buffers in host memory."""
-        return replace(self.specs, gradient={})
 
     def sharding(self, spec: TensorSpec) -> NamedSharding:
         """Return the sharding of one leaf, including its memory kind."""

@@ -74,13 +74,16 @@ class CausalLM(Chain):
             self.first = first_stack
             self.stack = stack.instantiate(dim=dim, depth=depth)
         self.head: LMHead | ScoreHead = head.instantiate(dim=dim, vocab_size=vocab_size)
-        self.stages = {"embed": self.embed, **self._stacks(), "head": self.head}
+        # The whole stacks by stage, in order, even if they run as several layer ranges.
+        self._stacks: dict[str, Stack] = {} if self.first is None else {"first": self.first}
+        self._stacks["stack"] = self.stack
+        self.stages = {"embed": self.embed, **self._stacks, "head": self.head}
         # By path. These are collected before the adapters replace layers: published weights have no adapters.
         self.base_specs: dict[str, ParameterSpec] = flatten(self._specs())
         self.lora = None if lora is None else lora.instantiate()
         if self.lora is not None:
             # A stack has no children; its layers are those of its pattern.
-            patterns = {name: stack.pattern for name, stack in self._stacks().items()}
+            patterns = {name: stack.pattern for name, stack in self._stacks.items()}
             self.lora.wrap({**self.stages, **patterns})
         self.ties = {"head/table": "embed/token"} if self.head.tied else {}
 
@@ -104,11 +107,6 @@ class CausalLM(Chain):
             )
         return self.head
 
-    def _stacks(self) -> dict[str, Stack]:
-        """Return the whole stacks by stage, in order, even if they run as several layer ranges."""
-        first = {} if self.first is None else {"first": self.first}
-        return {**first, "stack": self.stack}
-
     def check(self, mesh: Mesh | AbstractMesh, data: Any) -> None:
         """Raise ValueError if the model does not fit the mesh or the data.
 
@@ -120,43 +118,44 @@ class CausalLM(Chain):
         seq_len = data.seq_len
         vocab_size = data.tokenizer.vocab_size
         self.embed.check_length(seq_len)
-        for stack in self._stacks().values():
+        for stack in self._stacks.values():
             for layer in stack.pattern.walk():
                 layer.check_mesh(mesh)
         for rotary in self._rotaries():
             rotary.check_length(seq_len)
         # With an axis that no parameter uses, several devices would compute the same thing.
-        if mesh.shape["expert"] > 1 and not _uses_axis(self.parameter_specs(), "expert"):
-            raise ValueError(f"mesh.expert = {mesh.shape['expert']}, but the model has no experts; expected 1")
+        if mesh.shape["expert"] > 1:
+            parameter_axes = set()
+            for spec in flatten(self.parameter_specs()).values():
+                for axes in spec.mesh_axes:
+                    parameter_axes.update(axes if isinstance(axes, tuple) else (axes,))
+            if "expert" not in parameter_axes:
+                raise ValueError(f"mesh.expert = {mesh.shape['expert']}, but the model has no experts; expected 1")
         seq_shards = mesh.shape["seq"]
         if seq_len % seq_shards:
             raise ValueError(
                 f"mesh.seq = {seq_shards} does not divide data.seq_len = {seq_len}; "
                 f"nearest that do: {nearest_divisors(seq_len, seq_shards)}"
             )
+        if isinstance(self.head, ScoreHead):
+            if getattr(data, "scored_source", self) is None:
+                source = type(data.train_leaves[0].source).__name__
+                raise ValueError(
+                    f"data.source is a {source}, but model.head is a ScoreHead, which reads the last token of a whole "
+                    "sequence; expected a LabeledSource, or a RankedSource of pairs"
+                )
+            classes = getattr(data, "classes", None)
+            if classes is not None and len(classes) != self.head.num_labels:
+                raise ValueError(
+                    f"model.head.num_labels = {self.head.num_labels}, but the data has {len(classes)} classes "
+                    f"({', '.join(classes[:8])}{', ...' if len(classes) > 8 else ''}); expected as many labels"
+                )
         # A vocabulary may be padded: more rows than ids are fine.
-        self._check_classes(data)
         if vocab_size > self.vocab_size:
             raise ValueError(
                 f"data.tokenizer has {vocab_size} ids, but model.vocab_size = {self.vocab_size}; "
                 "expected at least as many"
             )
-
-    def _check_classes(self, data: Any) -> None:
-        """Raise ValueError if a score head gets sequences without their last token, or another number of classes."""
-        if isinstance(self.head, ScoreHead) and getattr(data, "scored_source", self) is None:
-            source = type(data.train_leaves[0].source).__name__
-            raise ValueError(
-                f"data.source is a {source}, but model.head is a ScoreHead, which reads the last token of a whole "
-                "sequence; expected a LabeledSource, or a RankedSource of pairs"
-            )
-        classes = getattr(data, "classes", None)
-        if classes is None or not isinstance(self.head, ScoreHead) or len(classes) == self.head.num_labels:
-            return
-        raise ValueError(
-            f"model.head.num_labels = {self.head.num_labels}, but the data has {len(classes)} classes "
-            f"({', '.join(classes[:8])}{', ...' if len(classes) > 8 else ''}); expected as many labels"
-        )
 
     @property
     def max_positions(self) -> int | None:
@@ -166,7 +165,7 @@ class CausalLM(Chain):
 
     def _rotaries(self) -> Iterator[Rotary]:
         """Yield the rotary positions of all attention layers, of every stack."""
-        for stack in self._stacks().values():
+        for stack in self._stacks.values():
             for layer in stack.pattern.walk():
                 # A variant of attention has this field; other layers do not.
                 rotary = getattr(layer, "rotary", None)
@@ -177,10 +176,12 @@ class CausalLM(Chain):
         self, params: Nested, ctx: Context, buffers: Nested, specs: StageSpecs | None = None
     ) -> tuple[jax.Array, dict[str, Out]]:
         """Run everything before the head; returns x_BSD, and the Out of each stage. For `specs` see `run`."""
+        carry = None
         outs: dict[str, Out] = {}
-        carry, outs["embed"] = self.run("embed", params, None, ctx, buffers, specs)
-        for name in self._stacks():
-            carry, outs[name] = self.run(name, params, carry, ctx, buffers, specs)
+        for name in self.stages:
+            if name != "head":
+                carry, outs[name] = self.run(name, params, carry, ctx, buffers, specs)
+        assert carry is not None
         return carry, outs
 
     def head_weights(self, params: Nested, ctx: Context, specs: StageSpecs | None = None) -> Nested:
@@ -198,11 +199,7 @@ class CausalLM(Chain):
 
     def log_probs(self, params: Nested, ctx: Context, buffers: Nested, specs: StageSpecs | None = None) -> jax.Array:
         """Return the log-probability of each of ctx.batch["targets"], f32[B, S]. For `specs` see `run`."""
-        carry = None
-        for name in self.stages:
-            if name != "head":
-                carry, _ = self.run(name, params, carry, ctx, buffers, specs)
-        assert carry is not None
+        carry, _ = self.compute_hidden(params, ctx, buffers, specs)
         weights = self.head_weights(params, ctx, specs)
         return self.language_head.log_probs(weights, carry, ctx)
 
@@ -246,13 +243,3 @@ class CausalLM(Chain):
             bits = totals["nll"] / math.log(2)
             row["bits_per_byte"] = bits / totals["bytes"]
         return row
-
-
-def _uses_axis(specs: Nested, axis: str) -> bool:
-    leaves: list[ParameterSpec] = jax.tree.leaves(specs)
-    for spec in leaves:
-        for axes in spec.mesh_axes:
-            names = axes if isinstance(axes, tuple) else (axes,)
-            if axis in names:
-                return True
-    return False

@@ -30,9 +30,9 @@ from plimsoll.framework.plan.liveness import CompilerRules, find_peak_bytes, on_
 from plimsoll.framework.plan.plan_report import BREAKDOWN_KEYS
 from plimsoll.framework.plan.split_experiment import SplitExperiment
 from plimsoll.framework.plan.step_time.estimated_time import StepWork, count_batch_transform_work, count_work
+from plimsoll.framework.program.backend import get_stack_split
 from plimsoll.framework.program.batch_transform import ForwardCost
 from plimsoll.framework.program.experiment import Experiment
-from plimsoll.framework.program.program import choose_backend
 from plimsoll.framework.schedules.chunked_update import BLOCK
 
 # XLA's CPU compiler never computes these twice (InstructionFusion::IsExpensive).
@@ -148,7 +148,7 @@ def _abstract_mesh(sizes: dict[str, int]) -> Mesh:
 
 def _running_layout(experiment: Experiment, mesh: Mesh) -> StateLayout:
     """Return the layout of the state as a run stores it."""
-    parts = choose_backend(experiment.memory).get_stack_split(experiment)
+    parts = get_stack_split(experiment)
     return StateLayout(parts.specs(experiment.state_specs()), mesh)
 
 

@@ -163,12 +163,12 @@ def process_table(program: Program) -> TableSection:
 
 
 def assign_rows(program: Program) -> dict[int, np.ndarray]:
-    """Return {process: rows of the global batch that it reads}, from `program.rows_by_process`.
+    """Return {process: rows of the global batch that it reads}, from `program.batch_rows.rows_by_process`.
 
     These are the rows requested from the data pipeline. They are checked against the positions of the devices in the
     mesh; a mismatch is a bug in the framework.
     """
-    rows_by_process = program.rows_by_process
+    rows_by_process = program.batch_rows.rows_by_process
     mesh = program.mesh
     batch_size = program.experiment.data.global_batch_size
     # The batch is sharded over the batch axes in mesh order, into blocks of consecutive rows.

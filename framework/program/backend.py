@@ -19,13 +19,13 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from plimsoll.framework.devices import executables
-from plimsoll.framework.layout import Nested, StateLayout, TrainState
+from plimsoll.framework.layout import StateLayout, TrainState
 from plimsoll.framework.program.compile_thread import CompileThread
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.initializer import StateInitializer
 from plimsoll.framework.program.rows import Batch, BatchRows
 from plimsoll.framework.schedules.layerwise.programs import Compile, LayerProgram, MemoryTracker
-from plimsoll.framework.schedules.stack_layout import StackParts
+from plimsoll.framework.schedules.stack_layout import FIRST, STACK, StackParts, split_stacks
 from plimsoll.framework.schedules.step import Metrics
 
 
@@ -40,6 +40,7 @@ class StepBackend(ABC):
         layout: layout of the running state, if its stacks must be whole regardless of `get_stack_split`.
 
     Attributes:
+        platform: platform of the mesh's devices: tpu, gpu or cpu.
         parts: split of the stacks in the running state.
         jit: jax.jit with the compiler options.
         initializer: initialization of the state at step 0.
@@ -55,10 +56,11 @@ class StepBackend(ABC):
     ):
         self.experiment = experiment
         self.mesh = checkpoint_layout.mesh
+        self.platform: str = self.mesh.devices.flat[0].platform
         self.checkpoint_layout = checkpoint_layout
         self.parts = StackParts((), {})
         if layout is None:
-            self.parts = self.get_stack_split(experiment)
+            self.parts = get_stack_split(experiment)
             layout = StateLayout(self.parts.specs(checkpoint_layout.specs), self.mesh)
         self.layout = layout
         self.rows = rows
@@ -68,20 +70,6 @@ class StepBackend(ABC):
         jit_options = self.compiler_options or None
         self.jit: Any = functools.partial(jax.jit, compiler_options=jit_options)
         self.initializer = StateInitializer(experiment.model, experiment.learner, checkpoint_layout, self.layout)
-
-    @staticmethod
-    @abstractmethod
-    def get_stack_split(experiment: Experiment) -> StackParts:
-        """Return how a run splits its stacks.
-
-        Raises:
-            ValueError: the model has stages that this backend cannot run, or its stacks cannot be split this way.
-        """
-
-    @property
-    def platform(self) -> str:
-        """The platform of the mesh's devices: tpu, gpu or cpu."""
-        return self.mesh.devices.flat[0].platform
 
     def compile_here(self, lowered: jax.stages.Lowered, offloaded: executables.HostBytes) -> LayerProgram:
         """Compile a lowered program for the mesh; return it with the peak memory of one device in bytes.
@@ -110,47 +98,20 @@ class StepBackend(ABC):
 
         Optimizer state and averages are recreated to match. The state that was passed in is deleted.
         """
-        calibrate = self.initializer.calibration()
         weights = state.select(("parameter", "frozen"))
         # Optimizer state and averages are recreated from the weights, so free the old ones first.
         for leaf in jax.tree.leaves(state.select(("optimizer", "ema"))):
             leaf.delete()
         result_specs = self.layout.specs.select(("parameter", "frozen", "optimizer", "ema"))
-        run = self.jit(calibrate, out_shardings=self.layout.shardings(result_specs), donate_argnums=0)
+        run = self.jit(self.initializer.calibrate, out_shardings=self.layout.shardings(result_specs), donate_argnums=0)
         calibrated = run(weights, state.counter, state.buffer, batch)
         return replace(calibrated, counter=state.counter, buffer=state.buffer, gradient=state.gradient)
-
-    @abstractmethod
-    def with_layer(self, old: Nested, new: Nested, index: jax.Array) -> Nested:
-        """Write a layer's values into leaves of the running state, inside jit; see `StackParts.place`.
-
-        Args:
-            old: leaves [L, ...], or [1, ...] if a leaf holds one layer.
-            new: values [...] of the layer.
-            index: int32[], index of the layer in these leaves.
-        """
-
-    # --- programs that a thread compiles ------------------------------------------------------------------------------
-
-    # By default nothing is compiled ahead.
-
-    # These two do nothing, on purpose, unless a subclass has something to compile ahead.
-    def begin_init(self) -> None:  # noqa: B027
-        """Start compiling the initialization in a thread, if it is one program."""
-
-    def begin_evaluation(self) -> None:  # noqa: B027
-        """Start compiling the evaluation of the weights and of their averages in a thread, if each is one program."""
-
-    @property
-    def evaluation_was_requested(self) -> bool:
-        """True once compilation of the evaluation was started in a thread."""
-        return False
 
     # --- the step and evaluation --------------------------------------------------------------------------------------
 
     @abstractmethod
-    def compile(self) -> None:
-        """Compile the training step, once."""
+    def compile(self) -> list[jax.stages.Compiled]:
+        """Compile the training step, once; return its programs on this mesh, in call order."""
 
     @abstractmethod
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -167,10 +128,6 @@ class StepBackend(ABC):
         """
 
     # --- information about the programs -------------------------------------------------------------------------------
-
-    @abstractmethod
-    def executables(self) -> list[jax.stages.Compiled]:
-        """Return the compiled programs of a step on this mesh, in call order."""
 
     @abstractmethod
     def peak_bytes(self) -> int:
@@ -210,7 +167,10 @@ class StepBackend(ABC):
     def from_checkpoint(self, stored: TrainState) -> TrainState:
         """Build the state from a checkpoint's arrays. `stored` is deleted."""
         state = self.parts.split_state(stored, self.layout)
-        return replace(state, gradient=self.gradient_jit())
+        # Checkpoints do not hold the buffers of gradients, which start as zeros.
+        specs = self.layout.specs.gradient
+        zeros = lambda: jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)  # noqa: E731
+        return replace(state, gradient=jax.jit(zeros, out_shardings=self.layout.shardings(specs))())
 
     @property
     def bytes_through_host(self) -> int:
@@ -238,9 +198,21 @@ class StepBackend(ABC):
         specs = self.checkpoint_layout.specs.select(("parameter", "frozen", "ema", "buffer"))
         return jax.device_put(joined_state, self.checkpoint_layout.shardings(specs))
 
-    @functools.cached_property
-    def gradient_jit(self) -> jax.stages.Wrapped:
-        """The jitted function that creates the buffers of gradients, which checkpoints do not hold, as zeros."""
-        specs = self.layout.specs.gradient
-        zeros = lambda: jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)  # noqa: E731
-        return jax.jit(zeros, out_shardings=self.layout.shardings(specs))
+
+def get_stack_split(experiment: Experiment) -> StackParts:
+    """Return how a run splits its stacks: into single layers for a `PerLayerStep`, else into ranges of layers.
+
+    Raises:
+        ValueError: the model has stages that cannot run layer by layer, or its stacks cannot be split this way.
+    """
+    model = experiment.model
+    memory = experiment.memory
+    if not memory.traits.is_many_programs:
+        return StackParts.from_layer_ranges(model, memory, split_stacks(model, memory))
+    stages = list(model.stages)
+    if [stage for stage in stages if stage != FIRST] != ["embed", STACK, "head"]:
+        raise ValueError(
+            f"memory.update = layer_programs runs embed, {STACK} and head; the model has "
+            f"{', '.join(stages)}; expected memory.update = in_backward, streamed or after_backward"
+        )
+    return StackParts.one_per_layer(model, memory)

@@ -44,7 +44,7 @@ class ForwardCost:
     offloaded_bytes: int = 0
     moved_bytes: int = 0
 
-    def and_then(self, later: ForwardCost) -> ForwardCost:
+    def __add__(self, later: ForwardCost) -> ForwardCost:
         """Return the total cost of both, run one after the other."""
         return ForwardCost(
             flops=self.flops + later.flops,

@@ -7,14 +7,17 @@ first steps run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import jax
 
 from plimsoll.framework.terminal.phases import SHORT, phase
 
+# The first parts of the names of programs: (INIT,), and (EVALUATION, the group with the weights: "parameter" or "ema").
 INIT = "initialization"
+EVALUATION = "evaluation"
+ProgramName = tuple[str, ...]
 
 
 class CompileThread:
@@ -22,9 +25,9 @@ class CompileThread:
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
-        self._programs: dict[Hashable, Future[jax.stages.Compiled]] = {}
+        self._programs: dict[ProgramName, Future[jax.stages.Compiled]] = {}
 
-    def begin(self, name: Hashable, compile_program: Callable[[], jax.stages.Compiled]) -> None:
+    def begin(self, name: ProgramName, compile_program: Callable[[], jax.stages.Compiled]) -> None:
         """Call `compile_program()` in the thread. A name that was requested before is not compiled again."""
         if name in self._programs:
             return
@@ -33,7 +36,7 @@ class CompileThread:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="compile-ahead")
         self._programs[name] = self._thread.submit(compile_program)
 
-    def program(self, name: Hashable) -> jax.stages.Compiled | None:
+    def program(self, name: ProgramName) -> jax.stages.Compiled | None:
         """Return the program once it is compiled; None if it was not requested.
 
         Raises the exception of its compilation.
@@ -42,12 +45,11 @@ class CompileThread:
         if future is None:
             return None
         if not future.done():
-            what = f"the {name}" if isinstance(name, str) else "the evaluation"
-            with phase(f"compiling {what}", patience=SHORT):
+            with phase(f"compiling the {name[0]}", patience=SHORT):
                 wait([future])
         return future.result()
 
-    def __contains__(self, name: Hashable) -> bool:
+    def __contains__(self, name: ProgramName) -> bool:
         return name in self._programs
 
     def close(self) -> None:
@@ -61,8 +63,3 @@ class CompileThread:
                 started_programs[name] = future
         self._programs = started_programs
         self._thread = None
-
-
-def get_evaluation_name(group: str) -> Hashable:
-    """Return the name of the program that evaluates a group of the state: "parameter" or "ema"."""
-    return ("evaluation", group)

@@ -14,7 +14,7 @@ from plimsoll.framework.data.batches import Pipeline, Shapes
 from plimsoll.framework.devices.compiler import Compiler
 from plimsoll.framework.devices.mesh import MeshShape
 from plimsoll.framework.layers.base import batch_shards
-from plimsoll.framework.layout import Nested, TensorSpec, TrainState, move_to_host, nearest_divisors
+from plimsoll.framework.layout import TensorSpec, TrainState, move_to_host, nearest_divisors
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.rules import ALL_STAGES
 from plimsoll.framework.models.causal_lm import CausalLM
@@ -127,10 +127,47 @@ class Experiment:
                 "needs all gradients; expected memory.update = after_backward, or learner.scope = layer and "
                 "learner.clip"
             )
-        self._check_layer_ranges()
+        # The stacks can be split and recomputed as the memory section specifies.
+        layer_ranges = split_stacks(self.model, self.memory)
+        running_model = self.model.split_into_ranges(layer_ranges)
+        for stack in running_model.stacks.values():
+            stack.check_remat(stack.policy(self.memory.remat))
+        if not all(layer_range.is_whole for layer_range in layer_ranges):
+            if self.learner.scope == "model":
+                raise ValueError(
+                    "learner.scope = model with memory settings that differ by layer: its single optimizer cannot be "
+                    "split by layer; expected the same memory.optimizer_state and memory.remat for all layers"
+                )
+            if self.model.calibrates:
+                raise ValueError(
+                    "memory settings that differ by layer, with a model that is calibrated on its first batch: "
+                    "expected the same settings for all layers"
+                )
         if update_locality:
             self.learner.check_update_locality()
-        self._check_batch(mesh)
+        # The batch can be split into microbatches, and these into shards.
+        batch = self.data.global_batch_size
+        accumulate = self.learner.accumulate
+        # Only these axes split a batch; the others split the model's tensors.
+        shards = batch_shards(mesh.shape)
+        if batch % accumulate:
+            raise ValueError(
+                f"learner.accumulate = {accumulate} does not divide data.global_batch_size = {batch}; "
+                f"nearest: {nearest_divisors(batch, accumulate)}"
+            )
+        microbatch = batch // accumulate
+        if microbatch % shards:
+            step = shards * accumulate
+            below = batch // step * step
+            above = -(-batch // step) * step
+            # The next lower multiple may be zero, which is not a valid size.
+            nearest_sizes = [size for size in (below, above) if size]
+            axes = "mesh.data * mesh.fsdp" + (" * mesh.expert" if mesh.shape["expert"] > 1 else "")
+            raise ValueError(
+                f"{axes} = {shards} does not divide the {microbatch} sequences of a "
+                f"microbatch (data.global_batch_size = {batch}, learner.accumulate = {accumulate}); "
+                f"nearest global_batch_size: {nearest_sizes}"
+            )
         self._check_objective()
 
     def _check_objective(self) -> None:
@@ -171,50 +208,6 @@ class Experiment:
             return delivered
         return self.batch_transform.arrays(delivered, evaluation=evaluation)
 
-    def _check_layer_ranges(self) -> None:
-        """Raise ValueError if the stacks cannot be split, or recomputed, as the memory section specifies."""
-        layer_ranges = split_stacks(self.model, self.memory)
-        running_model = self.model.split_into_ranges(layer_ranges)
-        for stack in running_model.stacks.values():
-            stack.check_remat(stack.policy(self.memory.remat))
-        if all(layer_range.is_whole for layer_range in layer_ranges):
-            return
-        if self.learner.scope == "model":
-            raise ValueError(
-                "learner.scope = model with memory settings that differ by layer: its single optimizer cannot be split "
-                "by layer; expected the same memory.optimizer_state and memory.remat for all layers"
-            )
-        if self.model.calibrates:
-            raise ValueError(
-                "memory settings that differ by layer, with a model that is calibrated on its first batch: expected "
-                "the same settings for all layers"
-            )
-
-    def _check_batch(self, mesh: Mesh | AbstractMesh) -> None:
-        """Raise ValueError if the batch cannot be split into microbatches, or the microbatches into shards."""
-        batch = self.data.global_batch_size
-        accumulate = self.learner.accumulate
-        # Only these axes split a batch; the others split the model's tensors.
-        shards = batch_shards(mesh.shape)
-        if batch % accumulate:
-            raise ValueError(
-                f"learner.accumulate = {accumulate} does not divide data.global_batch_size = {batch}; "
-                f"nearest: {nearest_divisors(batch, accumulate)}"
-            )
-        microbatch = batch // accumulate
-        if microbatch % shards:
-            step = shards * accumulate
-            below = batch // step * step
-            above = -(-batch // step) * step
-            # The next lower multiple may be zero, which is not a valid size.
-            nearest_sizes = [size for size in (below, above) if size]
-            axes = "mesh.data * mesh.fsdp" + (" * mesh.expert" if mesh.shape["expert"] > 1 else "")
-            raise ValueError(
-                f"{axes} = {shards} does not divide the {microbatch} sequences of a "
-                f"microbatch (data.global_batch_size = {batch}, learner.accumulate = {accumulate}); "
-                f"nearest global_batch_size: {nearest_sizes}"
-            )
-
     @property
     def language_model(self) -> CausalLM:
         """The model as a language model. Raises ValueError if it is a different kind of model."""
@@ -237,10 +230,15 @@ class Experiment:
             "grad_norm": TensorSpec((), "float32"),
             "rng": TensorSpec((2,), "uint32"),
         }
+        offloaded_weights = self._find_offloaded_stages("parameters")
+        weights = {"parameter": dict(learner.specs), "frozen": dict(learner.frozen_specs)}
+        for tree in weights.values():
+            for stage in offloaded_weights & tree.keys():
+                tree[stage] = move_to_host(tree[stage], "pinned_host", stacked=stage in self.model.stacks)
         return TrainState(
             gradient={stage: tree for stage, tree in gradients.items() if stage in offloaded_gradients},
-            parameter=self._place_weights(learner.specs),
-            frozen=self._place_weights(learner.frozen_specs),
+            parameter=weights["parameter"],
+            frozen=weights["frozen"],
             buffer=self.model.buffer_specs(),
             optimizer=learner.optimizer_specs(offloaded_stages),
             ema=learner.ema_specs(offloaded_stages),
@@ -258,16 +256,6 @@ class Experiment:
         if placement.offloads_everything:
             stages |= {*self.model.stages, "shared", ALL_STAGES}
         return stages
-
-    def _place_weights(self, weights: Nested) -> Nested:
-        """Tag the specs of large weights with the memory that `memory.parameters` assigns them."""
-        offloaded = self._find_offloaded_stages("parameters")
-        placed_specs = {}
-        for stage, specs in weights.items():
-            if stage in offloaded:
-                specs = move_to_host(specs, "pinned_host", stacked=stage in self.model.stacks)
-            placed_specs[stage] = specs
-        return placed_specs
 
 
 def _build_section(name: str, config: Config | Part, kind: type[Part], **late: object) -> Part:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +12,17 @@ from jax.extend.core import ClosedJaxpr
 
 from plimsoll.framework.devices.executables import HostBytes, compile_or_load, peak_bytes
 from plimsoll.framework.layers.remat import check_platform
-from plimsoll.framework.layout import GROUPS, Nested, StateLayout, TrainState, flatten, merge
+from plimsoll.framework.layout import GROUPS, Nested, StateLayout, TrainState, flatten, merge, store_leaf
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.update import write_layer
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.program.backend import StepBackend
-from plimsoll.framework.program.compile_thread import INIT, CompileThread, get_evaluation_name
+from plimsoll.framework.program.compile_thread import EVALUATION, INIT, CompileThread
 from plimsoll.framework.program.experiment import Experiment
-from plimsoll.framework.program.initializer import GroupedArrays, PlacedValues
+from plimsoll.framework.program.initializer import GroupedArrays, Paths
 from plimsoll.framework.program.rows import Batch, BatchRows
 from plimsoll.framework.schedules import after_backward, in_backward, streamed
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker
-from plimsoll.framework.schedules.stack_layout import StackParts, split_stacks
+from plimsoll.framework.schedules.stack_layout import split_stacks
 from plimsoll.framework.schedules.step import Metrics, evaluation_context, microbatches
 from plimsoll.framework.terminal.phases import SHORT, phase
 
@@ -63,12 +62,6 @@ class JitStep(StepBackend):
         # The jitted evaluations by group of the weights.
         self._evaluations: dict[str, jax.stages.Wrapped] = {}
 
-    @staticmethod
-    def get_stack_split(experiment: Experiment) -> StackParts:
-        """Return the layer ranges of the stacks, if these are split."""
-        layer_ranges = split_stacks(experiment.model, experiment.memory)
-        return StackParts.from_layer_ranges(experiment.model, experiment.memory, layer_ranges)
-
     @cached_property
     def running(self) -> RunningModel:
         """The model and learner that the programs use, with layer ranges in place of split stacks."""
@@ -94,20 +87,44 @@ class JitStep(StepBackend):
         """
         seed = self.experiment.trainer.seed if seed is None else seed
         initializer = self.initializer
-        placing = PlacedValues(initializer.make_init_function(given_paths), self.layout, self.parts)
+        state_specs = {name: flatten(tree) for name, tree in self.layout.specs.items()}
+
+        def init_part(key: jax.Array, paths: Paths, first: int, layer: jax.Array | None) -> GroupedArrays:
+            """Return {group: {path in the state: array}}; `first` is the first layer of the leaves of the state."""
+            stored_values: GroupedArrays = {}
+            for group, values in initializer.init_params(key, paths, layer, given_paths).items():
+                specs = state_specs[group]
+                stored_values[group] = {}
+                for path, x in values.items():
+                    path_in_state = path if layer is None else self.parts.place(path, first)[0]
+                    # Gradients that stay on the device are not part of the state.
+                    if path_in_state in specs:
+                        stored_values[group][path_in_state] = store_leaf(specs[path_in_state], x)
+            return stored_values
 
         def init() -> TrainState:
             key, run_key = jax.random.split(jax.random.key(seed))
             flat: GroupedArrays = {name: {} for name in GROUPS}
             part_values: GroupedArrays = {}
             for part in initializer.parts():
-                for layers in placing.split_layers(part.paths[0], part.num_layers):
+                stack_parts = self.parts.list_parts(part.paths[0].split("/", 1)[0])
+                # The layers of each leaf of the state; None for parameters that are initialized as a whole.
+                layer_runs: list[range | None] = [None]
+                if part.num_layers is not None:
+                    layer_runs = [range(part.num_layers)]
+                    if stack_parts:
+                        layer_runs = [range(run.first, run.first + run.count) for run in stack_parts]
+                for layers in layer_runs:
                     # The barrier makes each part wait for the previous one. Otherwise XLA may compute several at
                     # once, with float32 copies of all of them alive at the same time.
                     key, part_values = jax.lax.optimization_barrier((key, part_values))
                     for name, values in part_values.items():
                         flat[name] |= values
-                    part_values = placing.values(key, part.paths, layers)
+                    if layers is None:
+                        part_values = init_part(key, part.paths, 0, None)
+                    else:
+                        init_layer = partial(init_part, key, part.paths, layers.start)
+                        part_values = jax.lax.map(init_layer, jnp.arange(layers.start, layers.stop))
             for name, values in part_values.items():
                 flat[name] |= values
             for name in ("buffer", "counter"):
@@ -123,34 +140,25 @@ class JitStep(StepBackend):
         initializer = None
         # The thread compiles initialization only for the config's seed and with no parameters given.
         if not given_paths and seed is None:
-            initializer = self.ahead.program(INIT)
+            initializer = self.ahead.program((INIT,))
         with phase("initializing the state", patience=SHORT):
             if initializer is None:
                 initializer = self.init_jit(seed, given_paths)
             return initializer()
 
-    def with_layer(self, old: Nested, new: Nested, index: jax.Array) -> Nested:
-        """See `StepBackend`."""
-        return write_layer(old, new, index)
-
     # --- programs that a thread compiles ------------------------------------------------------------------------------
 
     def begin_init(self) -> None:
-        """See `StepBackend`."""
-        self.ahead.begin(INIT, lambda: self.init_jit().lower().compile())
+        """Start compiling the initialization in the thread."""
+        self.ahead.begin((INIT,), lambda: self.init_jit().lower().compile())
 
     def begin_evaluation(self) -> None:
-        """See `StepBackend`."""
+        """Start compiling the evaluation of the weights and of their averages in the thread."""
         groups = ["parameter"]
         if self.layout.specs.ema:
             groups.append("ema")
         for group in groups:
-            self.ahead.begin(get_evaluation_name(group), lambda group=group: self._lower_evaluation(group).compile())
-
-    @property
-    def evaluation_was_requested(self) -> bool:
-        """See `StepBackend`."""
-        return get_evaluation_name("parameter") in self.ahead
+            self.ahead.begin((EVALUATION, group), lambda group=group: self._lower_evaluation(group).compile())
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
@@ -186,10 +194,9 @@ class JitStep(StepBackend):
             lowered = self.traced_step.lower()
         return compile_or_load(lowered, self.compiler_options, what="the training step")
 
-    def compile(self) -> None:
+    def compile(self) -> list[jax.stages.Compiled]:
         """See `StepBackend`."""
-        # Reading the cached property compiles the step.
-        self.compiled_step  # noqa: B018
+        return [self.compiled_step]
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """See `StepBackend`."""
@@ -235,16 +242,12 @@ class JitStep(StepBackend):
 
     def evaluate(self, state: TrainState, batch: Batch, group: str) -> Metrics:
         """See `StepBackend`."""
-        evaluation = self.ahead.program(get_evaluation_name(group))
+        evaluation = self.ahead.program((EVALUATION, group))
         if evaluation is None:
             evaluation = self.evaluation_jit(group)
         return evaluation(state[group], state.frozen, state.buffer, batch)
 
     # --- information about the programs -------------------------------------------------------------------------------
-
-    def executables(self) -> list[jax.stages.Compiled]:
-        """See `StepBackend`."""
-        return [self.compiled_step]
 
     def peak_bytes(self) -> int:
         """See `StepBackend`."""

@@ -7,9 +7,8 @@ evaluation.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection
-from functools import cached_property
+from collections.abc import Callable, Collection
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +19,12 @@ from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, TrainStat
 from plimsoll.framework.program.backend import StepBackend
 from plimsoll.framework.program.compile_thread import CompileThread
 from plimsoll.framework.program.experiment import Experiment
-from plimsoll.framework.program.initializer import GroupedArrays, InitFunction, Paths
+from plimsoll.framework.program.initializer import GroupedArrays, Paths
 from plimsoll.framework.program.rows import Batch, BatchRows
 from plimsoll.framework.schedules.backward_state import Weights
 from plimsoll.framework.schedules.layerwise import schedule
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker, Programs
 from plimsoll.framework.schedules.layerwise.schedule import LayerPrograms
-from plimsoll.framework.schedules.stack_layout import FIRST, STACK, StackParts
 from plimsoll.framework.schedules.step import Metrics
 from plimsoll.framework.terminal.phases import phase
 
@@ -51,17 +49,6 @@ class PerLayerStep(StepBackend):
     ):
         schedule.check(experiment.learner, experiment.memory)
         super().__init__(experiment, checkpoint_layout, rows, ahead, layout)
-
-    @staticmethod
-    def get_stack_split(experiment: Experiment) -> StackParts:
-        """See `StepBackend`: the stack is split into single layers."""
-        stages = list(experiment.model.stages)
-        if [stage for stage in stages if stage != FIRST] != ["embed", STACK, "head"]:
-            raise ValueError(
-                f"memory.update = layer_programs runs embed, {STACK} and head; the model has "
-                f"{', '.join(stages)}; expected memory.update = in_backward, streamed or after_backward"
-            )
-        return StackParts.one_per_layer(experiment.model, experiment.memory)
 
     # --- the state at step 0 ------------------------------------------------------------------------------------------
 
@@ -101,7 +88,7 @@ class PerLayerStep(StepBackend):
             words: uint32[2], the raw data of the key.
             number: int32[], the index of the first layer: 0.
         """
-        make = self.initializer.make_init_function(given_paths)
+        init_params = partial(self.initializer.init_params, given_paths=given_paths)
         specs = {name: flatten(tree) for name, tree in self.layout.specs.items()}
         flat: GroupedArrays = {name: {} for name in specs}
         for part in self.initializer.parts():
@@ -109,20 +96,19 @@ class PerLayerStep(StepBackend):
             stacked = part.num_layers is not None
             layer = jnp.int32(0) if stacked else None
             key = jax.random.key(0)
-            abstract = jax.eval_shape(lambda k, i, p=paths: make(k, p, i), key, layer)
+            abstract = jax.eval_shape(lambda k, i, p=paths: init_params(k, p, i), key, layer)
             for index in range(part.num_layers or 1):
-                layer_index = index if stacked else None
-                storage_specs = {}
+                storage_specs: dict[str, dict[str, TensorSpec]] = {}
+                paths_in_state = {}
                 for name, values in abstract.items():
-                    paths_in_state = {path: self._path_in_state(path, layer_index) for path in values}
-                    # Gradients that stay on the device are not part of the state.
-                    storage_specs[name] = {
-                        path: specs[name][path_in_state]
-                        for path, path_in_state in paths_in_state.items()
-                        if path_in_state in specs[name]
-                    }
+                    storage_specs[name] = {}
+                    for path in values:
+                        paths_in_state[path] = self.parts.place(path, index)[0] if stacked else path
+                        # Gradients that stay on the device are not part of the state.
+                        if paths_in_state[path] in specs[name]:
+                            storage_specs[name][path] = specs[name][paths_in_state[path]]
                 memory_kinds = tuple(spec.memory_kind for spec in jax.tree.leaves(storage_specs))
-                run = functools.partial(_init_layer, make, paths, storage_specs, stacked)
+                run = partial(_init_layer, init_params, paths, storage_specs, stacked)
                 # The layer index is an argument on the device, so all layers whose leaves use the same kinds of
                 # memory share one program.
                 layer_values, number = self._init_programs(
@@ -134,19 +120,9 @@ class PerLayerStep(StepBackend):
                     out=(storage_specs, TensorSpec((), "int32")),
                 )
                 for name, values in layer_values.items():
-                    flat[name] |= {self._path_in_state(path, layer_index): x for path, x in values.items()}
+                    flat[name] |= {paths_in_state[path]: x for path, x in values.items()}
             number = self._init_programs("zero", jnp.zeros_like, number, out=TensorSpec((), "int32"))
         return flat
-
-    def _path_in_state(self, path: str, layer: int | None) -> str:
-        """Return the path of a parameter's array in the running state; `layer` is None outside of stacks."""
-        if layer is None:
-            return path
-        return self.parts.place(path, layer)[0]
-
-    def with_layer(self, old: Nested, new: Nested, index: jax.Array) -> Nested:
-        """Return the new values as arrays with a layer axis of length 1."""
-        return jax.tree.map(lambda x: x[None], new)
 
     # --- the step and evaluation --------------------------------------------------------------------------------------
 
@@ -164,14 +140,14 @@ class PerLayerStep(StepBackend):
         with phase("compiling the programs of the training step"):
             return self.layers.dry_run(self.layout.specs, self.rows.specs)
 
-    def compile(self) -> None:
+    def compile(self) -> list[jax.stages.Compiled]:
         """See `StepBackend`."""
-        # Reading the cached property compiles the programs.
-        self.step_memory  # noqa: B018
+        return [call.run for call in self.step_memory.calls]
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """See `StepBackend`."""
-        self.compile()
+        # Reading the cached property compiles the programs.
+        self.step_memory  # noqa: B018
         return self.layers(state, batch)
 
     def evaluate(self, state: TrainState, batch: Batch, group: str) -> Metrics:
@@ -180,10 +156,6 @@ class PerLayerStep(StepBackend):
         return self.layers.evaluate(weights, state.buffer, batch)
 
     # --- information about the programs -------------------------------------------------------------------------------
-
-    def executables(self) -> list[jax.stages.Compiled]:
-        """See `StepBackend`."""
-        return [call.run for call in self.step_memory.calls]
 
     def peak_bytes(self) -> int:
         """Return the peak over all programs of the step, from their dry run."""
@@ -205,11 +177,16 @@ class PerLayerStep(StepBackend):
 
 
 def _init_layer(
-    make: InitFunction, paths: Paths, storage_specs: Nested, stacked: bool, words: jax.Array, number: jax.Array
+    init_params: Callable[..., GroupedArrays],
+    paths: Paths,
+    storage_specs: Nested,
+    stacked: bool,
+    words: jax.Array,
+    number: jax.Array,
 ) -> tuple[GroupedArrays, jax.Array]:
     """Return (values of one layer in their memory, index of the next layer)."""
     key = jax.random.wrap_key_data(words)
-    values = make(key, paths, number if stacked else None)
+    values = init_params(key, paths, number if stacked else None)
 
     placed_values = {}
     for name, specs in storage_specs.items():

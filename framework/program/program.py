@@ -11,25 +11,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from plimsoll.framework.devices.mesh import MeshShape
 from plimsoll.framework.layers.base import Context
-from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, TrainState, merge, move_to_host
+from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, TrainState, flatten, merge, move_to_host
 from plimsoll.framework.program.backend import StepBackend
-from plimsoll.framework.program.compile_thread import CompileThread
+from plimsoll.framework.program.compile_thread import EVALUATION, CompileThread
 from plimsoll.framework.program.experiment import Experiment
-from plimsoll.framework.program.initializer import check_calibration_dtypes
 from plimsoll.framework.program.jit_step import JitStep
 from plimsoll.framework.program.per_layer_step import PerLayerStep
 from plimsoll.framework.program.rows import Batch, BatchRows
-from plimsoll.framework.schedules.memory import Memory
 from plimsoll.framework.schedules.step import Metrics, evaluation_context
-
-
-def choose_backend(memory: Memory) -> type[StepBackend]:
-    """Return the backend that runs a step with these memory settings."""
-    return PerLayerStep if memory.traits.is_many_programs else JitStep
 
 
 class Program:
@@ -49,6 +41,7 @@ class Program:
     Attributes:
         backend: backend with the memory layout of the state and the compiled functions.
         devices: devices of the mesh, in the given order.
+        batch_rows: rows of batches on the mesh, and the specs and shardings of their arrays.
         training: whether the step will run.
         checkpoint_layout: layout of checkpoints, which are the same for every schedule.
         calibrates: whether the first batch determines initial values (Salimans and Kingma 2016, arXiv 1602.07868).
@@ -80,12 +73,17 @@ class Program:
         self.training = training
         self.calibrates = training and experiment.model.calibrates
         if self.calibrates:
-            check_calibration_dtypes(experiment.model)
+            for path, spec in flatten(experiment.model.parameter_specs()).items():
+                if spec.dtype.itemsize < 4:
+                    raise ValueError(
+                        f"{path} is {spec.dtype}; parameters calibrated on the first batch must be float32 "
+                        "(model.param_dtype)"
+                    )
         specs = experiment.state_specs()
         self.checkpoint_layout = StateLayout(specs, self.mesh)
-        self._rows = BatchRows(experiment.data, experiment.batch_arrays, self.checkpoint_layout)
+        self.batch_rows = BatchRows(experiment.data, experiment.batch_arrays, self.checkpoint_layout)
         self.ahead = CompileThread()
-        kind = choose_backend(experiment.memory) if training else JitStep
+        kind = PerLayerStep if training and experiment.memory.traits.is_many_programs else JitStep
         # Without training, stacks are whole.
         layout = None if training else self.checkpoint_layout
         if offload_stack:
@@ -93,7 +91,7 @@ class Program:
         if offload_weights:
             stages = {*experiment.model.stages, "shared"}
             layout = StateLayout(offload_stages(specs, stages), self.mesh)
-        self.backend: StepBackend = kind(experiment, self.checkpoint_layout, self._rows, self.ahead, layout)
+        self.backend: StepBackend = kind(experiment, self.checkpoint_layout, self.batch_rows, self.ahead, layout)
         self.layout = self.backend.layout
         self.replicated = self.backend.replicated
         self.jit = self.backend.jit
@@ -103,36 +101,16 @@ class Program:
     @property
     def batch_specs(self) -> dict[str, TensorSpec]:
         """The specs of the arrays in one global training batch, by name."""
-        return self._rows.specs
-
-    @property
-    def delivered_specs(self) -> dict[str, TensorSpec]:
-        """The specs of the arrays in one global evaluation batch as the data delivers it, before a batch transform."""
-        return self._rows.delivered_specs
-
-    @property
-    def evaluation_specs(self) -> dict[str, TensorSpec]:
-        """The specs of the arrays in one global evaluation batch, by name."""
-        return self._rows.evaluation_specs
-
-    @property
-    def batch_sharding(self) -> dict[str, NamedSharding]:
-        """The sharding of each array of a batch, for training and evaluation."""
-        return self._rows.sharding
+        return self.batch_rows.specs
 
     @property
     def rows(self) -> np.ndarray:
         """int[R]: the rows of the global batch that this process's devices hold, in order."""
-        return self._rows.local
-
-    @property
-    def rows_by_process(self) -> dict[int, np.ndarray]:
-        """`rows` of every process that has devices of the mesh, by process index."""
-        return self._rows.rows_by_process
+        return self.batch_rows.local
 
     def put(self, local: dict[str, np.ndarray]) -> Batch:
         """Turn this process's rows of a batch (host arrays [R, ...]) into global arrays [B, ...]."""
-        return self._rows.put(local)
+        return self.batch_rows.put(local)
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -145,40 +123,12 @@ class Program:
         """
         return self.backend.init(seed, given)
 
-    def calibrate_state(self, state: TrainState, batch: Batch) -> TrainState:
-        """Return the initial state with the parameter values that the model derives from the run's first batch.
-
-        Optimizer state and averages are recreated to match. The state that was passed in is deleted.
-        """
-        return self.backend.calibrate_state(state, batch)
-
-    def to_checkpoint(self, state: TrainState) -> TrainState:
-        """Return the part of a state that a checkpoint holds, with whole stacks."""
-        return self.backend.to_checkpoint(state)
-
-    @property
-    def abstract_checkpoint(self) -> TrainState:
-        """The abstract arrays that a checkpoint is read into."""
-        return self.backend.abstract_checkpoint
-
-    def from_checkpoint(self, stored: TrainState) -> TrainState:
-        """Build the state from a checkpoint's arrays. `stored` is deleted."""
-        return self.backend.from_checkpoint(stored)
-
-    def join_stacks(self, state: TrainState) -> TrainState:
-        """Return weights, averages and buffers with whole stacks, for generation; the state is deleted."""
-        return self.backend.join_stacks(state)
-
     def weights(self, state: TrainState, *, averaged: bool = False) -> Nested:
         """Return all parameters in the form that the model takes, without copying."""
         group = "ema" if averaged else "parameter"
         return merge(state[group], state.frozen)
 
     # --- training -----------------------------------------------------------------------------------------------------
-
-    def compile(self) -> None:
-        """Compile the step ahead of time."""
-        self.backend.compile()
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Run one training step; the old state is deleted."""
@@ -222,11 +172,11 @@ class Program:
 
     def compile_evaluation(self, state: TrainState) -> None:
         """Compile the evaluation by evaluating a batch of zeros. Does nothing if a thread is already compiling it."""
-        if self.backend.evaluation_was_requested:
+        if (EVALUATION, "parameter") in self.ahead:
             return
         num_rows = len(self.rows)
         batch = {}
-        for name, spec in self._rows.delivered_specs.items():
+        for name, spec in self.batch_rows.delivered_specs.items():
             batch[name] = np.zeros((num_rows, *spec.shape[1:]), spec.dtype)
         weight_kinds = [False, True] if state.ema else [False]
         for averaged in weight_kinds:

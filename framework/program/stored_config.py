@@ -6,7 +6,7 @@ that the compiler writes, come from the user who runs the command, because the w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,26 +118,19 @@ def drop_machine_settings(config: Config, log: Callable[[str], None]) -> None:
             del options[name]
             shown = printable(f"compiler.options.{name}={value}")
             log(f"{shown} of the run is ignored: it names files; to set it, pass --config.compiler.options.NAME=VALUE")
-    for path, part in _walk_batch_transforms(config):
+    # The batch transform, the one nested in it, and so on.
+    path = "batch_transform"
+    part = config.batch_transform if config.takes("batch_transform") else None
+    while isinstance(part, Config):
         reward = part.reward if part.takes("reward") else None
-        if not isinstance(reward, str):
-            continue
         # A reward function is executable code, so an untrusted config must not choose it. Those of
         # framework.batch_transforms.rewards are safe; a path could start with that prefix too.
-        name = reward.removeprefix(_BUILTIN_REWARDS)
-        if name == reward or not name.isidentifier():
+        name = reward.removeprefix(_BUILTIN_REWARDS) if isinstance(reward, str) else None
+        if name is not None and (name == reward or not name.isidentifier()):
             del part["reward"]
             shown = printable(f"{path}.reward={reward}")
             log(
                 f"{shown} of the run is ignored: it names code; to set it, pass --config.{path}.reward=FILE.py:FUNCTION"
             )
-
-
-def _walk_batch_transforms(config: Config) -> Iterator[tuple[str, Config]]:
-    """Yield (path, config) of an experiment's batch transform, of the one nested in it, and so on."""
-    path = "batch_transform"
-    part = config.batch_transform if config.takes("batch_transform") else None
-    while isinstance(part, Config):
-        yield path, part
         path = f"{path}.reference"
         part = part.reference if part.takes("reference") else None

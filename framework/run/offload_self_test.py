@@ -224,7 +224,7 @@ def _check_memory_kinds(program: Program, state: TrainState) -> None:
     for group in ("parameter", "optimizer"):
         offloaded_bytes += program.layout.bytes_per_device(group, "pinned_host")
     taken_bytes = 0
-    for executable in program.backend.executables():
+    for executable in program.backend.compile():
         stats = executable.memory_analysis()
         assert stats is not None
         taken_bytes += stats.host_argument_size_in_bytes

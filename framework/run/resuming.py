@@ -54,7 +54,7 @@ def check(checkpointer: Checkpointer, program: Program, config: Config, *, force
     with suppress(CheckpointCorruptError):
         extra = checkpointer.manifest(newest_step).extra
         try:
-            checkpointer.compare(newest_step, program.abstract_checkpoint)
+            checkpointer.compare(newest_step, program.backend.abstract_checkpoint)
         except CheckpointMismatchError as error:
             raise _add_changed_fields(error, extra, config) from None
         describe_data_change(extra, data, config, force=force)

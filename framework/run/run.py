@@ -187,18 +187,18 @@ class Run:
             first_index = self.batch_order.batch_after(0)
             first_batch = self.data.train_batch(first_index, self.program.rows)
             with phase("calibrating the initial weights on the first batch", patience=SHORT):
-                self.state = self.program.calibrate_state(self.state, self.program.put(first_batch))
+                self.state = self.program.backend.calibrate_state(self.state, self.program.put(first_batch))
                 jax.block_until_ready(self.state)
 
     def restore(self) -> int:
         """Fill the state from the newest valid checkpoint; returns its step."""
         # Free the old arrays first, so that there is never a second copy.
         self.state = TrainState()
-        restored = self.checkpointer.restore_latest(self.program.abstract_checkpoint)
+        restored = self.checkpointer.restore_latest(self.program.backend.abstract_checkpoint)
         for problem in restored.problems:
             self.progress.print(f"checkpoint: {problem}")
         with phase("placing the restored state", patience=SHORT):
-            self.state = self.program.from_checkpoint(restored.state)
+            self.state = self.program.backend.from_checkpoint(restored.state)
         self._extra = restored.extra
         self.program.layout.check(self.state)
         self.goodput.go_back(self._extra.get("goodput", {}))
@@ -221,7 +221,7 @@ class Run:
             with self._report_save_failures(step):
                 self.checkpointer.wait()
             with self._report_save_failures(step):
-                self.checkpointer.save(step, self.program.to_checkpoint(self.state), extra)
+                self.checkpointer.save(step, self.program.backend.to_checkpoint(self.state), extra)
 
     @contextmanager
     def _report_save_failures(self, step: int) -> Iterator[None]:

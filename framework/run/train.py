@@ -245,7 +245,7 @@ def _finish(run: Run, spec: str) -> None:
     with phase("drawing a sample", patience=1.0):
         state = run.state
         run.state = TrainState()
-        state = program.join_stacks(state)
+        state = program.backend.join_stacks(state)
         text = sample_text(program, state)
         images = sample_images(program, state)
         table = held_out_answers.answer_table(program, state)

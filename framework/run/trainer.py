@@ -124,7 +124,7 @@ class Trainer:
         run = self.run
         with run.goodput.during("compile"):
             # Compile before the first batch is read; no process continues until all have compiled.
-            run.program.compile()
+            run.program.backend.compile()
             distributed.barrier("compiled")
             if run.data.validation_names:
                 # Compile now, while there are no steps to lose if the user interrupts the compiler.

@@ -16,7 +16,9 @@ import numpy as np
 from plimsoll.framework.config import Config, component
 from plimsoll.framework.layers.quantize import quantize
 from plimsoll.framework.layout import Nested, TensorSpec, TrainState, flatten, store_leaf
+from plimsoll.framework.learner.update import write_layer
 from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.program.per_layer_step import PerLayerStep
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.terminal.phases import SHORT, Phase, phase
 from plimsoll.framework.weights.directory import Directory, check_tensors
@@ -155,7 +157,10 @@ def _create_writer(
         new = jax.tree.map(store_leaf, places, compute_leaves(values))
         if not by_layer:
             return new
-        return backend.with_layer(old, new, layer)
+        if isinstance(backend, PerLayerStep):
+            # Each leaf of the state holds one layer: [1, ...].
+            return jax.tree.map(lambda x: x[None], new)
+        return write_layer(old, new, layer)
 
     written_leaves = jax.eval_shape(compute_leaves, like)
     # Compiled programs by the leaves' memory kinds: one layer may be in host memory, another on the device.

@@ -40,7 +40,7 @@ def test_initial_weights_give_equal_log_probs_per_row(mesh, accumulate, document
     other.load()
     results = other(batch)
     assert list(results) == ["reference"]
-    assert results["reference"].sharding.is_equivalent_to(program.batch_sharding["weights"], 2)
+    assert results["reference"].sharding.is_equivalent_to(program.batch_rows.sharding["weights"], 2)
     expected = compute_log_probs(program, program.weights(state), batch)
     np.testing.assert_allclose(results["reference"], expected, atol=1e-5)
 

@@ -169,7 +169,7 @@ def test_each_process_reads_the_rows_on_its_devices(tpu, name, batch, mesh, own,
     assert set().union(*(set(one.tolist()) for one in rows.values())) == set(range(batch))
     # The arrays' own sharding, device by device.
     holders: dict[int, set[int]] = {}
-    for device, index in found.batch_sharding["tokens"].devices_indices_map((batch, 16)).items():
+    for device, index in found.batch_rows.sharding["tokens"].devices_indices_map((batch, 16)).items():
         for row in range(batch)[index[0]]:
             holders.setdefault(row, set()).add(device.process_index)
     for row, processes in holders.items():
@@ -184,7 +184,7 @@ def test_each_process_reads_the_rows_on_its_devices(tpu, name, batch, mesh, own,
 
 def test_misrouted_rows_are_detected(tpu):
     found = program("v5e-16", 32, fsdp=16)
-    rows = found.rows_by_process
+    rows = found.batch_rows.rows_by_process
     rows[0], rows[1] = rows[1], rows[0]
     with pytest.raises(AssertionError, match="reads rows that its devices do not hold"):
         startup.assign_rows(found)
@@ -194,7 +194,7 @@ def test_misrouted_rows_are_detected(tpu):
 def test_this_processes_rows_are_among_the_global_rows():
     found = small.program(small.experiment(mesh={"fsdp": 8}))
     np.testing.assert_array_equal(found.rows, np.arange(8))
-    assert list(found.rows_by_process) == [0]
+    assert list(found.batch_rows.rows_by_process) == [0]
 
 
 # --- which process writes which arrays --------------------------------------------------------------------------------

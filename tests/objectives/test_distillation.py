@@ -219,7 +219,7 @@ def train(memory: dict | None = None, mesh: dict | None = None, steps: int = 3, 
     config.batch_transform = config_for(RandomTeacher)
     program = small.program(config)
     state, metrics = small.run(program, steps)
-    stored = program.to_checkpoint(state)
+    stored = program.backend.to_checkpoint(state)
     return [row["loss"] for row in metrics], small.arrays(stored.parameter)
 
 

@@ -204,8 +204,8 @@ def test_steps_equal_plain_optax(case: Case):
         expected, *expected_metrics = reference(case.objective, case.model, case.microbatches, clip)
         program = case.program(clip)
         _, first = simplest(case.objective, case.model)
-        places = jax.tree.map(lambda x: x.sharding, program.abstract_checkpoint)
-        state = program.from_checkpoint(jax.device_put(first, places))
+        places = jax.tree.map(lambda x: x.sharding, program.backend.abstract_checkpoint)
+        state = program.backend.from_checkpoint(jax.device_put(first, places))
         losses, norms = [], []
         for step in range(STEPS):
             state, metrics = program.step(state, program.put(host_batch(case, step)))
@@ -214,7 +214,7 @@ def test_steps_equal_plain_optax(case: Case):
         assert {"head/preference", "head/margin", "head/accuracy"} <= metrics.keys()
         sums = program.evaluate(state, program.put(host_batch(case, STEPS)))
         summary = program.experiment.language_model.summary({name: float(value) for name, value in sums.items()})
-        trained = jax.device_get(program.to_checkpoint(state))
+        trained = jax.device_get(program.backend.to_checkpoint(state))
     np.testing.assert_allclose([losses, norms], expected_metrics, rtol=3e-6)  # metrics are float32
     assert int(trained.counter["skipped"]) == 1
     for path, error in exact.differences(trained.parameter, expected).items():

@@ -45,7 +45,7 @@ def train(drawn: plain.RandomExperiment, programs: list[Program]) -> Result:
                 losses.append(float(metrics["loss"]))
                 norms.append(float(metrics["grad_norm"]))
             program.layout.check(state)
-    counter, stored = jax.device_get(state.counter), jax.device_get(programs[-1].to_checkpoint(state))
+    counter, stored = jax.device_get(state.counter), jax.device_get(programs[-1].backend.to_checkpoint(state))
     assert int(counter["step"]) == drawn.steps
     weights = {**flatten(stored.parameter), **flatten(stored.frozen), **_masters(stored.optimizer)}
     names, averages = list(first_values(drawn)), flatten(stored.ema)
@@ -75,8 +75,8 @@ def _first_state(drawn: plain.RandomExperiment, program: Program) -> Any:
         ema=first.average,
         counter=counter,
     )
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_checkpoint)
-    return program.from_checkpoint(jax.device_put(state, shardings))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, program.backend.abstract_checkpoint)
+    return program.backend.from_checkpoint(jax.device_put(state, shardings))
 
 
 def _words(codes: np.ndarray) -> np.ndarray:
@@ -111,10 +111,10 @@ def _masters(optimizer: Any) -> dict[str, np.ndarray]:
 
 def _through_checkpoint(folder: Path, before: Program, after: Program, state: Any) -> Any:
     with Checkpointer(directory=folder) as checkpointer:
-        checkpointer.save(int(state.counter["step"]), before.to_checkpoint(state), {})
+        checkpointer.save(int(state.counter["step"]), before.backend.to_checkpoint(state), {})
         checkpointer.wait()
-        restored = checkpointer.restore(int(state.counter["step"]), after.abstract_checkpoint)
-    return after.from_checkpoint(restored.state)
+        restored = checkpointer.restore(int(state.counter["step"]), after.backend.abstract_checkpoint)
+    return after.backend.from_checkpoint(restored.state)
 
 
 def _by_layer(tensors: dict[str, np.ndarray], names: list[str]) -> dict[str, np.ndarray]:

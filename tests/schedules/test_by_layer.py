@@ -98,17 +98,17 @@ def test_init_and_checkpoints_do_not_depend_on_the_split():
         stages = [stage for stage in state.parameter if stage.startswith("stack")]
         assert len(stages) > 2
         first = jax.device_get(plain.init())
-        small.assert_same_bits(jax.device_get(cut.to_checkpoint(state)), first)
-        assert cut.to_checkpoint(state).parameter.keys() == first["parameter"].keys()
-        stored = cut.to_checkpoint(state)
-        again = cut.from_checkpoint(stored)
+        small.assert_same_bits(jax.device_get(cut.backend.to_checkpoint(state)), first)
+        assert cut.backend.to_checkpoint(state).parameter.keys() == first["parameter"].keys()
+        stored = cut.backend.to_checkpoint(state)
+        again = cut.backend.from_checkpoint(stored)
         cut.layout.check(again)
         again, metrics = cut.step(again, cut.put(small.host_batch(cut)))
         cut.layout.check(again)
         plain_state = plain.init()
         plain_state, plain_metrics = plain.step(plain_state, plain.put(small.host_batch(plain)))
         assert metrics.keys() == plain_metrics.keys()
-        whole = cut.join_stacks(again)
+        whole = cut.backend.join_stacks(again)
         assert whole["parameter"].keys() == first["parameter"].keys()
         for path, leaf in flatten(whole["parameter"]).items():
             spec = flatten(cut.checkpoint_layout.specs["parameter"])[path]

@@ -64,20 +64,20 @@ class Saved:
         """Save the state after one step, and return the arrays of the state after two steps."""
         program = self.program(case)
         state, _ = program.step(exact.place_initial_state(case, program), exact.batch(program, 0))
-        self._checkpointer.save(SAVED.index(case), program.to_checkpoint(state), {})
+        self._checkpointer.save(SAVED.index(case), program.backend.to_checkpoint(state), {})
         state, _ = program.step(state, exact.batch(program, 1))
         self._checkpointer.wait()
-        return small.arrays(program.to_checkpoint(state))
+        return small.arrays(program.backend.to_checkpoint(state))
 
     def check(self, saved_case: ExactnessCase, next_case: ExactnessCase) -> None:
         """Assert that `next_case` makes the same second step from the checkpoint of `saved_case`."""
         with exact.enable_exact_numerics():
             expected = self.second_state(saved_case)
             program = self.program(next_case)
-            checkpoint = self._checkpointer.restore(SAVED.index(saved_case), program.abstract_checkpoint)
-            state, _ = program.step(program.from_checkpoint(checkpoint.state), exact.batch(program, 1))
+            checkpoint = self._checkpointer.restore(SAVED.index(saved_case), program.backend.abstract_checkpoint)
+            state, _ = program.step(program.backend.from_checkpoint(checkpoint.state), exact.batch(program, 1))
         program.layout.check(state)
-        for path, error in exact.differences(small.arrays(program.to_checkpoint(state)), expected).items():
+        for path, error in exact.differences(small.arrays(program.backend.to_checkpoint(state)), expected).items():
             assert error <= 1e-6, f"under {name(next_case)}: {path} is off by {error:.1e}"
 
 

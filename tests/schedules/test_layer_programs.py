@@ -121,7 +121,7 @@ def test_program_count_does_not_depend_on_depth(memory: dict[str, Any]):
     for depth in (4, 9):
         program = small.program(deep(depth, memory, clip=None))
         state = program.init()
-        program.compile()
+        program.backend.compile()
         found[depth] = len(program.backend.layers.programs)
         with mock.patch.object(programs.Programs, "_compile") as compiled:
             program.step(state, program.put(small.host_batch(program)))
@@ -156,7 +156,7 @@ def test_dry_run_counts_the_live_bytes(memory: dict[str, Any], accumulate: int, 
         return call(self, name, *args, **kwargs)
 
     monkeypatch.setattr(programs.Programs, "__call__", counting)
-    program.compile()
+    program.backend.compile()
     rehearsed, counted[:] = list(counted), []
     monkeypatch.undo()
     gc.collect()
@@ -264,15 +264,15 @@ def test_split_and_whole_stacks_agree():
     program = small.program(config)
     state = program.init()
     plain = deep(4, {"update": "after_backward"}, mesh={"data": 2, "fsdp": 2, "model": 2}, ema=0.9)
-    small.assert_same_bits(program.to_checkpoint(state), small.program(plain).init())
-    stored = program.to_checkpoint(state)
+    small.assert_same_bits(program.backend.to_checkpoint(state), small.program(plain).init())
+    stored = program.backend.to_checkpoint(state)
     assert all(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(stored.parameter["stack"]))
     before = jax.device_get(state)
-    again = program.from_checkpoint(stored)
+    again = program.backend.from_checkpoint(stored)
     program.layout.check(again)
     small.assert_same_bits(again, before)
     assert all(x.is_deleted() for x in jax.tree.leaves(stored.optimizer["stack"]))
-    whole = program.join_stacks(again)
+    whole = program.backend.join_stacks(again)
     assert {x.sharding.memory_kind for x in jax.tree.leaves(whole["ema"]["stack"])} == {"device"}
     assert all(x.is_deleted() for x in jax.tree.leaves(again["parameter"]["stack"]))
 

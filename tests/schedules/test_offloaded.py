@@ -79,7 +79,7 @@ def test_frozen_quantized_and_averaged_weights_too(make: Any, schedule: str):
         assert "frozen/stack/block0/mlp/up/weight/codes" in away
     assert not any("norm" in path for path in away)
     np.testing.assert_allclose([m["loss"] for m in metrics], [m["loss"] for m in losses], rtol=2e-6)
-    small.assert_close(small.arrays(program.to_checkpoint(state)), small.arrays(expected), 1e-5)
+    small.assert_close(small.arrays(program.backend.to_checkpoint(state)), small.arrays(expected), 1e-5)
 
     batch = program.put(small.host_batch(program, 9))
     for averages in (False, True) if make is experiment_with_ema else (False,):
@@ -90,7 +90,7 @@ def test_frozen_quantized_and_averaged_weights_too(make: Any, schedule: str):
         np.testing.assert_allclose(found["nll"], known["nll"], rtol=1e-5)
     assert find_offloaded(state) == away
     sampling, prompts = Sampling(max_new_tokens=8, temperature=0.0), [[1, 2, 3], [5]]
-    state = program.join_stacks(state)
+    state = program.backend.join_stacks(state)
     assert Generator(program, state)(prompts, sampling) == Generator(plain, expected)(prompts, sampling)
 
 

@@ -42,7 +42,7 @@ def weights(case: ExactnessCase, rounding: str) -> tuple[dict[str, np.ndarray], 
     options = {"xla_allow_excess_precision": False}
     if isinstance(program.backend, PerLayerStep):
         program.backend.jit = partial(jax.jit, compiler_options=options)
-        program.compile()
+        program.backend.compile()
     else:
         program.backend.compiled_step = program.jit_step.traced_step.lower().compile(options)
     state: Any = program.init()
@@ -51,7 +51,7 @@ def weights(case: ExactnessCase, rounding: str) -> tuple[dict[str, np.ndarray], 
         state, metrics = program.step(state, exact.batch(program, step))
         assert np.isfinite(float(metrics["loss"]))
     program.layout.check(state)
-    return first, float32_weights(program, program.to_checkpoint(state))
+    return first, float32_weights(program, program.backend.to_checkpoint(state))
 
 
 def float32_weights(program: Program, state: Any) -> dict[str, np.ndarray]:

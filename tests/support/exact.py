@@ -349,8 +349,8 @@ def simplest(model: str, optimizer: str, precision: str) -> tuple[Program, Any]:
 def place_initial_state(case: ExactnessCase, program: Program) -> Any:
     """Return the initial state with a program's placement. Groups that only some schedules have start as zeros."""
     _, first = simplest(case.model, case.optimizer, case.precision)
-    places = jax.tree.map(lambda x: x.sharding, program.abstract_checkpoint)
-    return program.from_checkpoint(jax.device_put(first, places))
+    places = jax.tree.map(lambda x: x.sharding, program.backend.abstract_checkpoint)
+    return program.backend.from_checkpoint(jax.device_put(first, places))
 
 
 def batch(program: Program, step: int) -> dict[str, jax.Array]:
@@ -373,18 +373,18 @@ def train(case: ExactnessCase) -> tuple[Any, list[float], list[float], list[Any]
     if isinstance(program.backend, PerLayerStep):
         program.backend.jit = partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
         _ = program.backend.layers
-        program.compile()
+        program.backend.compile()
     else:
         _compile(program, case)
     state, losses, norms, weights = place_initial_state(case, program), [], [], []
     for step in range(STEPS):
-        weights.append(unstack_layers(jax.tree.map(np.array, program.to_checkpoint(state).parameter)))
+        weights.append(unstack_layers(jax.tree.map(np.array, program.backend.to_checkpoint(state).parameter)))
         state, metrics = program.step(state, batch(program, step))
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
     program.layout.check(state)
     assert (int(state.counter["step"]), int(state.counter["skipped"])) == (STEPS, 1)
-    state = program.to_checkpoint(state)
+    state = program.backend.to_checkpoint(state)
     return (get_master_params(state), jax.device_get(state.buffer)), losses, norms, weights
 
 
@@ -397,7 +397,7 @@ def check_leaks(case: ExactnessCase) -> None:
     if isinstance(program.backend, PerLayerStep):
         _ = program.backend.layers
         with jax.checking_leaks():
-            program.compile()
+            program.backend.compile()
         return
     # A schedule's trial traces run here, before checking_leaks turns off caching.
     _ = program.jit_step.step_jit

@@ -42,7 +42,7 @@ def test_state_holds_what_the_model_derives_from_the_batch(tmp_path: Path, rules
     ctx = training_context(batch, state.counter, program.experiment.model, program.layout, "none")
     expected = jax.jit(program.experiment.model.calibrate)(program.weights(state), ctx, {})
     expected = {path: np.asarray(x) for path, x in flatten(expected).items()}
-    found = program.calibrate_state(state, batch)
+    found = program.backend.calibrate_state(state, batch)
     program.layout.check(found)
     weights = {path: np.asarray(x) for path, x in flatten(program.weights(found)).items()}
     for path, value in weights.items():
@@ -66,7 +66,7 @@ def test_host_leaves_stay_on_the_host(tmp_path: Path):
     made.memory.update, made.memory.optimizer_state = "streamed", "pinned_host"
     made.model.stacks[0].pattern[2].net.hidden = 512
     program = Program(made.instantiate(), jax.devices()[:1])
-    state = program.calibrate_state(program.init(), first_batch(program, tmp_path))
+    state = program.backend.calibrate_state(program.init(), first_batch(program, tmp_path))
     assert program.layout.bytes_per_device(memory_kind="pinned_host")
     program.layout.check(state)
 
@@ -77,7 +77,7 @@ def test_first_loss_uses_the_calibrated_parameters(tmp_path: Path):
     batch, losses = first_batch(program, tmp_path), []
     for calibrate in (False, True):
         state = program.init()
-        state = program.calibrate_state(state, batch) if calibrate else state
+        state = program.backend.calibrate_state(state, batch) if calibrate else state
         losses.append(program.step(state, batch)[1]["loss"].item())
     assert losses[1] < losses[0] - 0.1
 

@@ -10,7 +10,7 @@ import pytest
 
 from plimsoll import configs
 from plimsoll.framework.learner import optimizer_instances
-from plimsoll.framework.program.compile_thread import CompileThread, get_evaluation_name
+from plimsoll.framework.program.compile_thread import EVALUATION, CompileThread
 from plimsoll.framework.program.jit_step import JitStep
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.run.compile_ahead import begin_evaluation, begin_init
@@ -44,9 +44,9 @@ def test_background_compilation_gives_the_same_results(monkeypatch: pytest.Monke
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(a, b)
     # The main thread calls the programs that the other thread compiled: nothing is compiled a second time.
-    assert ahead.ahead.program(get_evaluation_name("ema"))  # the last one that it compiles
+    assert ahead.ahead.program((EVALUATION, "ema"))  # the last one that it compiles
     monkeypatch.setattr(JitStep, "evaluation_jit", lambda *_: pytest.fail("compiled again"))
-    specs = ahead.evaluation_specs
+    specs = ahead.batch_rows.evaluation_specs
     batch = {name: np.ones(spec.shape, spec.dtype) for name, spec in specs.items()}
     found = [ahead.evaluate(state, ahead.put(batch), averaged=averaged) for averaged in (False, True)]
     monkeypatch.undo()
@@ -60,9 +60,9 @@ def test_thread_error_is_raised_when_the_result_is_needed() -> None:
         raise ValueError("no such program")
 
     ahead = CompileThread()
-    ahead.begin("init", fails)
-    ahead.begin("init", lambda: pytest.fail("asked for twice"))
+    ahead.begin(("init",), fails)
+    ahead.begin(("init",), lambda: pytest.fail("asked for twice"))
     with pytest.raises(ValueError, match="no such program"):
-        ahead.program("init")
-    assert ahead.program("evaluate") is None
+        ahead.program(("init",))
+    assert ahead.program(("evaluate",)) is None
     ahead.close()
