@@ -13,7 +13,6 @@ from functools import partial
 
 import jax
 
-from plimsoll.framework.config import Config
 from plimsoll.framework.devices.environment import prepare_jax, start_devices
 from plimsoll.framework.devices.executables import use_compilation_cache
 from plimsoll.framework.files.workdir import Workdir
@@ -48,10 +47,16 @@ def execute(request: RunRequest, cluster: distributed.Cluster | None) -> int:
     """
     last = None if request.dry_run else find_last_checkpoint(request.folder)
     if last is not None and request.resume == "never":
-        last.refuse()
+        # A new run would overwrite the existing checkpoints.
+        raise ValueError(
+            f"--resume=never, but {last.directory} holds checkpoints up to step {last.step}; choose another --workdir, "
+            "or remove them"
+        )
     # Check this before JAX starts, so that a finished run reports it immediately.
-    is_primary = cluster is None or cluster.process_id == 0
-    if last is not None and _is_over(last, request.config, is_primary=is_primary):
+    end = None if last is None else get_run_length(request.config)
+    if last is not None and end is not None and last.ends(end):
+        if cluster is None or cluster.process_id == 0:
+            print("\n".join(last.lines(end, request.config)))
         return ExitCode.DONE
     workdir = Workdir(request.folder)
     prepare_jax()
@@ -76,22 +81,6 @@ def execute(request: RunRequest, cluster: distributed.Cluster | None) -> int:
     if error is not None:
         raise error
     return code
-
-
-def _is_over(last: LastCheckpoint, config: Config, *, is_primary: bool) -> bool:
-    """Return whether the config is enough to tell that the run has nothing left to do. Process 0 reports it.
-
-    Args:
-        last: the newest checkpoint of the workdir.
-        config: config before accelerator rules are applied.
-        is_primary: whether this is process 0.
-    """
-    end = get_run_length(config)
-    if end is None or not last.ends(end):
-        return False
-    if is_primary:
-        print("\n".join(last.lines(end, config)))
-    return True
 
 
 def _connect(cluster: distributed.Cluster | None, health: Health) -> None:
