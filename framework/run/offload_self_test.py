@@ -173,8 +173,13 @@ def compare(ours: Program, plain: Program) -> dict[str, float]:
     resident = _copy_to_plain(plain, state, parts)
     first = _copy_to_plain(plain, state, parts)
     errors: dict[str, float] = {}
+    shape = (len(ours.rows), ours.experiment.data.seq_len)
+    vocab_size = ours.experiment.language_model.vocab_size
+    weights = np.ones(shape, np.float32)
     for step in range(STEPS):
-        batch = _batch(ours, step)
+        # Random tokens [B, S] of this process's rows; the same numbers in every run.
+        tokens = np.random.default_rng(step).integers(0, vocab_size, shape, np.int32)
+        batch = {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "weights": weights}
         state, metrics = ours.step(state, ours.put(batch))
         resident, expected = plain.step(resident, plain.put(batch))
         for name in ("loss", "grad_norm"):
@@ -189,15 +194,6 @@ def compare(ours: Program, plain: Program) -> dict[str, float]:
     for path, error in leaf_errors.items():
         errors[path] = error.item()
     return errors
-
-
-def _batch(program: Program, step: int) -> dict[str, np.ndarray]:
-    """Generate random tokens [B, S] for this process's rows; the same numbers in every run."""
-    shape = (len(program.rows), program.experiment.data.seq_len)
-    vocab_size = program.experiment.language_model.vocab_size
-    generator = np.random.default_rng(step)
-    tokens = generator.integers(0, vocab_size, shape, np.int32)
-    return {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "weights": np.ones(shape, np.float32)}
 
 
 def _check_memory_kinds(program: Program, state: TrainState) -> None:

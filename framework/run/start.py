@@ -17,7 +17,7 @@ from plimsoll.framework.devices.environment import prepare_jax, start_devices
 from plimsoll.framework.devices.executables import use_compilation_cache
 from plimsoll.framework.files.workdir import Workdir
 from plimsoll.framework.processes import distributed
-from plimsoll.framework.processes.health import UNLIMITED, Health, Pulse
+from plimsoll.framework.processes.health import UNLIMITED, Pulse
 from plimsoll.framework.run import resuming, user_errors
 from plimsoll.framework.run.last_checkpoint import LastCheckpoint, find_last_checkpoint, get_run_length
 from plimsoll.framework.run.request import RunError, RunRequest
@@ -60,7 +60,16 @@ def execute(request: RunRequest, cluster: distributed.Cluster | None) -> int:
         return ExitCode.DONE
     workdir = Workdir(request.folder)
     prepare_jax()
-    _connect(cluster, request.experiment.health)
+    health = request.experiment.health
+    distributed.initialize(cluster, connect_seconds=health.connect_seconds, heartbeat_seconds=health.heartbeat_seconds)
+    start_devices()
+    if not distributed.is_primary():
+        # Only process 0 prints. If JAX found the processes itself, we did not know earlier which one that is.
+        phases.mute()
+    elif cluster is not None:
+        # JAX kills the other processes as soon as process 0 exits. Give them time to print and to exit with their own
+        # code.
+        interrupts.register_cleanup(lambda number, line: time.sleep(_OTHERS_SECONDS))
     use_compilation_cache(request.config.trainer.compilation_cache)
     # A refused start leaves the workdir unchanged. This code applies to errors raised before training. A run that is
     # already over changes nothing either.
@@ -81,19 +90,6 @@ def execute(request: RunRequest, cluster: distributed.Cluster | None) -> int:
     if error is not None:
         raise error
     return code
-
-
-def _connect(cluster: distributed.Cluster | None, health: Health) -> None:
-    """Join the other processes of the run, if any. Raises ProcessesMissingError."""
-    distributed.initialize(cluster, connect_seconds=health.connect_seconds, heartbeat_seconds=health.heartbeat_seconds)
-    start_devices()
-    if not distributed.is_primary():
-        # Only process 0 prints. If JAX found the processes itself, we did not know earlier which one that is.
-        phases.mute()
-    if cluster is not None and distributed.is_primary():
-        # JAX kills the other processes as soon as process 0 exits. Give them time to print and to exit with their own
-        # code.
-        interrupts.register_cleanup(lambda number, line: time.sleep(_OTHERS_SECONDS))
 
 
 def _check_workdir_is_shared(workdir: Workdir) -> None:

@@ -197,6 +197,7 @@ class Trainer:
                         # Saving waits for this step anyway. If only the checkpoint survives a kill, its row of metrics
                         # is needed.
                         self._metrics(buffer.take(keep=0))
+                    run.throughput.step()
                     for hook in self.hooks:
                         hook.after_step(run, step)
                     if run.stopping:
