@@ -153,7 +153,19 @@ class Run:
             ValueError: a service that receives metrics refuses.
         """
         # They open first, so a service that refuses leaves the workdir unchanged.
-        services = self._services()
+        services: list[Writer] = []
+        path = self.workdir.path
+        log = self.progress.print
+        # All processes have the same metrics, so only process 0 writes.
+        is_primary = distributed.is_primary()
+        project = self.options.wandb_project
+        if is_primary and project is not None:
+            services.append(WandbWriter(project, path.name, workdir=path, config=self.config.to_dict()))
+        uri = self.options.mlflow_uri
+        if is_primary and uri is not None:
+            fields = {field: as_text(value) for field, value in self.config.walk() if field}
+            mlflow = MlflowWriter(uri, path.name, workdir=path, config=fields)
+            services.append(RetryingWriter(mlflow, "MLflow", log))
         self.checkpointer = Checkpointer(
             directory=self.workdir.checkpoints,
             keep=self.options.keep,
@@ -162,8 +174,7 @@ class Run:
             before_commit=self.workdir.sync,
             after_commit=self._record_commit,
         )
-        if distributed.is_primary():
-            log = self.progress.print
+        if is_primary:
             jsonl = JsonlWriter(self.workdir.metrics, self._stamp)
             # A full disk does not end a run: rows wait in memory until there is space.
             writers: list[Writer] = [RetryingWriter(jsonl, "metrics.jsonl", log)]
@@ -279,21 +290,3 @@ class Run:
             f"{self.data.item}s": num_items,
             "epoch": self.data.count_epochs(num_batches, origin),
         }
-
-    def _services(self) -> list[Writer]:
-        """Open the services that receive metrics. Raises ValueError if a service refuses."""
-        services: list[Writer] = []
-        # All processes have the same metrics, so only process 0 writes.
-        if not distributed.is_primary():
-            return services
-        path = self.workdir.path
-        project = self.options.wandb_project
-        if project is not None:
-            config = self.config.to_dict()
-            services.append(WandbWriter(project, path.name, workdir=path, config=config))
-        uri = self.options.mlflow_uri
-        if uri is not None:
-            fields = {field: as_text(value) for field, value in self.config.walk() if field}
-            mlflow = MlflowWriter(uri, path.name, workdir=path, config=fields)
-            services.append(RetryingWriter(mlflow, "MLflow", self.progress.print))
-        return services
