@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -255,7 +254,7 @@ def _differences(ours: TrainState, plain: TrainState, first: TrainState) -> dict
     return relative
 
 
-def _difference_norm(x: jax.Array, y: Any = 0.0) -> jax.Array:
+def _difference_norm(x: jax.Array, y: jax.Array | float = 0.0) -> jax.Array:
     """Return the norm of x - y in float32."""
     difference = x.astype("float32") - y
     return jnp.linalg.norm(difference.ravel())
