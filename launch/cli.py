@@ -30,7 +30,7 @@ from absl import logging as absl_logging
 from plimsoll import configs
 from plimsoll.configs import data_flag
 from plimsoll.framework.config import Config, ConfigError, FieldError, did_you_mean
-from plimsoll.framework.config.accelerator_rules import apply_accelerator_rules, get_accelerator_rules, is_for
+from plimsoll.framework.config.accelerator_rules import apply_accelerator_rules, find_accelerator_rules
 from plimsoll.framework.devices.environment import prepare_jax
 from plimsoll.framework.run import user_errors
 from plimsoll.framework.terminal import interrupts
@@ -120,7 +120,7 @@ class Command:
         `--config.accelerator_rules=[]` disables the rules.
         """
         overridden, settings = self._override_result
-        if not any(is_for(rule, accelerator) for rule in get_accelerator_rules(overridden)):
+        if not find_accelerator_rules(overridden, accelerator):
             return overridden.copy(), []
         config = self.named.copy()
         for setting in settings:

@@ -139,7 +139,7 @@ def _report_size(facts: Any, num_rows: int, folder: Path) -> None:
     size = num_rows * facts.row_bytes
     weights.log(
         f"{num_rows:,} rows of {facts.seq_len} tokens, the {facts.top_k} most likely of {facts.vocab_size} tokens: "
-        f"{facts.bytes_per_token:.1f} bytes per token, at most {human_bytes(size)} in {folder}"
+        f"{facts.row_bytes / facts.seq_len:.1f} bytes per token, at most {human_bytes(size)} in {folder}"
     )
     stored = read_manifest(folder)[1] * facts.row_bytes if (folder / MANIFEST).exists() else 0
     free = shutil.disk_usage(folder).free

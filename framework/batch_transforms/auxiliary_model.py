@@ -179,6 +179,11 @@ class AuxiliaryModel:
         what: name of the model in messages, such as "the reference".
         offloaded: offload the weights to host memory; otherwise they stay on the devices.
 
+    Attributes:
+        run: program of the run.
+        program: program of this model.
+        state: the weights; None unless they are loaded.
+
     Raises:
         FileNotFoundError, ValueError: the directory does not exist, or its model does not fit the run's data or mesh.
     """
@@ -206,7 +211,7 @@ class AuxiliaryModel:
             raise self._name_option(error) from None
         accumulate = program.experiment.learner.accumulate
         self._forward = AuxiliaryForward(self.program, function, what=what, accumulate=accumulate)
-        self._state: TrainState | None = None
+        self.state: TrainState | None = None
 
     def _name_option(self, error: FileNotFoundError | ValueError) -> FileNotFoundError | ValueError:
         """Prefix the error with the option that names the directory; return it unchanged if there is no path."""
@@ -264,7 +269,7 @@ class AuxiliaryModel:
 
     def load(self) -> None:
         """Read or initialize the weights; with offloading the devices hold one layer. Every process calls this."""
-        if self._state is not None:
+        if self.state is not None:
             return
         experiment = self.program.experiment
         with phase(f"loading {self.what}", patience=SHORT):
@@ -272,24 +277,19 @@ class AuxiliaryModel:
                 state = experiment.pretrained.init(self.program)
             else:
                 state = self.program.init()
-        self._state = state.select(_WEIGHT_GROUPS)
-
-    @property
-    def is_loaded(self) -> bool:
-        """True if the weights are loaded."""
-        return self._state is not None
+        self.state = state.select(_WEIGHT_GROUPS)
 
     def unload(self) -> None:
         """Free the weights."""
-        self._state = None
+        self.state = None
 
     def __call__(self, batch: Batch, after: object = ()) -> Batch:
         """Return the function's results for the rows of a batch, on the devices; `after`: see `AuxiliaryForward`."""
-        if self._state is None:
+        if self.state is None:
             raise ValueError(
                 f"{self.what} is not loaded: call the batch transform's open() before a step or an evaluation"
             )
-        return self._forward(self._state, batch, after)
+        return self._forward(self.state, batch, after)
 
     @property
     def offloaded_bytes(self) -> int:

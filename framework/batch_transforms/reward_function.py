@@ -17,7 +17,6 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
 Function = Callable[[list[str], list[str], list[dict[str, Any]]], Sequence[float]]
@@ -94,7 +93,18 @@ class RewardFunction:
             return self._function
         path, name = self._parse_name()
         try:
-            module = importlib.import_module(self.name.rpartition(".")[0]) if path is None else _import_file(path)
+            if path is None:
+                module = importlib.import_module(self.name.rpartition(".")[0])
+            else:
+                # The file can import modules from its own folder, which shadow no installed ones.
+                folder = str(path.resolve().parent)
+                if folder not in sys.path:
+                    sys.path.append(folder)
+                spec = importlib.util.spec_from_file_location(f"user_reward_{path.stem}", path)
+                assert spec is not None
+                assert spec.loader is not None
+                module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
         except Exception as error:
             reason = " ".join(str(error).split())
             line = _find_line(path, error)
@@ -124,16 +134,3 @@ def _find_line(file: str | Path | None, error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path]
     return f"line {lines[-1]}: " if lines else ""
-
-
-def _import_file(path: Path) -> ModuleType:
-    """Import a file as a module. It can import modules from its own folder, which shadow no installed ones."""
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
-    spec = importlib.util.spec_from_file_location(f"user_reward_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

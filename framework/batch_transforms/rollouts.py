@@ -235,10 +235,29 @@ class Rollouts(BatchTransform):
     ) -> dict[str, np.ndarray]:
         """Return the arrays of a batch with answers sampled from the model."""
         data = _prompts(program.experiment)
+        is_training = not host_batch["sources"].any()
         # Wait before the clock starts, because the previous step may still be running.
         jax.block_until_ready(state.parameter)
         self._timer.begin()
-        answers = self._answers(program, state, batch, host_batch, step, group)
+        weights = merge(state[group], state.frozen)
+        sampler = self._samplers.get(group)
+        if sampler is None:
+            # The memory placement of a group's weights never changes during a run, so one program serves all steps.
+            sampler = rollout_jit(program, weights, data.answer_tokens, data.stop_ids)
+            self._samplers[group] = sampler
+        if is_training:
+            stream, numbers = step or 0, np.arange(data.global_batch_size)
+        else:
+            # In an evaluation, the draws for a prompt do not depend on the step or on the batch that contains it.
+            stream, numbers = -1 - int(host_batch["sources"].max()), host_batch["indices"]
+        greedy = self.greedy_evaluation and not is_training
+        host_draws = (np.int32(stream), numbers.astype(np.int32), np.bool_(greedy))
+        if step is None:
+            words = jax.device_put(jax.random.key_data(jax.random.key(0)), program.replicated)
+        else:
+            words = state.counter["rng"]
+        draws = SamplingInputs(words, *jax.device_put(host_draws, program.replicated))
+        answers = jax.device_get(sampler((weights, state.buffer), batch["prompts"], batch["lengths"], draws))
         self._timer.lap("sampling")
         texts = decode_answers(data, host_batch, answers)
         # Rows without a prompt get reward 0 without calling the reward function.
@@ -250,7 +269,7 @@ class Rollouts(BatchTransform):
             rewards_B[judged] = self.reward(prompts, [texts[index] for index in judged], rows)
         self._timer.lap("rewards")
         self._show(program, step, host_batch, texts, rewards_B)
-        group_size = 1 if host_batch["sources"].any() else data.group_size
+        group_size = data.group_size if is_training else 1
         arrays = build_answer_rows(host_batch, answers)
         advantages_B, spreads_B = compute_advantages(rewards_B, group_size, self.scale)
         arrays["advantages"] = arrays["weights"] * advantages_B[:, None]
@@ -297,39 +316,6 @@ class Rollouts(BatchTransform):
         tracker.moved = compiled.moved
         others = {} if self.reference is None else self.reference.dry_run(program, compile)
         return {"rollouts": tracker, **others}
-
-    def _answers(
-        self,
-        program: Program,
-        state: TrainState,
-        batch: Batch,
-        host_batch: dict[str, np.ndarray],
-        step: int | None,
-        group: str,
-    ) -> SampledAnswers:
-        """Sample the answers on the devices and return them as host arrays."""
-        data = _prompts(program.experiment)
-        weights = merge(state[group], state.frozen)
-        sampler = self._samplers.get(group)
-        if sampler is None:
-            # The memory placement of a group's weights never changes during a run, so one program serves all steps.
-            sampler = rollout_jit(program, weights, data.answer_tokens, data.stop_ids)
-            self._samplers[group] = sampler
-        is_training = not host_batch["sources"].any()
-        if is_training:
-            stream, numbers = step or 0, np.arange(data.global_batch_size)
-        else:
-            # In an evaluation, the draws for a prompt do not depend on the step or on the batch that contains it.
-            stream, numbers = -1 - int(host_batch["sources"].max()), host_batch["indices"]
-        greedy = self.greedy_evaluation and not is_training
-        host_draws = (np.int32(stream), numbers.astype(np.int32), np.bool_(greedy))
-        if step is None:
-            words = jax.device_put(jax.random.key_data(jax.random.key(0)), program.replicated)
-        else:
-            words = state.counter["rng"]
-        draws = SamplingInputs(words, *jax.device_put(host_draws, program.replicated))
-        answers = sampler((weights, state.buffer), batch["prompts"], batch["lengths"], draws)
-        return jax.device_get(answers)
 
     def _show(
         self,

@@ -105,7 +105,10 @@ class Teacher(BatchTransform):
             )
 
     def check_files(self, program: Program, workdir: Path, *, is_new_run: bool) -> None:
-        """See `BatchTransform`: check the folder's facts and rows, or the weight files and tokenizer of a model."""
+        """See `BatchTransform`: check the folder's facts and rows, or the weight files and tokenizer of a model.
+
+        A resumed run needs the teacher that it started with, in every process.
+        """
         if self.kind == "stored":
             self._rows = self._open_rows(program)
             data = program.experiment.data
@@ -113,7 +116,8 @@ class Teacher(BatchTransform):
             # Look up some of the run's rows, evenly from the first to the last one.
             row_list = list_rows(program.experiment, data, "run", at_most=_CHECKED_ROWS)
             num_checked = len(row_list.row_ids_N2)
-            num_missing = sum(row_key(row_list.read(number)) not in self._rows for number in range(num_checked))
+            numbers = self._rows.number_by_key
+            num_missing = sum(row_key(row_list.read(number)) not in numbers for number in range(num_checked))
             if num_missing:
                 raise ValueError(
                     f"batch_transform.path = {self.path}: of the {num_checked:,} checked rows of this run, "
@@ -121,8 +125,24 @@ class Teacher(BatchTransform):
                 )
         else:
             self._get_live_model(program).check_files()
-        if not is_new_run:
-            self._check_teacher(program, workdir)
+        if is_new_run:
+            return
+        difference = None
+        # The digest of a live teacher reads all of its weight files, so only one process computes it.
+        if distributed.is_primary() and (workdir / _RECORD).exists():
+            record = parse_json((workdir / _RECORD).read_text())
+            known = record.get("weights") if isinstance(record, dict) else None
+            if not isinstance(known, str):
+                raise ValueError(f"{workdir / _RECORD} is damaged: expected the digest of a teacher's weights")
+            found = self._weights(program, workdir)
+            if known != found:
+                difference = f"weights {found[:12]}; the run started with {known[:12]}"
+        difference = distributed.broadcast_from_primary(difference)
+        if difference:
+            raise ValueError(
+                f"batch_transform.path = {self.path}: a different teacher ({difference}); expected the same teacher, "
+                "or a different --workdir"
+            )
 
     def open(self, program: Program, workdir: Path, *, is_new_run: bool, log: Log) -> None:
         """See `BatchTransform`."""
@@ -141,25 +161,6 @@ class Teacher(BatchTransform):
             f"{facts.top_k} of each position, weights {facts.weights[:12]}"
         )
 
-    def _check_teacher(self, program: Program, workdir: Path) -> None:
-        """Raise ValueError in every process if the run started with a different teacher."""
-        difference = None
-        # The digest of a live teacher reads all of its weight files, so only one process computes it.
-        if distributed.is_primary() and (workdir / _RECORD).exists():
-            record = parse_json((workdir / _RECORD).read_text())
-            known = record.get("weights") if isinstance(record, dict) else None
-            if not isinstance(known, str):
-                raise ValueError(f"{workdir / _RECORD} is damaged: expected the digest of a teacher's weights")
-            found = self._weights(program, workdir)
-            if known != found:
-                difference = f"weights {found[:12]}; the run started with {known[:12]}"
-        difference = distributed.broadcast_from_primary(difference)
-        if difference:
-            raise ValueError(
-                f"batch_transform.path = {self.path}: a different teacher ({difference}); expected the same teacher, "
-                "or a different --workdir"
-            )
-
     def _weights(self, program: Program, workdir: Path) -> str:
         """Return a digest of the teacher's weights."""
         if self.kind == "live":
@@ -174,13 +175,42 @@ class Teacher(BatchTransform):
         """See `BatchTransform`."""
         if self.kind == "stored":
             return self._rows is not None
-        return self._model is not None and self._model.run is program and self._model.is_loaded
+        return self._model is not None and self._model.run is program and self._model.state is not None
 
     def complete_batch(self, program: Program, state: TrainState, batch: Batch, *, group: str = "parameter") -> Batch:
         """See `BatchTransform`."""
         if self.kind == "live":
             return {**batch, **self._get_live_model(program)(batch, after=state.counter)}
-        return {**batch, **program.put(self._load_stored(program, batch))}
+        # This process's rows of the batch, on the host.
+        names = [name for name in ("tokens", "segments", "weights") if name in batch]
+        host = {name: _copy_to_host(batch[name], program.rows) for name in names}
+        num_rows, length = host["tokens"].shape
+        arrays = {
+            name: np.zeros(shape, dtype)
+            for name, (shape, dtype) in teacher_shapes(num_rows, length, self.top_k).items()
+        }
+        # A row without a counted target is padding after the end of a validation set, which is not stored.
+        scored_rows = [row for row in range(num_rows) if host["weights"][row].any()]
+        assert self._rows is not None
+        numbers = []
+        for row in scored_rows:
+            number = self._rows.number_by_key.get(row_key({name: host[name][row] for name in names}))
+            if number is None:
+                raise ValueError(
+                    f"batch_transform.path = {self.path}: a row that the run reads is not among its "
+                    f"{self._rows.num_rows:,} stored rows; {_SCORE_AGAIN}"
+                )
+            numbers.append(number)
+        stored = self._rows.take(numbers)
+        tails = stored.tails
+        if stored.ids.shape[-1] > self.top_k:
+            # The probability of the stored tokens beyond the top K is added to the tail.
+            others = stored.log_probs[..., self.top_k :].astype(np.float32)
+            tails = np.logaddexp(tails, np.logaddexp.reduce(others, axis=-1))
+        arrays[IDS][scored_rows] = stored.ids[..., : self.top_k]
+        arrays[LOG_PROBS][scored_rows] = stored.log_probs[..., : self.top_k]
+        arrays[TAIL][scored_rows] = tails
+        return {**batch, **program.put(arrays)}
 
     def host_bytes(self, program: Program) -> int:
         """See `BatchTransform`: the offloaded weights of a live teacher."""
@@ -254,38 +284,6 @@ class Teacher(BatchTransform):
                     "folder of `plimsoll score` on this config"
                 )
         return rows
-
-    def _load_stored(self, program: Program, batch: Batch) -> dict[str, np.ndarray]:
-        """Return the teacher arrays of this process's rows of a batch, on the host."""
-        names = [name for name in ("tokens", "segments", "weights") if name in batch]
-        host = {name: _copy_to_host(batch[name], program.rows) for name in names}
-        num_rows, length = host["tokens"].shape
-        arrays = {
-            name: np.zeros(shape, dtype)
-            for name, (shape, dtype) in teacher_shapes(num_rows, length, self.top_k).items()
-        }
-        # A row without a counted target is padding after the end of a validation set, which is not stored.
-        scored_rows = [row for row in range(num_rows) if host["weights"][row].any()]
-        assert self._rows is not None
-        numbers = []
-        for row in scored_rows:
-            number = self._rows.find_row(row_key({name: host[name][row] for name in names}))
-            if number is None:
-                raise ValueError(
-                    f"batch_transform.path = {self.path}: a row that the run reads is not among its "
-                    f"{self._rows.num_rows:,} stored rows; {_SCORE_AGAIN}"
-                )
-            numbers.append(number)
-        stored = self._rows.take(numbers)
-        tails = stored.tails
-        if stored.ids.shape[-1] > self.top_k:
-            # The probability of the stored tokens beyond the top K is added to the tail.
-            others = stored.log_probs[..., self.top_k :].astype(np.float32)
-            tails = np.logaddexp(tails, np.logaddexp.reduce(others, axis=-1))
-        arrays[IDS][scored_rows] = stored.ids[..., : self.top_k]
-        arrays[LOG_PROBS][scored_rows] = stored.log_probs[..., : self.top_k]
-        arrays[TAIL][scored_rows] = tails
-        return arrays
 
 
 def _copy_to_host(array: jax.Array, rows: np.ndarray) -> np.ndarray:

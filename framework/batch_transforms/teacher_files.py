@@ -76,19 +76,6 @@ class TeacherFacts:
     top_k: int
     data: dict[str, str]
 
-    def check(self) -> None:
-        """Raise ValueError if a value has the wrong type or is out of range."""
-        texts = [self.weights, *self.data, *self.data.values()]
-        numbers = [self.vocab_size, self.seq_len, self.top_k]
-        are_texts = all(isinstance(text, str) for text in texts) and isinstance(self.tokenizer, str | None)
-        if not are_texts or not all(type(number) is int and number > 0 for number in numbers):
-            raise ValueError(f"{self}")
-
-    @property
-    def bytes_per_token(self) -> float:
-        """The bytes per token in the files."""
-        return self.row_bytes / self.seq_len
-
     @property
     def row_bytes(self) -> int:
         """The bytes per row in the files."""
@@ -154,8 +141,12 @@ def read_manifest(folder: Path) -> tuple[TeacherFacts, int]:
         num_rows = manifest.pop("rows")
         if stored_format == _FORMAT:
             facts = TeacherFacts(**manifest)
-            facts.check()
+            texts = [facts.weights, *facts.data, *facts.data.values()]
+            numbers = [facts.vocab_size, facts.seq_len, facts.top_k]
+            are_texts = all(isinstance(text, str) for text in texts) and isinstance(facts.tokenizer, str | None)
             # type() instead of isinstance(): True is an int.
+            if not are_texts or not all(type(number) is int and number > 0 for number in numbers):
+                raise ValueError(f"{facts}")
             if type(num_rows) is not int or num_rows < 0:
                 raise ValueError(f"rows = {num_rows!r}")
             return facts, num_rows
@@ -169,6 +160,10 @@ def read_manifest(folder: Path) -> tuple[TeacherFacts, int]:
 
 class TeacherRows:
     """The rows of a folder, open for reading; only 16 bytes per row and a few numbers are held in memory.
+
+    Attributes:
+        facts: the teacher and data that the rows belong to.
+        number_by_key: the number of each row by its key, see `row_key`.
 
     Raises:
         FileNotFoundError, ValueError: the folder does not exist, or it is damaged. The message is one line.
@@ -188,14 +183,7 @@ class TeacherRows:
             arrays.append(np.memmap(path, dtype, "r", shape=shape) if self.num_rows else np.zeros(shape, dtype))
         *stored, self._checksums = arrays
         self._stored = TeacherOutputs(*stored)
-        self._number_by_key = {key.tobytes(): number for number, key in enumerate(np.asarray(self._stored.keys))}
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._number_by_key
-
-    def find_row(self, key: bytes) -> int | None:
-        """Return the number of the row with this key; None if there is none."""
-        return self._number_by_key.get(key)
+        self.number_by_key = {key.tobytes(): number for number, key in enumerate(np.asarray(self._stored.keys))}
 
     def take(self, numbers: list[int]) -> TeacherOutputs:
         """Return copies of the rows with these numbers.

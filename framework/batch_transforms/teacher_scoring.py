@@ -268,7 +268,7 @@ def _batches(row_list: RowList, stored_rows: TeacherRows, batch_size: int) -> It
         row = row_list.read(number)
         key = row_key(row)
         # A run of several epochs reads a row several times, and two rows may be equal.
-        if key in seen or key in stored_rows:
+        if key in seen or key in stored_rows.number_by_key:
             continue
         seen.add(key)
         rows.append(row)

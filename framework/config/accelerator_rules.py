@@ -9,14 +9,19 @@ from plimsoll.framework.config.names import ConfigError
 from plimsoll.framework.config.value_parsing import as_text
 
 
-def get_accelerator_rules(config: Config) -> list[Config]:
-    """Return the accelerator rules of a config; [] if the config has no such field."""
-    return config.accelerator_rules if "accelerator_rules" in config else []
+def find_accelerator_rules(config: Config, accelerator: str | None) -> dict[int, Config]:
+    """Return the rules of a config whose pattern matches an accelerator, by their index; all rules for None.
 
-
-def is_for(rule: Config, accelerator: str) -> bool:
-    """Return whether a rule's pattern matches a name such as "v5e-8", "h200x8" or "cpu-8"."""
-    return fnmatch.fnmatchcase(accelerator, rule.pattern)
+    Args:
+        config: config; it may have no field for rules.
+        accelerator: name such as "v5e-8", "h200x8" or "cpu-8".
+    """
+    rules: list[Config] = config.accelerator_rules if "accelerator_rules" in config else []
+    matches = {}
+    for index, rule in enumerate(rules):
+        if accelerator is None or fnmatch.fnmatchcase(accelerator, rule.pattern):
+            matches[index] = rule
+    return matches
 
 
 def apply_accelerator_rules(
@@ -36,9 +41,7 @@ def apply_accelerator_rules(
         ConfigError: a rule sets an unknown field or an invalid value.
     """
     lines: list[str] = []
-    for index, rule in enumerate(get_accelerator_rules(config)):
-        if accelerator is not None and not is_for(rule, accelerator):
-            continue
+    for index, rule in find_accelerator_rules(config, accelerator).items():
         config_before = config.copy()
         # Rules for different accelerators may contradict each other, so each one is tried on a copy.
         changed = config if accelerator is not None else config.copy()

@@ -143,26 +143,23 @@ def schema(target: Target, reserved: Collection[str] = ()) -> dict[str, Field]:
                 reason = "it is positional-only"
             if reason:
                 raise ConfigError(f"{owner}: parameter {name!r} cannot be a field: {reason}")
-            fields[name] = _field(f"{owner}.{name}", parameter)
+            hint = _ANY_DATA if parameter.annotation is parameter.empty else parameter.annotation
+            default = parameter.default
+            if default is parameter.empty:
+                fields[name] = Field(hint)
+                continue
+            # `x: int = None` is common in third-party code.
+            if default is None and not isinstance(hint, str):
+                hint = Union[hint, None]  # noqa: UP007
+            try:
+                value = convert(hint, default, f"{owner}.{name}, by default")
+                fields[name] = Field(hint, value, is_data=True)
+            except FieldTypeError:
+                fields[name] = Field(hint, default)
         forwards = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         if not forwards:
             break
     return fields
-
-
-def _field(path: str, parameter: inspect.Parameter) -> Field:
-    hint = _ANY_DATA if parameter.annotation is parameter.empty else parameter.annotation
-    default = parameter.default
-    if default is parameter.empty:
-        return Field(hint)
-    # `x: int = None` is common in third-party code.
-    if default is None and not isinstance(hint, str):
-        hint = Union[hint, None]  # noqa: UP007
-    try:
-        value = convert(hint, default, f"{path}, by default")
-        return Field(hint, value, is_data=True)
-    except FieldTypeError:
-        return Field(hint, default)
 
 
 def arms(hint: Annotation) -> list[Annotation]:

@@ -17,7 +17,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,18 +110,15 @@ class Workdir:
             "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "command": without_secrets(" ".join(sys.argv))[:500],
         }
-        if self.mirror is None:
-            return self._claim_local(owner)
-        message = self.mirror.claim(owner)
-        self._claim = _Claim(-1, os.getpid(), "")
-        self._cancel_release = interrupts.register_cleanup(lambda number, line: self.release())
-        self.mirror.fetch()
-        # The files just downloaded are part of the state that a refused start restores.
-        self._footprint = Footprint(self.path)
-        self.mirror.start()
-        return message
-
-    def _claim_local(self, owner: Mapping[str, object]) -> str | None:
+        if self.mirror is not None:
+            message = self.mirror.claim(owner)
+            self._claim = _Claim(-1, os.getpid(), "")
+            self._cancel_release = interrupts.register_cleanup(lambda number, line: self.release())
+            self.mirror.fetch()
+            # The files just downloaded are part of the state that a refused start restores.
+            self._footprint = Footprint(self.path)
+            self.mirror.start()
+            return message
         # First, because the directory itself may have to be removed again.
         footprint = Footprint(self.path)
         durable.make_folder(self.path)

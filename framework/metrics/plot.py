@@ -47,6 +47,7 @@ def plot_losses(
     resume, and the loss axis cuts off spikes that would flatten the rest. Raises OSError, and the errors of
     `read_metrics`.
     """
+    import numpy as np
     from matplotlib.figure import Figure
 
     rows = read_metrics(metrics_jsonl)
@@ -64,7 +65,29 @@ def plot_losses(
     else:
         loss_axes = figure.add_subplot()
         all_axes = [loss_axes]
-    _draw_losses(loss_axes, collect_loss_curves(rows))
+    curves = collect_loss_curves(rows)
+    # Repeat the colors if there are more curves than colors.
+    for color, (name, points) in zip(_COLORS * len(curves), curves.items(), strict=False):
+        steps, losses = np.array(points).T
+        if name == TRAIN and len(steps) > _MIN_SMOOTHED:
+            loss_axes.plot(steps, losses, color=color, alpha=0.35, linewidth=0.8)
+            losses = smooth(losses)
+            name = f"{name}, smoothed"
+        # An evaluation may have few points, so mark them. Markers on many points would look like a thick line.
+        is_few = len(steps) < 40 and not name.startswith(TRAIN)
+        # A single point has no line.
+        marker = "o" if is_few or len(steps) == 1 else None
+        label = f"{name}  {losses[-1]:.4f}"
+        loss_axes.plot(steps, losses, color=color, marker=marker, markersize=3.5, label=label)
+    all_losses = [loss for points in curves.values() for _, loss in points]
+    finite_losses = np.array([loss for loss in all_losses if np.isfinite(loss)])
+    if finite_losses.size:
+        low = np.min(finite_losses)
+        # Use a percentile, because a few spikes would move the maximum.
+        typical_high = np.percentile(finite_losses, 98)
+        top = min(np.max(finite_losses), low + 2 * (typical_high - low))
+        loss_axes.set_ylim(low - 0.05, top + 0.05)
+        loss_axes.legend(frameon=False, fontsize=9)
     loss_axes.set(title=title, ylabel=f"loss ({unit})")
     all_axes[-1].set_xlabel("step")
     for axes in all_axes:
@@ -229,34 +252,6 @@ def _save(figure: Figure, png_path: Path) -> Path:
         raise
     os.replace(temporary, png_path)
     return png_path
-
-
-def _draw_losses(axes: Axes, curves: Mapping[str, Points]) -> None:
-    """Draw each curve with its last value in the legend, and limit the axis."""
-    import numpy as np
-
-    # Repeat the colors if there are more curves than colors.
-    for color, (name, points) in zip(_COLORS * len(curves), curves.items(), strict=False):
-        steps, losses = np.array(points).T
-        if name == TRAIN and len(steps) > _MIN_SMOOTHED:
-            axes.plot(steps, losses, color=color, alpha=0.35, linewidth=0.8)
-            losses = smooth(losses)
-            name = f"{name}, smoothed"
-        # An evaluation may have few points, so mark them. Markers on many points would look like a thick line.
-        is_few = len(steps) < 40 and not name.startswith(TRAIN)
-        # A single point has no line.
-        marker = "o" if is_few or len(steps) == 1 else None
-        label = f"{name}  {losses[-1]:.4f}"
-        axes.plot(steps, losses, color=color, marker=marker, markersize=3.5, label=label)
-    all_losses = [loss for points in curves.values() for _, loss in points]
-    finite_losses = np.array([loss for loss in all_losses if np.isfinite(loss)])
-    if finite_losses.size:
-        low = np.min(finite_losses)
-        # Use a percentile, because a few spikes would move the maximum.
-        typical_high = np.percentile(finite_losses, 98)
-        top = min(np.max(finite_losses), low + 2 * (typical_high - low))
-        axes.set_ylim(low - 0.05, top + 0.05)
-        axes.legend(frameon=False, fontsize=9)
 
 
 def collect_loss_curves(rows: Sequence[Mapping[str, float]]) -> dict[str, Points]:

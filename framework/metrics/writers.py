@@ -53,7 +53,11 @@ class Writer(Protocol):
         """Record the numbers in `metrics` at `step`."""
 
     def resume(self, from_step: int) -> None:
-        """Discard rows of steps after `from_step`, because the run continues from there."""
+        """Discard rows of steps after `from_step`, because the run continues from there.
+
+        By default, record that step, for a service that keeps all rows.
+        """
+        self.write(from_step, {"resumed_from": from_step})
 
     def close(self) -> None:
         """Flush everything to the disk or the service. A second call does nothing."""
@@ -133,7 +137,7 @@ class TensorBoardWriter:
         return self._file
 
 
-class WandbWriter:
+class WandbWriter(Writer):
     """Writes to Weights & Biases; WANDB_MODE and other W&B variables work as usual.
 
     The run id is stored in `workdir/wandb_run_id`, so a resumed run continues the same curves. W&B does not allow
@@ -173,14 +177,11 @@ class WandbWriter:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
 
-    def resume(self, from_step: int) -> None:
-        self._run.log({"step": from_step, "resumed_from": from_step})
-
     def close(self) -> None:
         self._run.finish()
 
 
-class MlflowWriter:
+class MlflowWriter(Writer):
     """Writes to an MLflow tracking server, database or folder.
 
     The run id is stored in `workdir/mlflow_run_id`, so a resumed run continues the same curves. MLflow keeps all
@@ -200,37 +201,32 @@ class MlflowWriter:
     def __init__(self, uri: str, name: str, *, workdir: Path, config: Mapping[str, object]):
         for variable, value in _MLFLOW_PATIENCE.items():
             os.environ.setdefault(variable, value)
+        from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
         from mlflow.exceptions import MlflowException  # pyright: ignore[reportMissingImports]
         from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
         self._error = MlflowException
+        id_file = workdir / "mlflow_run_id"
         try:
             self._client = MlflowClient(None if uri == MLFLOW_DEFAULT else uri)
-            self._run_id = self._begin(name, workdir / "mlflow_run_id", config)
+            if id_file.exists():
+                self._run_id = id_file.read_text()
+                self._client.update_run(self._run_id, status="RUNNING")
+                return
+            experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "plimsoll")
+            experiment = self._client.get_experiment_by_name(experiment_name)
+            if experiment is None:
+                experiment_id = self._client.create_experiment(experiment_name)
+            else:
+                experiment_id = experiment.experiment_id
+            self._run_id = self._client.create_run(experiment_id, run_name=name).info.run_id
+            id_file.write_text(self._run_id)
+            parameters = [Param(path, str(value)[:_MLFLOW_VALUE_LENGTH]) for path, value in config.items()]
+            for start in range(0, len(parameters), _MLFLOW_BATCH):
+                self._client.log_batch(self._run_id, params=parameters[start : start + _MLFLOW_BATCH])
         except MlflowException as error:
             first_line = str(error).partition("\n")[0]
             raise ValueError(f"--mlflow={uri}: {first_line}") from error
-
-    def _begin(self, name: str, id_file: Path, config: Mapping[str, object]) -> str:
-        """Create a run, or continue the one of the workdir. Return its id."""
-        from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
-
-        if id_file.exists():
-            run_id = id_file.read_text()
-            self._client.update_run(run_id, status="RUNNING")
-            return run_id
-        experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "plimsoll")
-        experiment = self._client.get_experiment_by_name(experiment_name)
-        if experiment is None:
-            experiment_id = self._client.create_experiment(experiment_name)
-        else:
-            experiment_id = experiment.experiment_id
-        run_id = self._client.create_run(experiment_id, run_name=name).info.run_id
-        id_file.write_text(run_id)
-        parameters = [Param(path, str(value)[:_MLFLOW_VALUE_LENGTH]) for path, value in config.items()]
-        for start in range(0, len(parameters), _MLFLOW_BATCH):
-            self._client.log_batch(run_id, params=parameters[start : start + _MLFLOW_BATCH])
-        return run_id
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log one row. Raises OSError if the server does not respond; the row can then be written again."""
@@ -242,10 +238,6 @@ class MlflowWriter:
             self._client.log_batch(self._run_id, metrics=values)
         except self._error as error:
             raise OSError(str(error).partition("\n")[0]) from error
-
-    def resume(self, from_step: int) -> None:
-        """Log the step from which the run continues."""
-        self.write(from_step, {"resumed_from": from_step})
 
     def close(self) -> None:
         """Mark the run as finished. A later start with the same workdir continues it."""

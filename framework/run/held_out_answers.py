@@ -7,9 +7,8 @@ weights no longer exist, so they are initialized or loaded once more in the memo
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -36,7 +35,8 @@ _MAX_CHARACTERS = 60
 AnswerTable = list[dict[str, str]]
 
 
-class HeldOutExample(NamedTuple):
+@dataclass(frozen=True)
+class HeldOutExample:
     """A held-out prompt and the data's answer to it, as tokens."""
 
     prompt: list[int]

@@ -8,7 +8,6 @@ arrive, and at the end.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import nullcontext
 
 import jax
@@ -131,9 +130,6 @@ class Report(Hook):
     # Whether a row was written.
     has_written = False
 
-    def after_step(self, run: Run, step: int) -> None:
-        run.throughput.step()
-
     def on_metrics(self, run: Run, step: int, metrics: Row) -> None:
         if step % run.options.log_every != 0 and step != run.options.max_steps:
             return
@@ -204,30 +200,20 @@ class Evaluate(Hook):
         run.writer.write(step, row)
         run.evaluation = row
         run.evaluated_step = step
+        figures = []
+        for key, value in row.items():
+            if not key.endswith(_NOT_LOSSES):
+                # A perplexity needs fewer decimals for the same precision as its loss.
+                digits = 2 if key.endswith("/perplexity") else 4
+                figures.append(f"{key} {value:.{digits}f}")
+        line = f"step {step}: " + ", ".join(figures)
+        # For each validation set that was evaluated only in part, how much of it was.
         parts = []
         for name in run.data.validation_names:
             share = describe_share(run.data, name, limit)
             if share:
                 parts.append(f"{name}: {share}")
-        run.progress.print(evaluation_line(step, row, parts))
-
-
-def evaluation_line(step: int, row: Row, parts: Sequence[str] = ()) -> str:
-    """Return the line that reports an evaluation to the user.
-
-    Args:
-        step: number of trained steps.
-        row: metrics of the evaluation.
-        parts: for each validation set that was evaluated only in part, how much of it was.
-    """
-    figures = []
-    for key, value in row.items():
-        if not key.endswith(_NOT_LOSSES):
-            # A perplexity needs fewer decimals for the same precision as its loss.
-            digits = 2 if key.endswith("/perplexity") else 4
-            figures.append(f"{key} {value:.{digits}f}")
-    line = f"step {step}: " + ", ".join(figures)
-    return f"{line} ({', '.join(parts)})" if parts else line
+        run.progress.print(f"{line} ({', '.join(parts)})" if parts else line)
 
 
 class CheckReplicas(Hook):

@@ -43,13 +43,6 @@ class LastCheckpoint:
         """
         return self.step > max_steps or (self.step == max_steps and self.complete)
 
-    def refuse(self) -> None:
-        """Raise ValueError: with --resume=never a new run would overwrite the existing checkpoints."""
-        raise ValueError(
-            f"--resume=never, but {self.directory} holds checkpoints up to step {self.step}; choose another --workdir, "
-            "or remove them"
-        )
-
     def lines(self, max_steps: int, config: Config) -> list[str]:
         """Return the lines that report config changes since the run ended, and that there is nothing to do."""
         # The stored config gives the length in steps, so convert epochs to steps before comparing.

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +60,10 @@ def check(config: Config, program: Program) -> str:
     """
     start = time.monotonic()
     devices = list(program.mesh.devices.flat)
-    if not _uses_host_memory(program):
+    memory = program.experiment.memory
+    # Whether a part of the state, or of the activations, is kept in host memory.
+    offloads_state = program.layout.bytes_per_device(memory_kind="pinned_host") > 0
+    if not (offloads_state or memory.activations.uses_host or "offload" in memory.remat):
         return ""
     dtypes = [config.model[name] for name in ("param_dtype", "compute_dtype")]
     # float64 has no tolerance of its own; use the tolerance of float32.
@@ -84,13 +86,8 @@ def check(config: Config, program: Program) -> str:
         return f"offload self-test: did not run, so offloading is not checked: {message}"
     # Not `error > TOLERANCE`, which is false for NaN.
     wrong_names = [name for name, error in errors.items() if not error <= TOLERANCE[bits]]
-    candidates = wrong_names or errors
-
-    def finite_error(name: str) -> Any:
-        # Rank NaN above all numbers; it cannot be compared with them.
-        return np.nan_to_num(errors[name], nan=math.inf)
-
-    worst_name = max(candidates, key=finite_error)
+    # NaN ranks above all numbers; it cannot be compared with them.
+    worst_name = max(wrong_names or errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
     if wrong_names:
         raise SelfTestError(
             f"offload self-test: offloaded values are computed wrong on these devices (as in openxla/xla#46231): "
@@ -102,15 +99,6 @@ def check(config: Config, program: Program) -> str:
     return f"offload self-test: offloaded and resident agree to {errors[worst_name]:.0e} ({seconds:.1f} s)"
 
 
-def _uses_host_memory(program: Program) -> bool:
-    """Return whether the run keeps part of its state or of its activations in host memory."""
-    memory = program.experiment.memory
-    offloaded_bytes = program.layout.bytes_per_device(memory_kind="pinned_host")
-    if offloaded_bytes:
-        return True
-    return memory.activations.uses_host or "offload" in memory.remat
-
-
 def shrink_config(config: Config, program: Program) -> Config:
     """Return the run's config with a model of 4 layers, as wide as offloading requires (`layout.move_to_host`)."""
     small = config.copy()
@@ -118,7 +106,16 @@ def shrink_config(config: Config, program: Program) -> Config:
     # The sizes of the sharded axes must divide the width; 256 makes leaves large enough to be offloaded.
     width = math.lcm(256, sizes["model"], sizes["fsdp"])
     accumulate = min(program.experiment.learner.accumulate, 2)
-    small.model = _small_model(config, width, sizes["model"])
+    # The run's dtypes, and heads that the mesh axis divides.
+    block = config_for(Block)
+    block.attention.num_heads = math.lcm(4, sizes["model"])
+    block.attention.head_dim = 64
+    block.mlp.hidden = 2 * width
+    small.model = config_for(CausalLM, dim=width, vocab_size=8 * width)
+    small.model.param_dtype = config.model.param_dtype
+    small.model.compute_dtype = config.model.compute_dtype
+    small.model.stack.num_layers = NUM_LAYERS
+    small.model.stack.pattern = [block]
     # The small model has no experts, so their mesh axis becomes a data axis.
     small.mesh.data = sizes["data"] * sizes["expert"]
     small.mesh.expert = 1
@@ -160,20 +157,6 @@ def _small_remat(remat: str) -> str:
     return ",".join([*layer_policies, policies[-1]])
 
 
-def _small_model(config: Config, width: int, model_size: int) -> Config:
-    """Build a transformer of NUM_LAYERS blocks, with the run's dtypes and heads that divide by `model_size`."""
-    block = config_for(Block)
-    block.attention.num_heads = math.lcm(4, model_size)
-    block.attention.head_dim = 64
-    block.mlp.hidden = 2 * width
-    model = config_for(CausalLM, dim=width, vocab_size=8 * width)
-    model.param_dtype = config.model.param_dtype
-    model.compute_dtype = config.model.compute_dtype
-    model.stack.num_layers = NUM_LAYERS
-    model.stack.pattern = [block]
-    return model
-
-
 def compare(ours: Program, plain: Program) -> dict[str, float]:
     """Compare both programs after the same steps.
 
@@ -189,8 +172,13 @@ def compare(ours: Program, plain: Program) -> dict[str, float]:
     resident = _copy_to_plain(plain, state, parts)
     first = _copy_to_plain(plain, state, parts)
     errors: dict[str, float] = {}
+    shape = (len(ours.rows), ours.experiment.data.seq_len)
+    vocab_size = ours.experiment.language_model.vocab_size
+    weights = np.ones(shape, np.float32)
     for step in range(STEPS):
-        batch = _batch(ours, step)
+        # Random tokens [B, S] of this process's rows; the same numbers in every run.
+        tokens = np.random.default_rng(step).integers(0, vocab_size, shape, np.int32)
+        batch = {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "weights": weights}
         state, metrics = ours.step(state, ours.put(batch))
         resident, expected = plain.step(resident, plain.put(batch))
         for name in ("loss", "grad_norm"):
@@ -205,15 +193,6 @@ def compare(ours: Program, plain: Program) -> dict[str, float]:
     for path, error in leaf_errors.items():
         errors[path] = error.item()
     return errors
-
-
-def _batch(program: Program, step: int) -> dict[str, np.ndarray]:
-    """Generate random tokens [B, S] for this process's rows; the same numbers in every run."""
-    shape = (len(program.rows), program.experiment.data.seq_len)
-    vocab_size = program.experiment.language_model.vocab_size
-    generator = np.random.default_rng(step)
-    tokens = generator.integers(0, vocab_size, shape, np.int32)
-    return {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "weights": np.ones(shape, np.float32)}
 
 
 def _check_memory_kinds(program: Program, state: TrainState) -> None:
@@ -238,13 +217,10 @@ def _check_memory_kinds(program: Program, state: TrainState) -> None:
 def _copy_to_plain(plain: Program, state: TrainState, parts: StackParts) -> TrainState:
     """Copy a state, of any placement and with split stacks, into the layout of the plain program."""
 
-    def device_copy(x: jax.Array) -> jax.Array:
-        on_device = jax.device_put(x, jax.memory.Space.Device)
-        # Without the copy, jit may return its argument's buffer, which a step would then donate.
-        return jnp.copy(on_device)
-
     def copy_state(state: TrainState) -> TrainState:
-        return parts.join_in_jit(jax.tree.map(device_copy, state))
+        on_device = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), state)
+        # Without the copy, jit may return its argument's buffer, which a step would then donate.
+        return parts.join_in_jit(jax.tree.map(jnp.copy, on_device))
 
     jitted = jax.jit(copy_state, out_shardings=plain.layout.shardings())
     # The plain program has no gradients in host memory.
@@ -278,7 +254,7 @@ def _differences(ours: TrainState, plain: TrainState, first: TrainState) -> dict
     return relative
 
 
-def _difference_norm(x: jax.Array, y: Any = 0.0) -> jax.Array:
+def _difference_norm(x: jax.Array, y: jax.Array | float = 0.0) -> jax.Array:
     """Return the norm of x - y in float32."""
     difference = x.astype("float32") - y
     return jnp.linalg.norm(difference.ravel())

@@ -75,17 +75,11 @@ def compression_lines(
             better_tools = [tool for tool, value in bits_by_tool.items() if value <= bits]
         lines.append(f"{name}: {bits:.3f} bits per byte{part}; {comparison}")
         if better_tools:
-            lines.append(_why_behind(better_tools, data.seq_len))
+            lines.append(
+                f"fewer bits with {' and '.join(better_tools)}: compressors can repeat passages from far back, "
+                f"but the model sees {data.seq_len:,} tokens at a time; train longer to improve it (trainer.max_steps)"
+            )
     return lines
-
-
-def _why_behind(tools: list[str], seq_len: int) -> str:
-    """Explain why these compressors need no more bits than a model with sequences of `seq_len` tokens."""
-    names = " and ".join(tools)
-    return (
-        f"fewer bits with {names}: compressors can repeat passages from far back, "
-        f"but the model sees {seq_len:,} tokens at a time; train longer to improve it (trainer.max_steps)"
-    )
 
 
 def sample_images(program: Program, state: TrainState) -> np.ndarray | None:

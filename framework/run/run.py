@@ -74,20 +74,16 @@ class Run:
         # Both write to the workdir as soon as they exist, so `start` first checks that the run may resume there.
         self.checkpointer = Checkpointer(directory=workdir.checkpoints, read_only=True)
         self.writer: Writer = MultiWriter([])
-        self.throughput = self._throughput()
-        pulse.note(max_steps=self.options.max_steps)
-
-    def _throughput(self) -> Throughput:
-        """Build the throughput meter: tokens or images, and model FLOPs relative to the peak of all devices (MFU)."""
-        model = self.experiment.model
-        mesh = self.program.mesh
-        spec = spec_for(list(mesh.devices.flat))
+        # Tokens or images per second, and model FLOPs relative to the peak of all devices (MFU).
+        model = experiment.model
+        spec = spec_for(list(program.mesh.devices.flat))
         # The peak is not known for every accelerator; the run then shows no MFU.
         peak_per_device = spec.peak_flops(str(model.compute_dtype))
-        peak = peak_per_device * mesh.size if peak_per_device else None
+        peak = peak_per_device * program.mesh.size if peak_per_device else None
         tokens_per_step = self.data.global_batch_size * self.data.seq_len
         flops_per_token = model.flops_per_token(self.data.seq_len)
-        return Throughput(tokens_per_step, flops_per_token, peak, item=self.data.item)
+        self.throughput = Throughput(tokens_per_step, flops_per_token, peak, item=self.data.item)
+        pulse.note(max_steps=self.options.max_steps)
 
     @property
     def stopping(self) -> bool:
@@ -133,12 +129,7 @@ class Run:
         if difference:
             self.progress.print(f"{difference}; continuing because of --force")
         self.pulse.note(step=step)
-        self._find_evaluation(step)
-        self.progress.print(f"resumed from step {step}")
-        return step
-
-    def _find_evaluation(self, step: int) -> None:
-        """Read the evaluation of the resumed step from metrics.jsonl, if it is there."""
+        # Read the evaluation of this step from metrics.jsonl, if it is there.
         evaluation: dict[str, float] = {}
         if distributed.is_primary():
             for row in read_metrics(self.workdir.metrics):
@@ -152,10 +143,29 @@ class Run:
         if names and all(any(key.startswith(f"eval/{name}/") for key in evaluation) for name in names):
             self.evaluation = evaluation
             self.evaluated_step = step
+        self.progress.print(f"resumed from step {step}")
+        return step
 
     def _open(self) -> None:
-        """Start writing to the workdir, which belongs to this run from here on."""
-        services = self._services()
+        """Start writing to the workdir, which belongs to this run from here on.
+
+        Raises:
+            ValueError: a service that receives metrics refuses.
+        """
+        # They open first, so a service that refuses leaves the workdir unchanged.
+        services: list[Writer] = []
+        path = self.workdir.path
+        log = self.progress.print
+        # All processes have the same metrics, so only process 0 writes.
+        is_primary = distributed.is_primary()
+        project = self.options.wandb_project
+        if is_primary and project is not None:
+            services.append(WandbWriter(project, path.name, workdir=path, config=self.config.to_dict()))
+        uri = self.options.mlflow_uri
+        if is_primary and uri is not None:
+            fields = {field: as_text(value) for field, value in self.config.walk() if field}
+            mlflow = MlflowWriter(uri, path.name, workdir=path, config=fields)
+            services.append(RetryingWriter(mlflow, "MLflow", log))
         self.checkpointer = Checkpointer(
             directory=self.workdir.checkpoints,
             keep=self.options.keep,
@@ -164,7 +174,14 @@ class Run:
             before_commit=self.workdir.sync,
             after_commit=self._record_commit,
         )
-        self.writer = self._writers(services)
+        if is_primary:
+            jsonl = JsonlWriter(self.workdir.metrics, self._stamp)
+            # A full disk does not end a run: rows wait in memory until there is space.
+            writers: list[Writer] = [RetryingWriter(jsonl, "metrics.jsonl", log)]
+            if self.options.tensorboard:
+                tensorboard = TensorBoardWriter(self.workdir.tensorboard)
+                writers.append(RetryingWriter(tensorboard, "tensorboard", log))
+            self.writer = MultiWriter([*writers, *services])
         self.workdir.keep()
         self.progress.write_log()
 
@@ -273,40 +290,3 @@ class Run:
             f"{self.data.item}s": num_items,
             "epoch": self.data.count_epochs(num_batches, origin),
         }
-
-    def _services(self) -> list[Writer]:
-        """Open the services that receive metrics.
-
-        They open first, so a service that refuses leaves the workdir unchanged.
-
-        Raises:
-            ValueError: a service refuses.
-        """
-        services: list[Writer] = []
-        # All processes have the same metrics, so only process 0 writes.
-        if not distributed.is_primary():
-            return services
-        path = self.workdir.path
-        project = self.options.wandb_project
-        if project is not None:
-            config = self.config.to_dict()
-            services.append(WandbWriter(project, path.name, workdir=path, config=config))
-        uri = self.options.mlflow_uri
-        if uri is not None:
-            fields = {field: as_text(value) for field, value in self.config.walk() if field}
-            mlflow = MlflowWriter(uri, path.name, workdir=path, config=fields)
-            services.append(RetryingWriter(mlflow, "MLflow", self.progress.print))
-        return services
-
-    def _writers(self, services: list[Writer]) -> Writer:
-        """Build the writer of metrics: files in the workdir, and the services."""
-        if not distributed.is_primary():
-            return MultiWriter([])
-        log = self.progress.print
-        jsonl = JsonlWriter(self.workdir.metrics, self._stamp)
-        # A full disk does not end a run: rows wait in memory until there is space.
-        writers: list[Writer] = [RetryingWriter(jsonl, "metrics.jsonl", log)]
-        if self.options.tensorboard:
-            tensorboard = TensorBoardWriter(self.workdir.tensorboard)
-            writers.append(RetryingWriter(tensorboard, "tensorboard", log))
-        return MultiWriter([*writers, *services])

@@ -13,12 +13,11 @@ from functools import partial
 
 import jax
 
-from plimsoll.framework.config import Config
 from plimsoll.framework.devices.environment import prepare_jax, start_devices
 from plimsoll.framework.devices.executables import use_compilation_cache
 from plimsoll.framework.files.workdir import Workdir
 from plimsoll.framework.processes import distributed
-from plimsoll.framework.processes.health import UNLIMITED, Health, Pulse
+from plimsoll.framework.processes.health import UNLIMITED, Pulse
 from plimsoll.framework.run import resuming, user_errors
 from plimsoll.framework.run.last_checkpoint import LastCheckpoint, find_last_checkpoint, get_run_length
 from plimsoll.framework.run.request import RunError, RunRequest
@@ -48,14 +47,29 @@ def execute(request: RunRequest, cluster: distributed.Cluster | None) -> int:
     """
     last = None if request.dry_run else find_last_checkpoint(request.folder)
     if last is not None and request.resume == "never":
-        last.refuse()
+        # A new run would overwrite the existing checkpoints.
+        raise ValueError(
+            f"--resume=never, but {last.directory} holds checkpoints up to step {last.step}; choose another --workdir, "
+            "or remove them"
+        )
     # Check this before JAX starts, so that a finished run reports it immediately.
-    is_primary = cluster is None or cluster.process_id == 0
-    if last is not None and _is_over(last, request.config, is_primary=is_primary):
+    end = None if last is None else get_run_length(request.config)
+    if last is not None and end is not None and last.ends(end):
+        if cluster is None or cluster.process_id == 0:
+            print("\n".join(last.lines(end, request.config)))
         return ExitCode.DONE
     workdir = Workdir(request.folder)
     prepare_jax()
-    _connect(cluster, request.experiment.health)
+    health = request.experiment.health
+    distributed.initialize(cluster, connect_seconds=health.connect_seconds, heartbeat_seconds=health.heartbeat_seconds)
+    start_devices()
+    if not distributed.is_primary():
+        # Only process 0 prints. If JAX found the processes itself, we did not know earlier which one that is.
+        phases.mute()
+    elif cluster is not None:
+        # JAX kills the other processes as soon as process 0 exits. Give them time to print and to exit with their own
+        # code.
+        interrupts.register_cleanup(lambda number, line: time.sleep(_OTHERS_SECONDS))
     use_compilation_cache(request.config.trainer.compilation_cache)
     # A refused start leaves the workdir unchanged. This code applies to errors raised before training. A run that is
     # already over changes nothing either.
@@ -76,35 +90,6 @@ def execute(request: RunRequest, cluster: distributed.Cluster | None) -> int:
     if error is not None:
         raise error
     return code
-
-
-def _is_over(last: LastCheckpoint, config: Config, *, is_primary: bool) -> bool:
-    """Return whether the config is enough to tell that the run has nothing left to do. Process 0 reports it.
-
-    Args:
-        last: the newest checkpoint of the workdir.
-        config: config before accelerator rules are applied.
-        is_primary: whether this is process 0.
-    """
-    end = get_run_length(config)
-    if end is None or not last.ends(end):
-        return False
-    if is_primary:
-        print("\n".join(last.lines(end, config)))
-    return True
-
-
-def _connect(cluster: distributed.Cluster | None, health: Health) -> None:
-    """Join the other processes of the run, if any. Raises ProcessesMissingError."""
-    distributed.initialize(cluster, connect_seconds=health.connect_seconds, heartbeat_seconds=health.heartbeat_seconds)
-    start_devices()
-    if not distributed.is_primary():
-        # Only process 0 prints. If JAX found the processes itself, we did not know earlier which one that is.
-        phases.mute()
-    if cluster is not None and distributed.is_primary():
-        # JAX kills the other processes as soon as process 0 exits. Give them time to print and to exit with their own
-        # code.
-        interrupts.register_cleanup(lambda number, line: time.sleep(_OTHERS_SECONDS))
 
 
 def _check_workdir_is_shared(workdir: Workdir) -> None:

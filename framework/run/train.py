@@ -29,10 +29,10 @@ from plimsoll.framework.plan.startup import build_start_table
 from plimsoll.framework.processes import distributed
 from plimsoll.framework.processes.health import Pulse
 from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.program.jit_step import JitStep
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.program.run_length import rate_notes, set_length
 from plimsoll.framework.run import held_out_answers, offload_self_test, resuming
-from plimsoll.framework.run.compile_ahead import begin_evaluation, begin_init
 from plimsoll.framework.run.hooks import Hook, NonFiniteError, build_user_hooks
 from plimsoll.framework.run.report import compression_lines, sample_images, sample_text
 from plimsoll.framework.run.request import TUNING_FILE, RunError, RunRequest, TuneResult
@@ -92,8 +92,8 @@ def train(request: RunRequest, workdir: Workdir, pulse: Pulse) -> int:
             peak = human_bytes(need.peak)
             progress.print(f"dry run: the step compiles, and its peak is {peak} per device. Nothing was trained.")
             return ExitCode.DONE
-        if program.experiment.data.validation_names:
-            begin_evaluation(program)
+        if program.experiment.data.validation_names and (backend := _backend_that_compiles_ahead(program)):
+            backend.begin_evaluation()
         run = Run(config, program, workdir, progress, request.goodput, pulse)
         stop_signal = _train_steps(run, need, hooks, tuning, force=request.force)
         if stop_signal is not None:
@@ -170,8 +170,9 @@ def _check_memory(
     check_host(program)
     request.goodput.enter("compile")
     # Weights from a checkpoint or from files are not initialized randomly, and a dry run initializes none.
-    if not saved_steps and experiment.pretrained is None and not request.dry_run:
-        begin_init(program)
+    is_fresh = not saved_steps and experiment.pretrained is None
+    if is_fresh and not request.dry_run and (backend := _backend_that_compiles_ahead(program)):
+        backend.begin_init()
     if experiment.health.offload_self_test:
         with phase("checking offloading on a small model", patience=SHORT):
             line = offload_self_test.check(config, program)
@@ -278,6 +279,16 @@ def _finish(run: Run, spec: str) -> None:
         run.progress.print(f"sample, continuing {run.options.sample_prompt!r}:\n{text}")
     _print_lines(run.progress, compression_lines(experiment.data, run.evaluation, run.options.eval_batches, path))
     run.progress.print(f"checkpoint: {run.workdir.checkpoints} (steps {run.checkpointer.steps()})")
+
+
+def _backend_that_compiles_ahead(program: Program) -> JitStep | None:
+    """Return the backend if a background thread is to compile programs that are needed later; see `CompileThread`."""
+    # A GPU's compiler benchmarks kernels on the device, so two programs would disturb each other's timings. A TPU may
+    # lack the memory for evaluation, which must show before there are steps to lose. Several processes must compile
+    # in the same order.
+    backend = program.backend
+    compiles_ahead = backend.platform == "cpu" and jax.process_count() == 1
+    return backend if compiles_ahead and isinstance(backend, JitStep) else None
 
 
 def _print_lines(progress: Progress, lines: Iterable[str]) -> None:

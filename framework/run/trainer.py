@@ -80,18 +80,31 @@ class Trainer:
             ReplicaMismatchError: copies of the state differ.
         """
         run = self.run
-        self._compile()
+        with run.goodput.during("compile"):
+            # Compile before the first batch is read; no process continues until all have compiled.
+            run.program.backend.compile()
+            distributed.barrier("compiled")
+            if run.data.validation_names:
+                # Compile now, while there are no steps to lose if the user interrupts the compiler.
+                with phase("compiling the evaluation", patience=SHORT):
+                    run.program.compile_evaluation(run.state)
         with stop_signals(lambda: self._begun) as run.signals:
-            self._step = step
+            first_step = self._step = step
             try:
                 for hook in self.hooks:
                     hook.at_start(run, step)
-                step = self._train_through_roll_backs(step)
+                while True:
+                    try:
+                        step = self._run_steps(step)
+                        break
+                    except RollBack as request:
+                        with run.goodput.during("restore"):
+                            step = self._roll_back(*request.args)
             except (NonFiniteError, ReplicaMismatchError, jax.errors.JaxRuntimeError):
                 raise
             except Exception:
                 if jax.process_count() == 1:
-                    self._save_after_error(step)
+                    self._save_after_error(first_step)
                 raise
             for hook in self.hooks:
                 hook.at_end(run, step)
@@ -119,26 +132,6 @@ class Trainer:
             run.save(self._step)
         if run.wait_until_saved(self._step):
             run.progress.print(f"step {self._step} was saved; fix the error below, then run the same command to resume")
-
-    def _compile(self) -> None:
-        run = self.run
-        with run.goodput.during("compile"):
-            # Compile before the first batch is read; no process continues until all have compiled.
-            run.program.backend.compile()
-            distributed.barrier("compiled")
-            if run.data.validation_names:
-                # Compile now, while there are no steps to lose if the user interrupts the compiler.
-                with phase("compiling the evaluation", patience=SHORT):
-                    run.program.compile_evaluation(run.state)
-
-    def _train_through_roll_backs(self, step: int) -> int:
-        """Train until max_steps or a stop, resuming after each rollback; returns the last step."""
-        while True:
-            try:
-                return self._steps(step)
-            except RollBack as request:
-                with self.run.goodput.during("restore"):
-                    step = self._roll_back(*request.args)
 
     def _roll_back(self, bad_step: int) -> int:
         """Go back to the newest checkpoint, or to the start if there is none, and leave out the batch of `bad_step`.
@@ -171,53 +164,50 @@ class Trainer:
         )
         return step
 
-    def _steps(self, step: int) -> int:
+    def _run_steps(self, step: int) -> int:
         """Train from `step` until max_steps or a stop; returns the last step. Raises RollBack if a hook requests it."""
-        with ExitStack() as until_reported:
-            return self._run_steps(step, until_reported)
-
-    def _run_steps(self, step: int, until_reported: ExitStack) -> int:
-        """Run the loop of `_steps`. Closes `until_reported` at the first line about a step."""
         run = self.run
-        # The first line may take minutes. Later lines come at a known pace.
-        first_steps = until_reported.enter_context(phase("training the first steps", patience=1.0))
         first_report = min(step - step % run.options.log_every + run.options.log_every, run.options.max_steps)
-        buffer = self._buffer = MetricsBuffer()
-        batches = run.data.train_iterator(step, run.program.rows, run.batch_order)
-        try:
-            run.goodput.enter("step")
-            while step < run.options.max_steps and not self.agreed["stop"]:
-                step += 1
-                if step <= first_report:
-                    first_steps.detail = f"step {step} of {first_report}"
-                for hook in self.hooks:
-                    hook.before_step(run, step)
-                with run.goodput.during("input"):
-                    _, batch = next(batches)
-                self._begun = True
-                run.state, metrics = run.program.step(run.state, run.program.put(batch))
-                self._step = step
-                buffer.put(step, self._with_votes(metrics))
-                # The line comes one step late.
-                if step > first_report:
-                    until_reported.close()
-                # Wait for the previous step, which bounds how far Python runs ahead of the device.
-                self._metrics(buffer.take(keep=1))
-                run.save_is_due = step % run.options.save_every == 0 or bool(self.agreed["save"])
-                if run.save_is_due:
-                    # Saving waits for this step anyway. If only the checkpoint survives a kill, its row of metrics is
-                    # needed.
-                    self._metrics(buffer.take(keep=0))
-                for hook in self.hooks:
-                    hook.after_step(run, step)
-                if run.stopping:
-                    # Do not train one more step: an evaluation that the signal interrupted belongs to this one.
-                    self.agreed["stop"] = next(iter(run.signals))
-            until_reported.close()
-            self._metrics(buffer.take(keep=0))
-        finally:
-            batches.close()
-            run.goodput.enter("evaluate")
+        # The first line about a step may take minutes, and ends this phase. Later lines come at a known pace.
+        with ExitStack() as until_reported:
+            first_steps = until_reported.enter_context(phase("training the first steps", patience=1.0))
+            buffer = self._buffer = MetricsBuffer()
+            batches = run.data.train_iterator(step, run.program.rows, run.batch_order)
+            try:
+                run.goodput.enter("step")
+                while step < run.options.max_steps and not self.agreed["stop"]:
+                    step += 1
+                    if step <= first_report:
+                        first_steps.detail = f"step {step} of {first_report}"
+                    for hook in self.hooks:
+                        hook.before_step(run, step)
+                    with run.goodput.during("input"):
+                        _, batch = next(batches)
+                    self._begun = True
+                    run.state, metrics = run.program.step(run.state, run.program.put(batch))
+                    self._step = step
+                    buffer.put(step, self._with_votes(metrics))
+                    # The line comes one step late.
+                    if step > first_report:
+                        until_reported.close()
+                    # Wait for the previous step, which bounds how far Python runs ahead of the device.
+                    self._metrics(buffer.take(keep=1))
+                    run.save_is_due = step % run.options.save_every == 0 or bool(self.agreed["save"])
+                    if run.save_is_due:
+                        # Saving waits for this step anyway. If only the checkpoint survives a kill, its row of metrics
+                        # is needed.
+                        self._metrics(buffer.take(keep=0))
+                    run.throughput.step()
+                    for hook in self.hooks:
+                        hook.after_step(run, step)
+                    if run.stopping:
+                        # Do not train one more step: an evaluation that the signal interrupted belongs to this one.
+                        self.agreed["stop"] = next(iter(run.signals))
+                until_reported.close()
+                self._metrics(buffer.take(keep=0))
+            finally:
+                batches.close()
+                run.goodput.enter("evaluate")
         return step
 
     def _with_votes(self, metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:

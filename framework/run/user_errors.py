@@ -93,7 +93,7 @@ def is_user_error(error: BaseException) -> bool:
     if is_cut or not frames or not isinstance(error, (ValueError, ImportError)):
         return False
     # Compare by file, because the module of the running verb is called __main__.
-    return _is_plimsoll_file(frames[-1].filename)
+    return str(Path(frames[-1].filename).resolve()).startswith(_PLIMSOLL)
 
 
 def format_user_error(error: BaseException) -> str | None:
@@ -101,10 +101,20 @@ def format_user_error(error: BaseException) -> str | None:
 
     Returns None if there is no such frame: then it is a bug of Plimsoll or of a package.
     """
+    chain = [error]
+    cause = error.__cause__
+    # A chain can be circular, if an error was raised from one that it had caused.
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__
     user_frames = []
-    for exception in _chain(error):
+    # The root cause comes first.
+    for exception in reversed(chain):
         for frame in traceback.extract_tb(exception.__traceback__):
-            if _is_user_file(frame.filename):
+            # Code without a file is called <frozen importlib> or <string>.
+            has_file = not frame.filename.startswith("<")
+            path = str(Path(frame.filename).resolve())
+            if has_file and not path.startswith((*_PLIMSOLL, *_INSTALLED)):
                 user_frames.append(frame)
     if not user_frames:
         return None
@@ -116,26 +126,3 @@ def format_user_error(error: BaseException) -> str | None:
     formatted_frames = "".join(traceback.format_list(user_frames)).rstrip("\n")
     hint = "(PLIMSOLL_TRACEBACK=1 in the environment shows all frames)"
     return "\n".join([head, formatted_frames, *further_lines, hint])
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """Return the exception and its causes, starting with the root cause."""
-    chain = [error]
-    cause = error.__cause__
-    # A chain can be circular, if an error was raised from one that it had caused.
-    while cause is not None and cause not in chain:
-        chain.append(cause)
-        cause = cause.__cause__
-    return chain[::-1]
-
-
-def _is_plimsoll_file(filename: str) -> bool:
-    return str(Path(filename).resolve()).startswith(_PLIMSOLL)
-
-
-def _is_user_file(filename: str) -> bool:
-    # Code without a file, such as <frozen importlib> and <string>.
-    if filename.startswith("<"):
-        return False
-    path = str(Path(filename).resolve())
-    return not path.startswith(_PLIMSOLL) and not path.startswith(_INSTALLED)

@@ -145,10 +145,6 @@ class Spinner(View):
         _write_out(self._stream, f"{_CLEAR}{text[: columns - 1]}")
         self._drawn = True
 
-    def end(self, phase: Phase, seconds: float, *, completed: bool) -> None:
-        """See `View`."""
-        self.break_line()
-
     def break_line(self) -> None:
         """See `View`."""
         if self._drawn:

@@ -80,7 +80,8 @@ class View:
         """Show a phase that has been running for `seconds`."""
 
     def end(self, phase: Phase, seconds: float, *, completed: bool) -> None:
-        """Show the end of a phase. `completed` is False if an exception ended it."""
+        """Show the end of a phase, or only clear the display. `completed` is False if an exception ended it."""
+        self.break_line()
 
     def break_line(self) -> None:
         """End an unfinished line, because other output follows on its own line."""

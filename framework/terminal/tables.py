@@ -67,32 +67,26 @@ def start_table(
     parameter_rows = [["group", "number", "", "bytes"]]
     for group, count, size in [*parameters, ("sum", total_count, total_bytes)]:
         parameter_rows.append([group, f"{count:,}", human_count(count), human_bytes(size)])
-    return [
-        TableSection("run", list(run.items())),
-        TableSection("parameters", parameter_rows, numbers=True),
-        TableSection("bytes per device", _memory_rows(device_bytes, device_limit_bytes), numbers=True),
-        TableSection("data", list(data.items())),
-        TableSection("versions", list(versions.items())),
-    ]
-
-
-def _memory_rows(device_bytes: Mapping[tuple[str, str], int], device_limit_bytes: int | None) -> list[list[str]]:
-    """Return a heading, a row for each group, and a row of sums, with a column for each memory kind."""
-    # Use a dict instead of a set to keep the order.
-    groups = list(dict.fromkeys(group for group, _ in device_bytes))
-    # Device memory comes first, because it is the scarce one.
+    # A column for each memory kind. Device memory comes first, because it is the scarce one.
     kinds = sorted({kind for _, kind in device_bytes}, key=lambda kind: (kind != "device", kind))
-    rows = [["group", *kinds]]
-    for group in groups:
+    memory_rows = [["group", *kinds]]
+    # Use a dict instead of a set to keep the order.
+    for group in dict.fromkeys(group for group, _ in device_bytes):
         sizes = [human_bytes(device_bytes.get((group, kind))) for kind in kinds]
-        rows.append([group, *sizes])
+        memory_rows.append([group, *sizes])
     sums = dict.fromkeys(kinds, 0)
     for (_, kind), size in device_bytes.items():
         sums[kind] += size
     sum_row = ["sum", *(human_bytes(size) for size in sums.values())]
     if device_limit_bytes and "device" in kinds:
         sum_row[1] += f" of {human_bytes(device_limit_bytes)}"
-    return [*rows, sum_row]
+    return [
+        TableSection("run", list(run.items())),
+        TableSection("parameters", parameter_rows, numbers=True),
+        TableSection("bytes per device", [*memory_rows, sum_row], numbers=True),
+        TableSection("data", list(data.items())),
+        TableSection("versions", list(versions.items())),
+    ]
 
 
 def render(sections: Sequence[TableSection]) -> str:

@@ -13,7 +13,6 @@ from plimsoll.framework.learner import optimizer_instances
 from plimsoll.framework.program.compile_thread import EVALUATION, CompileThread
 from plimsoll.framework.program.jit_step import JitStep
 from plimsoll.framework.program.program import Program
-from plimsoll.framework.run.compile_ahead import begin_evaluation, begin_init
 
 # Libraries that are slow to import and that no start needs before its first step.
 LATE = ("torch", "matplotlib", "tensorboardX", "datasets", "pyarrow", "transformers", "rich", "google.cloud.storage")
@@ -37,8 +36,8 @@ def small() -> Program:
 def test_background_compilation_gives_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer_instances, "probe", lambda *_: pytest.fail("a trial of the optimizer compiles"))
     ahead, plain = small(), small()
-    begin_init(ahead)
-    begin_evaluation(ahead)
+    ahead.backend.begin_init()
+    ahead.backend.begin_evaluation()
     expected = plain.init()
     state = ahead.init()
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
