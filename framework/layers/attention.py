@@ -81,7 +81,15 @@ class Attention(Layer):
     ):
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads or num_heads
-        _check_heads(dim, num_heads, self.num_kv_heads, head_dim)
+        if head_dim is None and dim % num_heads:
+            raise ValueError(
+                f"num_heads = {num_heads} does not divide dim = {dim}; nearest: {nearest_divisors(dim, num_heads)}"
+            )
+        if num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {num_heads}; "
+                f"nearest: {nearest_divisors(num_heads, self.num_kv_heads)}"
+            )
         self.head_dim = head_dim or dim // num_heads
         self.window = window
         self.softcap = softcap
@@ -239,16 +247,3 @@ class Attention(Layer):
         context = min(seq_len, self.window or seq_len)
         projections = super().flops_per_token(seq_len)
         return projections + 4.0 * self.num_heads * self.head_dim * context
-
-
-def _check_heads(dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:
-    """Raise ValueError if the heads do not divide the width, or the key/value heads do not divide the query heads."""
-    if head_dim is None and dim % num_heads:
-        raise ValueError(
-            f"num_heads = {num_heads} does not divide dim = {dim}; nearest: {nearest_divisors(dim, num_heads)}"
-        )
-    if num_heads % num_kv_heads:
-        raise ValueError(
-            f"num_kv_heads = {num_kv_heads} does not divide num_heads = {num_heads}; "
-            f"nearest: {nearest_divisors(num_heads, num_kv_heads)}"
-        )

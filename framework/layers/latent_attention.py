@@ -149,7 +149,12 @@ class LatentAttention(Layer):
         # Batches of packed documents carry positions, which restart at 0 with each document.
         positions_BS = ctx.batch.get("positions", jnp.arange(length)[None])
         query_BSNH = self._queries(weights, carry, positions_BS, ctx)
-        latent_BSR, rotary_key_BS1P = self._latents(weights, carry, positions_BS, ctx)
+        # The latent, and the rotary key that all heads share.
+        with jax.named_scope("kv_down"):
+            both_BSC = self.kv_down(weights["kv_down"], carry, ctx)
+            latent_BSR, key_BSP = jnp.split(both_BSC, [self.kv_rank], axis=-1)
+            latent_BSR = self.kv_norm(weights["kv_norm"], latent_BSR, ctx)
+            rotary_key_BS1P = self._rotate(positions_BS, key_BSP[:, :, None])
         cached_BS1C = jnp.concatenate([latent_BSR[:, :, None], rotary_key_BS1P], axis=-1) if ctx.cache else None
         if layer_state:
             assert cached_BS1C is not None, "a cache is read where it is written"
@@ -181,17 +186,6 @@ class LatentAttention(Layer):
             rotated_BSNP = self._rotate(positions_BS, rotated_BSNP)
             q_BSNH = jnp.concatenate([plain_BSNU, rotated_BSNP], axis=-1)
         return checkpoint_name(q_BSNH, "query")
-
-    def _latents(
-        self, weights: Nested, x_BSD: jax.Array, positions_BS: jax.Array, ctx: Context
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return (the normed latent [B, S, R], the rotated key shared by all heads [B, S, 1, P])."""
-        with jax.named_scope("kv_down"):
-            both_BSC = self.kv_down(weights["kv_down"], x_BSD, ctx)
-            latent_BSR, key_BSP = jnp.split(both_BSC, [self.kv_rank], axis=-1)
-            latent_BSR = self.kv_norm(weights["kv_norm"], latent_BSR, ctx)
-            key_BS1P = self._rotate(positions_BS, key_BSP[:, :, None])
-        return latent_BSR, key_BS1P
 
     def _rotate(self, positions_BS: jax.Array, x_BSNP: jax.Array) -> jax.Array:
         """Rotate the rotary channels of queries or keys; in the result, the members of each pair are P / 2 apart."""
