@@ -212,11 +212,11 @@ def merge_adapters(model: AdaptedModel, params: Nested) -> Nested:
         if isinstance(leaf, dict) and "codes" in leaf:
             assert lora.storage is not None
             weight = dequantize(leaf, lora.storage, jnp.float32)
-        elif lora_a is not None:
-            weight = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-        else:
+        elif isinstance(leaf, dict) or lora_a is None:
             merged[name] = merge_adapters(model, leaf)
             continue
+        else:
+            weight = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
         if lora_a is not None and lora_b is not None:
             update = lora_a.astype(weight.dtype) @ lora_b.astype(weight.dtype)
             weight = weight + lora.scale * update
