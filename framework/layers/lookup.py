@@ -59,28 +59,21 @@ def look_up(table_VD: jax.Array, indices_BS: jax.Array, ctx: Context, vocab_axis
         return mesh_ctx.constrain(rows_BSD, *_TOKEN_AXES, "fsdp")
 
     def backward(indices: jax.Array, rows_grad: jax.Array) -> tuple[jax.Array, jax.Array | np.ndarray]:
-        compute_gradient = partial(table_gradient, shape=shape, dtype=table_dtype)
-        gradient = on_mesh(compute_gradient, mesh, vocab_axis)
+        gradient = partial(table_gradient, shape=shape, dtype=table_dtype)
+        if mesh is not None and mesh.size > 1:
+            gradient = jax.shard_map(
+                partial(shard_gradient, gradient, mesh=mesh, vocab_axis=vocab_axis),
+                mesh=mesh,
+                in_specs=(PartitionSpec(*_TOKEN_AXES), PartitionSpec(*_TOKEN_AXES, "fsdp")),
+                out_specs=PartitionSpec(vocab_axis, "fsdp"),
+                check_vma=False,
+            )
         with jax.named_scope("gradient"):
             grad = gradient(indices, rows_grad)
         return grad, zero_cotangent(indices)
 
     rows.defvjp(lambda table, indices: (rows(table, indices), indices), backward)
     return ctx.constrain_hidden(rows(table_VD, indices_BS))
-
-
-def on_mesh(
-    compute_gradient: Callable[..., jax.Array], mesh: Mesh | None, vocab_axis: str | None
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Return `table_gradient` for each device's shard of the table."""
-    if mesh is None or mesh.size == 1:
-        return compute_gradient
-    token_spec = PartitionSpec(*_TOKEN_AXES)
-    rows_spec = PartitionSpec(*_TOKEN_AXES, "fsdp")
-    table_spec = PartitionSpec(vocab_axis, "fsdp")
-    local = partial(shard_gradient, compute_gradient, mesh=mesh, vocab_axis=vocab_axis)
-    in_specs = (token_spec, rows_spec)
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=table_spec, check_vma=False)
 
 
 def shard_gradient(

@@ -1,4 +1,4 @@
-"""Conversion of router logits to each token's experts and their shares, and the losses and metrics of their balance.
+"""Conversion of router logits to each token's experts and their shares, and the balance of the experts' load.
 
 Pure functions of arrays. E is the number of experts, K the number of experts per token.
 """
@@ -139,15 +139,3 @@ def balance_loss(
     divisors_B = jnp.where(counts_B > 0, counts_B, 1.0)
     products_B = jnp.sum(loads_BE * masses_BE, axis=-1) / divisors_B
     return num_experts / top_k * jnp.sum(products_B)
-
-
-def z_loss(logits_BSE: jax.Array, weights_BS: jax.Array) -> jax.Array:
-    """Sum logsumexp(logits)^2 over tokens, by their weights (Zoph et al. 2022, arXiv 2202.08906, eq. 5)."""
-    sizes_BS = jax.nn.logsumexp(logits_BSE, axis=-1)
-    return jnp.sum(jnp.square(sizes_BS) * weights_BS)
-
-
-def entropy(probabilities_BSE: jax.Array, weights_BS: jax.Array) -> jax.Array:
-    """Sum the entropy of the tokens' probabilities, in nats, by the tokens' weights."""
-    entropies_BS = jnp.sum(jax.scipy.special.entr(probabilities_BSE), axis=-1)
-    return jnp.sum(entropies_BS * weights_BS)
