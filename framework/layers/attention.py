@@ -29,8 +29,49 @@ from plimsoll.framework.layout import Nested, ParameterSpec, nearest_divisors
 Heads = tuple[jax.Array, jax.Array, jax.Array]
 
 
+class KernelAttention(Layer):
+    """Base class of attention layers, which compute softmax(QK)V in the kernel of the platform.
+
+    Attributes:
+        window, softcap, scale, implementation, splash, kernel_dtype: see `Attention`.
+    """
+
+    window: int | None = None
+    softcap: float | None = None
+    scale: float
+    implementation: Implementation
+    splash: SplashBlocks
+    kernel_dtype: DType | None
+
+    def check_platform(self, platform: str) -> None:
+        """See `Layer.check_platform`."""
+        check_platform(self.implementation, platform)
+
+    def attend(
+        self, q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, ctx: Context, sinks_N: jax.Array | None = None
+    ) -> jax.Array:
+        """Return softmax(QK)V as [B, S, N, V], in the query's dtype."""
+        attend = dot_product_attention if ctx.kernels is None else ctx.kernels.attention
+        kernel_dtype = self.kernel_dtype or q_BSNH.dtype
+        # The kernels name their result "attention", so that remat policies can save it.
+        y_BSNV = attend(
+            q_BSNH.astype(kernel_dtype),
+            k_BSKH.astype(kernel_dtype),
+            v_BSKV.astype(kernel_dtype),
+            segments_BS=ctx.batch.get("segments"),
+            sinks_N=sinks_N,
+            window=self.window,
+            softcap=self.softcap,
+            scale=self.scale,
+            implementation=self.implementation,
+            mesh=ctx.mesh,
+            splash=self.splash,
+        )
+        return y_BSNV.astype(q_BSNH.dtype)
+
+
 @component
-class Attention(Layer):
+class Attention(KernelAttention):
     """Causal self-attention of x_BSD.
 
     Args:
@@ -81,14 +122,22 @@ class Attention(Layer):
     ):
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads or num_heads
-        _check_heads(dim, num_heads, self.num_kv_heads, head_dim)
+        if head_dim is None and dim % num_heads:
+            raise ValueError(
+                f"num_heads = {num_heads} does not divide dim = {dim}; nearest: {nearest_divisors(dim, num_heads)}"
+            )
+        if num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {num_heads}; "
+                f"nearest: {nearest_divisors(num_heads, self.num_kv_heads)}"
+            )
         self.head_dim = head_dim or dim // num_heads
         self.window = window
         self.softcap = softcap
         self.scale = self.head_dim**-0.5 if scale is None else scale
         self.sinks = sinks
-        self.implementation: Implementation = implementation
-        self.splash: SplashBlocks = splash.instantiate()
+        self.implementation = implementation
+        self.splash = splash.instantiate()
         self.kernel_dtype = kernel_dtype
         query_size = num_heads * self.head_dim
         kv_size = self.num_kv_heads * self.head_dim
@@ -132,10 +181,6 @@ class Attention(Layer):
         self.num_heads //= sizes["model"]
         self.num_kv_heads //= sizes["model"]
 
-    def check_platform(self, platform: str) -> None:
-        """See `Layer.check_platform`."""
-        check_platform(self.implementation, platform)
-
     def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
         """Apply attention to x_BSD and return [B, S, D].
 
@@ -144,7 +189,22 @@ class Attention(Layer):
         """
         batch, length, _ = carry.shape
         q_BSNH, k_BSKH, v_BSKH = self._queries_keys_values(weights, carry, ctx)
-        y_BSNH = self._attend(q_BSNH, k_BSKH, v_BSKH, weights.get("sinks"), ctx, layer_state)
+        sinks_N = weights.get("sinks")
+        if layer_state:
+            y_BSNH = attend_with_cache(
+                q_BSNH,
+                k_BSKH,
+                v_BSKH,
+                layer_state,
+                first_B=ctx.batch["first"],
+                slot=ctx.batch["slot"],
+                scale=self.scale,
+                window=self.window,
+                softcap=self.softcap,
+                sinks_N=sinks_N,
+            )
+        else:
+            y_BSNH = self.attend(q_BSNH, k_BSKH, v_BSKH, ctx, sinks_N)
         with jax.named_scope("output"):
             heads_BSE = y_BSNH.reshape(batch, length, -1)
             y_BSD = checkpoint_name(self.output(weights["output"], heads_BSE, ctx), "output")
@@ -191,64 +251,9 @@ class Attention(Layer):
         x_BSE = x_BSNH.reshape(batch, length, -1)
         return norm(weights, x_BSE, ctx).reshape(x_BSNH.shape)
 
-    def _attend(
-        self,
-        q_BSNH: jax.Array,
-        k_BSKH: jax.Array,
-        v_BSKH: jax.Array,
-        sinks_N: jax.Array | None,
-        ctx: Context,
-        layer_state: Nested,
-    ) -> jax.Array:
-        """Return softmax(QK)V as [B, S, N, H]; also attends to the cache if `layer_state` holds one."""
-        if layer_state:
-            return attend_with_cache(
-                q_BSNH,
-                k_BSKH,
-                v_BSKH,
-                layer_state,
-                first_B=ctx.batch["first"],
-                slot=ctx.batch["slot"],
-                scale=self.scale,
-                window=self.window,
-                softcap=self.softcap,
-                sinks_N=sinks_N,
-            )
-        attend = dot_product_attention if ctx.kernels is None else ctx.kernels.attention
-        compute_dtype = q_BSNH.dtype
-        kernel_dtype = self.kernel_dtype or compute_dtype
-        # The kernels name their result "attention", so that remat policies can save it.
-        y_BSNH = attend(
-            q_BSNH.astype(kernel_dtype),
-            k_BSKH.astype(kernel_dtype),
-            v_BSKH.astype(kernel_dtype),
-            segments_BS=ctx.batch.get("segments"),
-            sinks_N=sinks_N,
-            window=self.window,
-            softcap=self.softcap,
-            scale=self.scale,
-            implementation=self.implementation,
-            mesh=ctx.mesh,
-            splash=self.splash,
-        )
-        return y_BSNH.astype(compute_dtype)
-
     def flops_per_token(self, seq_len: int) -> float:
         """Count the projections, and QK and AV over the whole context: 4 N H S."""
         # Counted as in PaLM (arXiv 2204.02311, appendix B): the causal mask is not deducted.
         context = min(seq_len, self.window or seq_len)
         projections = super().flops_per_token(seq_len)
         return projections + 4.0 * self.num_heads * self.head_dim * context
-
-
-def _check_heads(dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:
-    """Raise ValueError if the heads do not divide the width, or the key/value heads do not divide the query heads."""
-    if head_dim is None and dim % num_heads:
-        raise ValueError(
-            f"num_heads = {num_heads} does not divide dim = {dim}; nearest: {nearest_divisors(dim, num_heads)}"
-        )
-    if num_heads % num_kv_heads:
-        raise ValueError(
-            f"num_kv_heads = {num_kv_heads} does not divide num_heads = {num_heads}; "
-            f"nearest: {nearest_divisors(num_heads, num_kv_heads)}"
-        )

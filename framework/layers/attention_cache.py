@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from plimsoll.framework.layers.kernels_call import softmax_with_sinks
 
@@ -47,14 +46,26 @@ def attend_with_cache(
     wide = jnp.promote_types(query_BSNH.dtype, jnp.float32)
     # R = S * G rows share a key/value head, so keys and values are not repeated. The rows of one token are adjacent.
     q_BKRH = query_BSNH.reshape(B, S, K, G, H).swapaxes(1, 2).reshape(B, K, S * G, H)
+    # The index of each row's token among the new tokens.
     steps_R = jnp.repeat(jnp.arange(S), G)
-    visible_BRC = _visible_slots(cache["key"].shape[1], first_B, slot, steps_R, window)
+    # Slots before `first` are padding; slots from `slot` on are empty.
+    slots_C = jnp.arange(cache["key"].shape[1])
+    visible_BC = (slots_C >= first_B[:, None]) & (slots_C < slot)
+    if window is None:
+        visible_BRC = visible_BC[:, None]
+    else:
+        visible_RC = slots_C > (slot + steps_R[:, None]) - window
+        visible_BRC = visible_BC[:, None] & visible_RC
     # -inf cannot turn a row into NaN here: a new token always sees itself.
     cache_logits_BKRC = _logits(q_BKRH, cache["key"], scale, softcap)
     cache_logits_BKRC = jnp.where(visible_BRC[:, None], cache_logits_BKRC, -jnp.inf)
     new_logits_BKRS = _logits(q_BKRH, key_BSKH, scale, softcap)
     if S > 1:
-        new_logits_BKRS = jnp.where(_visible_new(S, steps_R, window), new_logits_BKRS, -jnp.inf)
+        distance_RS = steps_R[:, None] - jnp.arange(S)
+        visible_RS = distance_RS >= 0
+        if window is not None:
+            visible_RS &= distance_RS < window
+        new_logits_BKRS = jnp.where(visible_RS, new_logits_BKRS, -jnp.inf)
     all_logits = jnp.concatenate([cache_logits_BKRC, new_logits_BKRS], axis=-1)
     if sinks_N is None:
         weights = jax.nn.softmax(all_logits, axis=-1)
@@ -62,43 +73,12 @@ def attend_with_cache(
         sinks_KR = jnp.tile(sinks_N.reshape(K, G), S)
         weights = softmax_with_sinks(all_logits, sinks_KR[:, :, None])
     weights = weights.astype(value_BSKH.dtype)
-    out_BKRV = _mix(weights, cache["value"], value_BSKH, wide).astype(query_BSNH.dtype)
-    return out_BKRV.reshape(B, K, S, G, -1).swapaxes(1, 2).reshape(B, S, N, -1)
-
-
-def _mix(weights: jax.Array, value_BCKV: jax.Array, new_value_BSKV: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Sum the values of C slots and of S new tokens with weights [B, K, R, C + S]; returns [B, K, R, V]."""
     # The new tokens are added separately: concatenating their values to the cache would copy the cache.
-    num_slots = value_BCKV.shape[1]
-    cache_weights_BKRC, new_weights_BKRS = jnp.split(weights, [num_slots], axis=-1)
-    cache_BKRV = jnp.einsum("bkrc,bckv->bkrv", cache_weights_BKRC, value_BCKV, preferred_element_type=dtype)
-    new_BKRV = jnp.einsum("bkrs,bskv->bkrv", new_weights_BKRS, new_value_BSKV, preferred_element_type=dtype)
-    return cache_BKRV + new_BKRV
-
-
-def _visible_slots(
-    num_slots: int, first_B: jax.Array, slot: jax.Array, steps_R: jax.Array, window: int | None
-) -> jax.Array:
-    """Return bool [B, R or 1, C]: whether a row's new token may attend to a slot.
-
-    `steps_R` is the index of each row's token among the new tokens.
-    """
-    slots_C = jnp.arange(num_slots)
-    # Slots before `first` are padding; slots from `slot` on are empty.
-    visible_BC = (slots_C >= first_B[:, None]) & (slots_C < slot)
-    if window is None:
-        return visible_BC[:, None]
-    visible_RC = slots_C > (slot + steps_R[:, None]) - window
-    return visible_BC[:, None] & visible_RC
-
-
-def _visible_new(num_new: int, steps_R: jax.Array, window: int | None) -> jax.Array:
-    """Return bool [R, S]: whether a row's new token may attend to another new token."""
-    distance_RS = steps_R[:, None] - jnp.arange(num_new)
-    visible_RS = distance_RS >= 0
-    if window is not None:
-        visible_RS &= distance_RS < window
-    return visible_RS
+    cache_weights, new_weights = jnp.split(weights, [cache["value"].shape[1]], axis=-1)
+    cache_BKRV = jnp.einsum("bkrc,bckv->bkrv", cache_weights, cache["value"], preferred_element_type=wide)
+    new_BKRV = jnp.einsum("bkrs,bskv->bkrv", new_weights, value_BSKH, preferred_element_type=wide)
+    out_BKRV = (cache_BKRV + new_BKRV).astype(query_BSNH.dtype)
+    return out_BKRV.reshape(B, K, S, G, -1).swapaxes(1, 2).reshape(B, S, N, -1)
 
 
 def _logits(q_BKRH: jax.Array, keys_BCKH: jax.Array, scale: float, softcap: float | None) -> jax.Array:

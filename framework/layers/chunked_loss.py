@@ -216,13 +216,12 @@ def token_log_probs(
     """
     mesh_ctx = Context(batch={}, mesh=ctx.mesh)
 
-    def chunk_log_probs(product: jax.Array, targets: jax.Array) -> jax.Array:
-        logits = apply_softcap(product, softcap)
+    def chunk_log_probs(logits: jax.Array, targets: jax.Array) -> jax.Array:
         return _pick_target_logits(logits, targets) - jax.nn.logsumexp(logits, axis=-1)
 
     @jax.custom_vjp
     def log_probs(h: jax.Array, table: jax.Array, targets: jax.Array) -> jax.Array:
-        return _map_positions(chunk_log_probs, chunks, mesh_ctx, h, table, targets)
+        return by_position(chunk_log_probs, chunks, mesh_ctx, h, table, softcap, (targets,))
 
     def forward(
         h: CustomVJPPrimal, table: CustomVJPPrimal, targets: CustomVJPPrimal
@@ -246,38 +245,28 @@ def token_log_probs(
 
 
 def by_position(
-    compute_values: Callable[[jax.Array], PyTree],
+    compute_values: Callable[..., PyTree],
     chunks: Chunks,
     ctx: Context,
     h_BSD: jax.Array,
     table_VD: jax.Array,
     softcap: float | None = None,
+    inputs: tuple[jax.Array, ...] = (),
 ) -> PyTree:
-    """Return `compute_values(logits)` for each position, a tree of arrays [B, S, ...]; not differentiable.
+    """Return `compute_values(logits, *inputs)` for each position, a tree of arrays [B, S, ...]; not differentiable.
 
     Args:
-        compute_values: maps the logits of some positions, [B, S', V], to a tree of arrays [B, S', ...].
+        compute_values: maps the logits of some positions, [B, S', V], and their inputs to a tree of arrays
+            [B, S', ...].
         chunks, ctx, h_BSD, table_VD: see `compute_chunked_loss`.
         softcap: see LMHead.
+        inputs: arrays [B, S, ...].
     """
-    return _map_positions(
-        lambda product, _: compute_values(apply_softcap(product, softcap)), chunks, ctx, h_BSD, table_VD, ()
-    )
-
-
-def _map_positions(
-    compute_values: Callable[[jax.Array, Inputs], PyTree],
-    chunks: Chunks,
-    ctx: Context,
-    h: jax.Array,
-    table: jax.Array,
-    inputs: Inputs,
-) -> PyTree:
-    """Return `compute_values(product of hidden states and table, inputs)` for each position, arrays [B, S, ...]."""
     if chunks.count == 1:
-        return compute_values(logits_product(h, table), inputs)
+        return compute_values(apply_softcap(logits_product(h_BSD, table_VD), softcap), *inputs)
     chunk_stack = jax.lax.map(
-        lambda chunk: compute_values(logits_product(chunk[0], table), chunk[1]), chunks.split((h, inputs), ctx)
+        lambda chunk: compute_values(apply_softcap(logits_product(chunk[0], table_VD), softcap), *chunk[1]),
+        chunks.split((h_BSD, inputs), ctx),
     )
     return jax.tree.map(chunks.join, chunk_stack)
 

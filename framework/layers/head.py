@@ -98,9 +98,7 @@ class LMHead(Layer):
 
     def param_specs(self) -> dict[str, ParameterSpec]:
         """Return the spec of table [V, D]; {} when tied: the model declares the tie and passes the embedding table."""
-        if self.tied:
-            return {}
-        return {"table": self.table_spec()}
+        return {} if self.tied else {"table": self.table_spec()}
 
     def prepare(self, params: Nested, ctx: Context) -> Nested:
         """Prepare a tied table in the same way as a separate one."""

@@ -61,7 +61,7 @@ class SplashBlocks:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """An attention call without its arrays: global sizes B, S, N, H, K, and options of `dot_product_attention`."""
+    """An attention call without its arrays: global sizes B, S, N, H, K, V, and options of `dot_product_attention`."""
 
     batch: int
     length: int
@@ -74,23 +74,10 @@ class AttentionCall:
     softcap: float | None
     mesh: Mesh | None
     platform: str  # cpu, tpu, gpu
-    given_scale: float | None = None
+    scale: float
+    value_dim: int
     splash: SplashBlocks = SplashBlocks()
     has_sinks: bool = False
-    # V; None means that values have H channels, like keys.
-    given_value_dim: int | None = None
-
-    @property
-    def scale(self) -> float:
-        """The factor on the logits, applied before the cap."""
-        if self.given_scale is not None:
-            return self.given_scale
-        return self.head_dim**-0.5
-
-    @property
-    def value_dim(self) -> int:
-        """V, the number of channels per head of values."""
-        return self.head_dim if self.given_value_dim is None else self.given_value_dim
 
     def shards(self, *axes: str) -> int:
         """Return the product of the sizes of these mesh axes."""
@@ -177,10 +164,10 @@ def describe_call(
         softcap=softcap,
         mesh=mesh,
         platform=platform,
-        given_scale=scale,
+        scale=head_dim**-0.5 if scale is None else scale,
+        value_dim=v.shape[3],
         splash=splash,
         has_sinks=sinks is not None,
-        given_value_dim=v.shape[3],
     )
 
 

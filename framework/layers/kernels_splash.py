@@ -8,7 +8,6 @@ over seq. Blocks that the causal mask or the window leaves empty are neither loa
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -87,8 +86,10 @@ def attend(
         if row_ids is not None and column_ids is not None:
             segment_ids = SegmentIds(row_ids, column_ids)
         # The kernel handles one sequence. All sequences share the sinks; each head has its own.
-        attend_sequence: Any = jax.vmap(partial(_attend_sequence, kernel), in_axes=(0, 0, 0, 0, None))
-        out_BNSH = attend_sequence(*heads_first, segment_ids, sinks)
+        attend_sequences: Any = jax.vmap(
+            lambda q, k, v, ids, sinks: kernel(q, k, v, ids, sinks=sinks), in_axes=(0, 0, 0, 0, None)
+        )
+        out_BNSH = attend_sequences(*heads_first, segment_ids, sinks)
         return out_BNSH.swapaxes(1, 2)
 
     kernel = _kernel(call, interpret)
@@ -100,11 +101,6 @@ def attend(
     return on_each_device(
         call, local, q_BSNH, k_BSKH, v_BSKH, segments_BS, (kernel, sinks_N), (kernel_spec, PartitionSpec(HEADS_AXIS))
     )
-
-
-def _attend_sequence(kernel: Any, q: Array, k: Array, v: Array, segment_ids: Any, sinks: Array | None) -> Array:
-    """Return [N, S, H] for one sequence, with the heads first."""
-    return kernel(q, k, v, segment_ids, sinks=sinks)
 
 
 def _kernel(call: AttentionCall, interpret: bool) -> Any:

@@ -49,8 +49,14 @@ def attend(
     v_BKSH = v_BSKH.swapaxes(1, 2)
     ids_BS = separate_padding(segments_BS)
 
+    # 64 or 128 rows, but more if there would be over eight blocks: each block is compiled separately.
+    rows = max(64, min(128, call.length // 4), -(-call.length // 8))
+    if call.shards(LENGTH_AXIS) > 1:
+        # Splitting a dimension that is sharded over devices would send every block through all of them.
+        rows = call.length
     blocks = []
-    for first, last in _row_blocks(call):
+    for first in range(0, call.length, rows):
+        last = min(first + rows, call.length)
         block = _attend_rows(call, q_BNSH, k_BKSH, v_BKSH, ids_BS, sinks_N, first, last)
         blocks.append(block)
     out_BNSH = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=2)
@@ -103,14 +109,3 @@ def _attend_rows(
     weights = weights.astype(v_BKTV.dtype)
     block_BKRV = jnp.einsum("bkrt,bktv->bkrv", weights, v_BKTV)
     return block_BKRV.reshape(B, N, last - first, call.value_dim)
-
-
-def _row_blocks(call: AttentionCall) -> list[tuple[int, int]]:
-    """Return [first, last) of each block of queries."""
-    # Splitting a dimension that is sharded over devices would send every block through all of them.
-    if call.shards(LENGTH_AXIS) > 1:
-        return [(0, call.length)]
-    # 64 or 128 rows, but more if there would be over eight blocks: each block is compiled separately.
-    rows = max(64, min(128, call.length // 4), -(-call.length // 8))
-    starts = range(0, call.length, rows)
-    return [(first, min(first + rows, call.length)) for first in starts]

@@ -18,8 +18,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 
 from plimsoll.framework.config import Config, DType, PositiveFloat, PositiveInt, component, config_for
+from plimsoll.framework.layers.attention import KernelAttention
 from plimsoll.framework.layers.attention_cache import attend_with_cache
-from plimsoll.framework.layers.attention_kernels import Implementation, check_platform, dot_product_attention
+from plimsoll.framework.layers.attention_kernels import Implementation
 from plimsoll.framework.layers.base import BATCH_AXES, Context, Layer, Out, check_axis
 from plimsoll.framework.layers.kernels_call import SplashBlocks
 from plimsoll.framework.layers.linear import Linear
@@ -29,7 +30,7 @@ from plimsoll.framework.layout import Nested
 
 
 @component
-class LatentAttention(Layer):
+class LatentAttention(KernelAttention):
     """Causal self-attention of x_BSD, with keys and values from a latent.
 
     Args:
@@ -82,8 +83,8 @@ class LatentAttention(Layer):
         self.interleaved = interleaved
         self.rotary: Rotary = rotary.instantiate(head_dim=rotary_dim)
         self.scale = self.key_dim**-0.5 if scale is None else scale
-        self.implementation: Implementation = implementation
-        self.splash: SplashBlocks = splash.instantiate()
+        self.implementation = implementation
+        self.splash = splash.instantiate()
         self.kernel_dtype = kernel_dtype
         # Latents are replicated over the model axis, because all heads read them; heads are sharded over it.
         from_stream = {"inputs": dim, "mesh_axes": ("fsdp", None), "bias": bias}
@@ -135,10 +136,6 @@ class LatentAttention(Layer):
         """See `Layer.localize`: the model axis divides the heads."""
         self.num_heads //= sizes["model"]
 
-    def check_platform(self, platform: str) -> None:
-        """See `Layer.check_platform`."""
-        check_platform(self.implementation, platform)
-
     def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
         """Apply attention to x_BSD and return [B, S, D].
 
@@ -149,13 +146,27 @@ class LatentAttention(Layer):
         # Batches of packed documents carry positions, which restart at 0 with each document.
         positions_BS = ctx.batch.get("positions", jnp.arange(length)[None])
         query_BSNH = self._queries(weights, carry, positions_BS, ctx)
-        latent_BSR, rotary_key_BS1P = self._latents(weights, carry, positions_BS, ctx)
+        # The latent, and the rotary key that all heads share.
+        with jax.named_scope("kv_down"):
+            both_BSC = self.kv_down(weights["kv_down"], carry, ctx)
+            latent_BSR, key_BSP = jnp.split(both_BSC, [self.kv_rank], axis=-1)
+            latent_BSR = self.kv_norm(weights["kv_norm"], latent_BSR, ctx)
+            rotary_key_BS1P = self._rotate(positions_BS, key_BSP[:, :, None])
         cached_BS1C = jnp.concatenate([latent_BSR[:, :, None], rotary_key_BS1P], axis=-1) if ctx.cache else None
         if layer_state:
             assert cached_BS1C is not None, "a cache is read where it is written"
             y_BSNV = self._attend_to_cache(weights, query_BSNH, cached_BS1C, ctx, layer_state)
         else:
-            y_BSNV = self._attend(weights, query_BSNH, latent_BSR, rotary_key_BS1P, ctx)
+            with jax.named_scope("kv_up"):
+                kv_BSE = self.kv_up(weights["kv_up"], latent_BSR, ctx)
+                kv_BSNE = kv_BSE.reshape(batch, length, self.num_heads, -1)
+                kv_BSNE = ctx.constrain(kv_BSNE, BATCH_AXES, "seq", "model", None)
+                plain_BSNU, v_BSNV = jnp.split(kv_BSNE, [self.plain_dim], axis=-1)
+                rotary_BSNP = jnp.broadcast_to(rotary_key_BS1P, (*plain_BSNU.shape[:3], self.rotary_dim))
+                k_BSNH = jnp.concatenate([plain_BSNU, rotary_BSNP], axis=-1)
+            k_BSNH = checkpoint_name(k_BSNH, "key")
+            v_BSNV = checkpoint_name(v_BSNV, "value")
+            y_BSNV = self.attend(query_BSNH, k_BSNH, v_BSNV, ctx)
         with jax.named_scope("output"):
             heads_BSE = y_BSNV.reshape(batch, length, -1)
             y_BSD = checkpoint_name(self.output(weights["output"], heads_BSE, ctx), "output")
@@ -182,17 +193,6 @@ class LatentAttention(Layer):
             q_BSNH = jnp.concatenate([plain_BSNU, rotated_BSNP], axis=-1)
         return checkpoint_name(q_BSNH, "query")
 
-    def _latents(
-        self, weights: Nested, x_BSD: jax.Array, positions_BS: jax.Array, ctx: Context
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return (the normed latent [B, S, R], the rotated key shared by all heads [B, S, 1, P])."""
-        with jax.named_scope("kv_down"):
-            both_BSC = self.kv_down(weights["kv_down"], x_BSD, ctx)
-            latent_BSR, key_BSP = jnp.split(both_BSC, [self.kv_rank], axis=-1)
-            latent_BSR = self.kv_norm(weights["kv_norm"], latent_BSR, ctx)
-            key_BS1P = self._rotate(positions_BS, key_BSP[:, :, None])
-        return latent_BSR, key_BS1P
-
     def _rotate(self, positions_BS: jax.Array, x_BSNP: jax.Array) -> jax.Array:
         """Rotate the rotary channels of queries or keys; in the result, the members of each pair are P / 2 apart."""
         if self.interleaved:
@@ -201,38 +201,6 @@ class LatentAttention(Layer):
             x_BSNP = jnp.concatenate([x_BSNP[..., 0::2], x_BSNP[..., 1::2]], axis=-1)
         (rotated_BSNP,) = self.rotary(positions_BS, x_BSNP)
         return rotated_BSNP
-
-    def _attend(
-        self, weights: Nested, q_BSNH: jax.Array, latent_BSR: jax.Array, rotary_key_BS1P: jax.Array, ctx: Context
-    ) -> jax.Array:
-        """Return softmax(QK)V as [B, S, N, V], with keys and values computed from the latents."""
-        batch, length, _ = latent_BSR.shape
-        with jax.named_scope("kv_up"):
-            kv_BSE = self.kv_up(weights["kv_up"], latent_BSR, ctx)
-            kv_BSNE = kv_BSE.reshape(batch, length, self.num_heads, -1)
-            kv_BSNE = ctx.constrain(kv_BSNE, BATCH_AXES, "seq", "model", None)
-            plain_BSNU, v_BSNV = jnp.split(kv_BSNE, [self.plain_dim], axis=-1)
-            rotary_BSNP = jnp.broadcast_to(rotary_key_BS1P, (*plain_BSNU.shape[:3], self.rotary_dim))
-            k_BSNH = jnp.concatenate([plain_BSNU, rotary_BSNP], axis=-1)
-        k_BSNH = checkpoint_name(k_BSNH, "key")
-        v_BSNV = checkpoint_name(v_BSNV, "value")
-        attend = dot_product_attention if ctx.kernels is None else ctx.kernels.attention
-        compute_dtype = q_BSNH.dtype
-        kernel_dtype = self.kernel_dtype or compute_dtype
-        # The kernels name their result "attention", so that remat policies can save it.
-        y_BSNV = attend(
-            q_BSNH.astype(kernel_dtype),
-            k_BSNH.astype(kernel_dtype),
-            v_BSNV.astype(kernel_dtype),
-            segments_BS=ctx.batch.get("segments"),
-            window=None,
-            softcap=None,
-            scale=self.scale,
-            implementation=self.implementation,
-            mesh=ctx.mesh,
-            splash=self.splash,
-        )
-        return y_BSNV.astype(compute_dtype)
 
     def _attend_to_cache(
         self, weights: Nested, q_BSNH: jax.Array, new_BS1C: jax.Array, ctx: Context, layer_state: Nested

@@ -58,32 +58,22 @@ def look_up(table_VD: jax.Array, indices_BS: jax.Array, ctx: Context, vocab_axis
         rows_BSD = cast(jnp.take(table, indices, axis=0), dtype)
         return mesh_ctx.constrain(rows_BSD, *_TOKEN_AXES, "fsdp")
 
-    def forward(table: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return rows(table, indices), indices
-
     def backward(indices: jax.Array, rows_grad: jax.Array) -> tuple[jax.Array, jax.Array | np.ndarray]:
-        compute_gradient = partial(table_gradient, shape=shape, dtype=table_dtype)
-        gradient = on_mesh(compute_gradient, mesh, vocab_axis)
+        gradient = partial(table_gradient, shape=shape, dtype=table_dtype)
+        if mesh is not None and mesh.size > 1:
+            gradient = jax.shard_map(
+                partial(shard_gradient, gradient, mesh=mesh, vocab_axis=vocab_axis),
+                mesh=mesh,
+                in_specs=(PartitionSpec(*_TOKEN_AXES), PartitionSpec(*_TOKEN_AXES, "fsdp")),
+                out_specs=PartitionSpec(vocab_axis, "fsdp"),
+                check_vma=False,
+            )
         with jax.named_scope("gradient"):
             grad = gradient(indices, rows_grad)
         return grad, zero_cotangent(indices)
 
-    rows.defvjp(forward, backward)
+    rows.defvjp(lambda table, indices: (rows(table, indices), indices), backward)
     return ctx.constrain_hidden(rows(table_VD, indices_BS))
-
-
-def on_mesh(
-    compute_gradient: Callable[..., jax.Array], mesh: Mesh | None, vocab_axis: str | None
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Return `table_gradient` for each device's shard of the table."""
-    if mesh is None or mesh.size == 1:
-        return compute_gradient
-    token_spec = PartitionSpec(*_TOKEN_AXES)
-    rows_spec = PartitionSpec(*_TOKEN_AXES, "fsdp")
-    table_spec = PartitionSpec(vocab_axis, "fsdp")
-    local = partial(shard_gradient, compute_gradient, mesh=mesh, vocab_axis=vocab_axis)
-    in_specs = (token_spec, rows_spec)
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=table_spec, check_vma=False)
 
 
 def shard_gradient(
@@ -150,7 +140,14 @@ def table_gradient(
 
     width = num_columns
     if sum_dtype != dtype:
-        width = _columns_at_once(num_rows, num_columns, sum_dtype.itemsize)
+        # The largest divisor of the columns whose sums fit into SUM_BYTES, preferring multiples of 128.
+        widths = []
+        for divisor in range(1, num_columns + 1):
+            if num_columns % divisor == 0 and num_rows * divisor * sum_dtype.itemsize <= SUM_BYTES:
+                widths.append(divisor)
+        aligned_widths = [divisor for divisor in widths if divisor % _LANES == 0]
+        # One column if not even that is within the bound.
+        width = max(aligned_widths or widths or [1])
     if width == num_columns:
         return sums(rows_grad)
 
@@ -160,14 +157,3 @@ def table_gradient(
 
     grad = jnp.zeros(shape, dtype)
     return jax.lax.fori_loop(0, num_columns // width, body, grad)
-
-
-def _columns_at_once(num_rows: int, num_columns: int, itemsize: int) -> int:
-    """Return the largest divisor of num_columns whose sums fit into SUM_BYTES, preferring multiples of 128."""
-    widths = []
-    for width in range(1, num_columns + 1):
-        if num_columns % width == 0 and num_rows * width * itemsize <= SUM_BYTES:
-            widths.append(width)
-    aligned_widths = [width for width in widths if width % _LANES == 0]
-    # One column if not even that is within the bound.
-    return max(aligned_widths or widths or [1])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import jax
@@ -22,8 +22,8 @@ from plimsoll.framework.layers.base import Context, Layer, add_shared
 from plimsoll.framework.layers.experts.expert_storage import StoredMatrix
 from plimsoll.framework.layers.experts.experts import Experts
 from plimsoll.framework.layers.linear import Linear
-from plimsoll.framework.layers.quantize import Storage, dequantize, make_quantized_specs, matmul
-from plimsoll.framework.layout import Nested, ParameterSpec
+from plimsoll.framework.layers.quantize import Storage, dequantize, matmul
+from plimsoll.framework.layout import Nested
 
 
 @component
@@ -70,20 +70,18 @@ class LoRA:
         self.storage: Storage | None = base if base in ("int8", "nf4") else None
 
     def wrap(self, layers: Mapping[str, Layer]) -> None:
-        """Replace Linears below `layers` by LoRALinears and FrozenLinears, and set the storage of experts.
+        """Replace Linears below `layers` by LoRALinears, and set the storage of experts.
 
         Raise ValueError if there is no target, or if adapters of experts would have dropout.
         """
-        linears = []
-        experts = []
-        for name, layer in layers.items():
-            linears.extend(_find_linears(layer, name))
-            experts.extend(_find_expert_matrices(layer, name))
+        sites = [site for name, layer in layers.items() for site in _find_sites(layer, name)]
+        linears = [site for site in sites if isinstance(site, _LinearSite)]
+        experts = [site for site in sites if isinstance(site, _ExpertSite)]
+        paths = [site.path for site in (*linears, *experts)]
         targets_experts = "experts" in self.targets.pattern
         target_paths = {linear.path for linear in linears if self.targets.search(linear.path)}
         expert_paths = {site.path for site in experts if targets_experts and self.targets.search(site.path)}
         if not target_paths | expert_paths:
-            paths = [site.path for site in (*linears, *experts)]
             pattern = self.targets.pattern
             raise ValueError(f"lora.targets = {pattern!r} matches none of {len(paths)} layers: {paths[:8]}")
         if expert_paths and self.dropout:
@@ -91,22 +89,19 @@ class LoRA:
                 f"lora.dropout = {self.dropout}: adapters of experts have none (peft has none there either), and "
                 f"lora.targets = {self.targets.pattern!r} matches {min(expert_paths)}; expected 0"
             )
-        # Replaced only now, because this changes the children that `_find_linears` walks over.
+        # Weights in the `base` format; those that are no targets have no adapter.
+        stored_paths = target_paths | expert_paths
+        if self.base_targets is not None:
+            stored_paths |= set(filter(self.base_targets.search, paths))
+        # Replaced only now, because this changes the children that `_find_sites` walks over.
         for site in linears:
-            linear = getattr(site.parent, site.attribute)
-            if site.path in target_paths:
-                setattr(site.parent, site.attribute, LoRALinear(linear, self, site.path))
-            elif self._stores(site.path):
-                setattr(site.parent, site.attribute, FrozenLinear(linear, self, site.path))
+            if site.path in stored_paths:
+                linear = getattr(site.parent, site.attribute)
+                setattr(site.parent, site.attribute, LoRALinear(linear, self, site.path, site.path in target_paths))
         for site in experts:
-            has_adapter = site.path in expert_paths
-            if has_adapter or self._stores(site.path):
-                rank = self.rank if has_adapter else None
+            if site.path in stored_paths:
+                rank = self.rank if site.path in expert_paths else None
                 site.layer.stored[site.name] = StoredMatrix(site.path, self.base, rank, self.scale, self.dtype)
-
-    def _stores(self, path: str) -> bool:
-        """Return whether the weight at a path is stored in the `base` format without an adapter."""
-        return self.base_targets is not None and self.base_targets.search(path) is not None
 
 
 def _compile_regex(name: str, text: str) -> re.Pattern[str]:
@@ -125,17 +120,6 @@ class _LinearSite:
     attribute: str
 
 
-def _find_linears(parent: Layer, path: str) -> Iterator[_LinearSite]:
-    for name, child in parent.children().items():
-        child_path = f"{path}/{name}"
-        if isinstance(child, Linear):
-            # A child's name in paths may differ from the name of its attribute.
-            attribute = next(key for key, value in vars(parent).items() if value is child)
-            yield _LinearSite(child_path, parent, attribute)
-        else:
-            yield from _find_linears(child, child_path)
-
-
 @dataclass(frozen=True)
 class _ExpertSite:
     """One matrix of all experts of a layer, with its name in that layer."""
@@ -145,80 +129,48 @@ class _ExpertSite:
     name: str
 
 
-def _find_expert_matrices(parent: Layer, path: str) -> Iterator[_ExpertSite]:
+def _find_sites(parent: Layer, path: str) -> Iterator[_LinearSite | _ExpertSite]:
     for name, child in parent.children().items():
         child_path = f"{path}/{name}"
-        if isinstance(child, Experts):
+        if isinstance(child, Linear):
+            # A child's name in paths may differ from the name of its attribute.
+            attribute = next(key for key, value in vars(parent).items() if value is child)
+            yield _LinearSite(child_path, parent, attribute)
+        elif isinstance(child, Experts):
             for matrix in child.names:
                 yield _ExpertSite(f"{child_path}/{matrix}", child, matrix)
         else:
-            yield from _find_expert_matrices(child, child_path)
+            yield from _find_sites(child, child_path)
 
 
-class FrozenLinear(Layer):
-    """A Linear whose weight is stored in the format `LoRA.base`."""
+class LoRALinear(Layer):
+    """A Linear whose weight is stored in the format `LoRA.base`, with or without an adapter.
 
-    def __init__(self, linear: Linear, lora: LoRA, path: str):
+    Only adapters have an axis with the role "rank", which marks them as trained.
+    """
+
+    def __init__(self, linear: Linear, lora: LoRA, path: str, has_adapter: bool = True):
         self.linear = linear
         self.lora = lora
         self.path = path
+        self.rank = lora.rank if has_adapter else None
 
     def param_specs(self) -> Nested:
-        """Return the specs of the Linear; a quantized weight is a dict."""
-        specs: Nested = {**self.linear.param_specs()}
-        weight: ParameterSpec = specs["weight"]
-        if self.lora.storage is not None:
-            specs["weight"] = make_quantized_specs(weight, self.lora.storage, self.path)
-        elif self.lora.base is not None:
-            specs["weight"] = replace(weight, dtype=self.lora.base, keeps_dtype=True)
-        return specs
-
-    def __call__(self, weights: Nested, x: jax.Array, ctx: Context) -> jax.Array:
-        """Map x [..., inputs] to [..., outputs], in x's dtype."""
-        if self.lora.storage is None:
-            return self.linear(weights, x, ctx)
-        y = matmul(self.lora.storage, x, weights["weight"])
-        return add_shared(y, weights["bias"]) if self.linear.bias else y
-
-    def flops_per_token(self, seq_len: int) -> float:
-        """Count the operations of the Linear."""
-        return self.linear.flops_per_token(seq_len)
-
-
-class LoRALinear(FrozenLinear):
-    """A FrozenLinear with an adapter. Only adapters have an axis with the role "rank", which marks them as trained."""
-
-    def param_specs(self) -> Nested:
-        """Return the specs of the FrozenLinear, of lora_a [inputs, rank] and of lora_b [rank, outputs]."""
-        specs = super().param_specs()
-        weight: ParameterSpec = self.linear.param_specs()["weight"]
-        # U(-1/sqrt(in), 1/sqrt(in)), as in the authors' code.
-        uniform = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
-        inputs, outputs = weight.shape
-        in_axis, out_axis = weight.mesh_axes
-        in_role, out_role = weight.roles
-        rank = self.lora.rank
-        # Without an initializer, lora_b starts at zero, and so does the adapter's product.
-        specs["lora_a"] = ParameterSpec(
-            (inputs, rank),
-            dtype=self.lora.dtype,
-            mesh_axes=(in_axis, None),
-            initializer=uniform,
-            roles=(in_role, "rank"),
-            keeps_dtype=True,
-        )
-        specs["lora_b"] = ParameterSpec(
-            (rank, outputs),
-            dtype=self.lora.dtype,
-            mesh_axes=(None, out_axis),
-            roles=("rank", out_role),
-            keeps_dtype=True,
-        )
-        return specs
+        """Return the specs of the Linear, whose quantized weight is a dict, and of the adapter's lora_a and lora_b."""
+        specs = self.linear.param_specs()
+        stored = StoredMatrix(self.path, self.lora.base, self.rank, self.lora.scale, self.lora.dtype)
+        return {**specs, **stored.specs("weight", specs["weight"])}
 
     def __call__(self, weights: Nested, x: jax.Array, ctx: Context) -> jax.Array:
         """Map x [batch, ..., inputs] to [batch, ..., outputs], in x's dtype."""
-        y = super().__call__(weights, x, ctx)
+        if self.lora.storage is None:
+            y = self.linear(weights, x, ctx)
+        else:
+            y = matmul(self.lora.storage, x, weights["weight"])
+            if self.linear.bias:
+                y = add_shared(y, weights["bias"])
+        if self.rank is None:
+            return y
         # The path gives each adapter its own mask: the layers of a block share a random stream.
         dropped = ctx.dropout(x, self.lora.dropout, self.path)
         low = dropped @ weights["lora_a"]
@@ -229,8 +181,8 @@ class LoRALinear(FrozenLinear):
 
     def flops_per_token(self, seq_len: int) -> float:
         """Count the operations of the Linear and of the adapter."""
-        adapter = 2.0 * self.lora.rank * (self.linear.inputs + self.linear.outputs)
-        return super().flops_per_token(seq_len) + adapter
+        adapter = 2.0 * (self.rank or 0) * (self.linear.inputs + self.linear.outputs)
+        return self.linear.flops_per_token(seq_len) + adapter
 
 
 class AdaptedModel(Protocol):
@@ -251,27 +203,22 @@ def merge_adapters(model: AdaptedModel, params: Nested) -> Nested:
         return params
     merged = {}
     for name, leaf in params.items():
-        # The adapter of a Linear is called lora_a and lora_b; experts prefix these names with the name of the matrix.
-        prefix = "" if name == "weight" else f"{name}_"
-        adapter = [params.get(f"{prefix}lora_{letter}") for letter in "ab"]
         if name.endswith(("lora_a", "lora_b")):
             continue
-        if adapter[0] is not None or (isinstance(leaf, dict) and "codes" in leaf):
-            merged[name] = _merge_adapter(lora, leaf, *adapter).astype(model.param_dtype)
-        else:
+        # The adapter of a Linear is called lora_a and lora_b; experts prefix these names with the name of the matrix.
+        prefix = "" if name == "weight" else f"{name}_"
+        lora_a = params.get(f"{prefix}lora_a")
+        lora_b = params.get(f"{prefix}lora_b")
+        if isinstance(leaf, dict) and "codes" in leaf:
+            assert lora.storage is not None
+            weight = dequantize(leaf, lora.storage, jnp.float32)
+        elif isinstance(leaf, dict) or lora_a is None:
             merged[name] = merge_adapters(model, leaf)
+            continue
+        else:
+            weight = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+        if lora_a is not None and lora_b is not None:
+            update = lora_a.astype(weight.dtype) @ lora_b.astype(weight.dtype)
+            weight = weight + lora.scale * update
+        merged[name] = weight.astype(model.param_dtype)
     return merged
-
-
-def _merge_adapter(
-    lora: LoRA, weight: Nested | jax.Array, lora_a: jax.Array | None, lora_b: jax.Array | None
-) -> jax.Array:
-    """Return W + (alpha / rank) A B, [..., in, out]; without an adapter W."""
-    if isinstance(weight, dict):
-        assert lora.storage is not None
-        weight = dequantize(weight, lora.storage, jnp.float32)
-    weight = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
-    if lora_a is None or lora_b is None:
-        return weight
-    update = lora_a.astype(weight.dtype) @ lora_b.astype(weight.dtype)
-    return weight + lora.scale * update

@@ -15,18 +15,13 @@ from plimsoll.framework.layers.custom_gradients import save_inputs
 from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layout import Nested
 
-
-def relu_squared(x: jax.Array) -> jax.Array:
-    """Compute max(x, 0)^2 (So et al. 2021, arXiv 2109.08668)."""
-    return jnp.square(jax.nn.relu(x))
-
-
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "silu": jax.nn.silu,
     "relu": jax.nn.relu,
-    "relu_squared": relu_squared,
+    # So et al. 2021, arXiv 2109.08668.
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 

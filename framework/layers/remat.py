@@ -33,14 +33,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 
 from plimsoll.framework.layers.base import Carry
-from plimsoll.framework.layout import Nested, PyTree, nearest_divisors
+from plimsoll.framework.layout import PyTree, nearest_divisors
 
 # The name of a layer's input. In a loop's body, naming the result would offload nothing (jax#23869).
 INPUT = "input"
 ACTIVATION_NAMES = ("query", "key", "value", "attention", "output", "mlp_gate", "mlp_up", "mlp_down")
 POLICIES = ("none", "full", "sqrt", "dots", "dots_no_batch", "offload", "invert")
 # The name of prepared weights, which no policy saves.
-_WEIGHTS = "weights"
+WEIGHTS = "weights"
 T = TypeVar("T")
 
 
@@ -138,7 +138,7 @@ def group_size(remat: str, num_repeats: int) -> int | None:
 
 
 def wrap(run_layer: Callable[..., T], remat: str, *, unrolled: bool) -> Callable[..., T]:
-    """Wrap `run_layer` in jax.checkpoint with this policy. It names its prepared weights with `tag_weights`.
+    """Wrap `run_layer` in jax.checkpoint with this policy. It names its prepared weights with `tag`.
 
     Args:
         run_layer: any function; its first argument is its input.
@@ -166,7 +166,7 @@ def wrap(run_layer: Callable[..., T], remat: str, *, unrolled: bool) -> Callable
         policy = policies.nothing_saveable
 
     def run_with_tagged_input(carry: Carry, *layer_args: PyTree) -> T:
-        return run_layer(_tag(carry, INPUT), *layer_args)
+        return run_layer(tag(carry, INPUT), *layer_args)
 
     # Without a loop, XLA would merge what the backward pass recomputes with the forward pass, and so save it, unless
     # barriers prevent that (prevent_cse). A loop needs no barriers.
@@ -190,17 +190,13 @@ def _names(remat: str) -> tuple[list[str], list[str]]:
 def _all_but_weights(primitive: Primitive, *avals: object, **params: object) -> bool:
     """Save everything except prepared weights: neither values with their name, nor casts and gathers before it."""
     if primitive.name == "name":
-        return params["name"] != _WEIGHTS
+        return params["name"] != WEIGHTS
     # Casts and constraints of activations are recomputed from their operands, which are saved. A custom_vjp_call
     # occurs where nothing is differentiated: a frozen weight that is gathered.
     recomputed = ("convert_element_type", "sharding_constraint", "all_gather", "custom_vjp_call")
     return primitive.name not in recomputed
 
 
-def tag_weights(weights: Nested) -> Nested:
-    """Name prepared weights, so that no policy saves them."""
-    return _tag(weights, _WEIGHTS)
-
-
-def _tag(tree: T, name: str) -> T:
+def tag(tree: T, name: str) -> T:
+    """Name arrays for the policies: a layer's input INPUT, and prepared weights WEIGHTS."""
     return jax.tree.map(lambda x: checkpoint_name(x, name), tree)

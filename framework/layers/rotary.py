@@ -135,17 +135,15 @@ class Rotary:
         if self.amplitude != 1:
             cos = cos * self.amplitude
             sin = sin * self.amplitude
-
-        def rotate(x_BSNR: jax.Array) -> jax.Array:
-            a, b = jnp.split(x_BSNR.astype(dtype), 2, axis=-1)
+        rotated_arrays = []
+        for x_BSNH in arrays_BSNH:
+            first_BSNR = x_BSNH
+            rest = []
+            if self.rotary_dim < x_BSNH.shape[-1]:
+                first_BSNR, *rest = jnp.split(x_BSNH, [self.rotary_dim], axis=-1)
+            a, b = jnp.split(first_BSNR.astype(dtype), 2, axis=-1)
             rotated_a = a * cos - b * sin
             rotated_b = b * cos + a * sin
-            return jnp.concatenate([rotated_a, rotated_b], axis=-1).astype(x_BSNR.dtype)
-
-        def rotate_first_dims(x_BSNH: jax.Array) -> jax.Array:
-            if self.rotary_dim == x_BSNH.shape[-1]:
-                return rotate(x_BSNH)
-            rotated, unrotated = jnp.split(x_BSNH, [self.rotary_dim], axis=-1)
-            return jnp.concatenate([rotate(rotated), unrotated], axis=-1)
-
-        return tuple(rotate_first_dims(x_BSNH) for x_BSNH in arrays_BSNH)
+            rotated_BSNR = jnp.concatenate([rotated_a, rotated_b], axis=-1).astype(x_BSNH.dtype)
+            rotated_arrays.append(jnp.concatenate([rotated_BSNR, *rest], axis=-1) if rest else rotated_BSNR)
+        return tuple(rotated_arrays)

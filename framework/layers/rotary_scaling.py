@@ -80,26 +80,22 @@ class YarnScaling(Scaling):
         if theta <= 1:
             raise ValueError(f"theta = {theta}; expected more than 1 with YarnScaling, which needs falling frequencies")
         count = len(frequencies)
-        start, end = self._ramp_ends(2 * count, theta)
+        # The ramp ends at the (fractional) indices of the frequencies that turn this often within the original length.
+        ends = []
+        for rotations in (self.beta_fast, self.beta_slow):
+            ratio = self.length / (rotations * 2 * math.pi)
+            ends.append(2 * count * math.log(ratio) / (2 * math.log(theta)))
+        start, end = ends
+        if self.truncate:
+            start = math.floor(start)
+            end = math.ceil(end)
+        start = max(start, 0)
+        end = min(end, 2 * count - 1)
         if start == end:
             end += _SHORTEST_RAMP
         # 0 for the fast frequencies, which stay, and 1 for the slow ones, which are divided.
         ramp = np.clip((np.arange(count) - start) / (end - start), 0.0, 1.0)
         return frequencies / self.factor * ramp + frequencies * (1 - ramp)
-
-    def _ramp_ends(self, rotary_dim: int, theta: float) -> tuple[float, float]:
-        """Return the indices of the frequencies at which the ramp starts and ends."""
-
-        def find_index(rotations: float) -> float:
-            """Return the fractional index of the frequency that turns this often within the original length."""
-            return rotary_dim * math.log(self.length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
-
-        start = find_index(self.beta_fast)
-        end = find_index(self.beta_slow)
-        if self.truncate:
-            start = math.floor(start)
-            end = math.ceil(end)
-        return max(start, 0), min(end, rotary_dim - 1)
 
 
 @component

@@ -79,13 +79,9 @@ class ScoreHead(Layer):
             return specs
         return {name: replace(spec, dtype=self.dtype, keeps_dtype=True) for name, spec in specs.items()}
 
-    def apply_norm(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
-        """Return the final norm's output, [B, S, D]."""
-        return self.norm(weights["norm"], x_BSD, ctx)
-
     def scores(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
         """Return the scores of all positions [B, S, C], float32 or wider; differentiable."""
-        h_BSD = self.apply_norm(weights, x_BSD, ctx)
+        h_BSD = self.norm(weights["norm"], x_BSD, ctx)
         scores_BSC = logits_product(h_BSD, weights["score"])
         if not self.bias:
             return scores_BSC

@@ -194,10 +194,7 @@ class Stack(Layer):
             index = index + self.layer_range.first
         return ctx.fold_index(index)
 
-    def children(self) -> dict[str, Layer]:
-        """Return {}: the specs of the pattern are stacked instead."""
-        return {}
-
+    # The pattern is not among `children`, because its specs are stacked.
     def parameter_specs(self) -> Nested:
         """Return the specs of the parameters that each repeat has separately, with a leading axis of num_repeats."""
         pattern_specs = self.pattern.parameter_specs()
@@ -426,7 +423,7 @@ class Stack(Layer):
         ) -> tuple[Carry, Out]:
             weights = self.pattern.prepare(fetch({**layer_params, **shared}), ctx)
             if makes_weights:
-                weights = remat.tag_weights(weights)
+                weights = remat.tag(weights, remat.WEIGHTS)
             return self.pattern.apply(weights, carry, ctx, state)
 
         # Without casts and gathers over fsdp, prepared weights are the parameters themselves.

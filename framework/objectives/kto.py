@@ -100,25 +100,22 @@ class KTO(Objective):
         undesirable_loss = self.undesirable_weight * jnp.sum(unpaired.undesirable * losses_BN)
         num_answers = ctx.counts.get("answers", 1.0)
         answer_weights_BN = unpaired.desirable + unpaired.undesirable
+        # Means over answers of each kind; in an evaluation, sums.
+        values = {"reward": self.beta * unpaired.log_ratios, "log_prob": unpaired.log_probs, "length": unpaired.lengths}
+        means = {}
+        for label in _LABELS:
+            label_weights_BN = getattr(unpaired, label)
+            for name, values_BN in values.items():
+                means[f"{name}_{label}"] = jnp.sum(label_weights_BN * values_BN) / ctx.counts.get(label, 1.0)
         metrics = {
-            **self._compute_metrics(unpaired, ctx.counts),
+            **means,
+            "margin": means["reward_desirable"] - means["reward_undesirable"],
             "accuracy": jnp.sum(answer_weights_BN * (margins_BN > 0)) / num_answers,
             # The mean over microbatches, weighted by their numbers of answers.
             "kl": kl * jnp.sum(answer_weights_BN) / num_answers,
         }
         loss = (desirable_loss + undesirable_loss) / num_answers
         return loss, jax.lax.stop_gradient({"preference": loss, **metrics})
-
-    def _compute_metrics(self, unpaired: _UnpairedSequences, counts: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Return the means over answers of each kind; in an evaluation, the sums."""
-        values = {"reward": self.beta * unpaired.log_ratios, "log_prob": unpaired.log_probs, "length": unpaired.lengths}
-        observed = {}
-        for label in _LABELS:
-            answer_weights_BN = getattr(unpaired, label)
-            for name, values_BN in values.items():
-                observed[f"{name}_{label}"] = jnp.sum(answer_weights_BN * values_BN) / counts.get(label, 1.0)
-        observed["margin"] = observed["reward_desirable"] - observed["reward_undesirable"]
-        return observed
 
     def summary(self, totals: dict[str, float]) -> dict[str, float]:
         """Return means over answers: "loss" and all metrics; and the numbers of answers."""

@@ -38,18 +38,25 @@ class PairLoss(Objective):
     if it is part of the loss.
 
     Attributes:
+        beta: factor on the rewards.
         sft: weight of the cross-entropy.
         sft_prompt: whether the cross-entropy includes prompts.
     """
 
     arrays: tuple[str, ...] = ("ends", "segments")
     unit = "nats per pair"
+    beta: float
     sft: float = 0.0
     sft_prompt: bool = False
 
     def rewards(self, answers: AnswerPairs) -> Pairs:
-        """Return the rewards of the answers that the loss implies; their differences are the margins."""
-        raise NotImplementedError
+        """Return the rewards of the answers that the loss implies; their differences are the margins.
+
+        With a reference they are beta (log pi - log ref), with sums over tokens also where the loss has means, so that
+        the methods are comparable. Without a reference they are beta times the log-probability per token.
+        """
+        values = answers.log_ratios if "reference" in self.arrays else answers.mean_log_probs
+        return jax.tree.map(lambda values: self.beta * values, values)
 
     def pair_losses(self, answers: AnswerPairs) -> jax.Array:
         """Return the loss of each pair, [B, P]; that of a missing pair is finite."""
@@ -140,10 +147,6 @@ class DPO(PairLoss):
         self.label_smoothing = label_smoothing
         self.sft = sft
 
-    def rewards(self, answers: AnswerPairs) -> Pairs:
-        """Return beta (log pi - log ref)."""
-        return jax.tree.map(lambda values: self.beta * values, answers.log_ratios)
-
     def pair_losses(self, answers: AnswerPairs) -> jax.Array:
         """Return the loss of each pair."""
         rewards = self.rewards(answers)
@@ -172,10 +175,6 @@ class IPO(PairLoss):
         self.beta = beta
         self.per_token = per_token
         self.sft = sft
-
-    def rewards(self, answers: AnswerPairs) -> Pairs:
-        """Return beta (log pi - log ref), with sums over tokens as in DPO, so that the two are comparable."""
-        return jax.tree.map(lambda values: self.beta * values, answers.log_ratios)
 
     def pair_losses(self, answers: AnswerPairs) -> jax.Array:
         """Return the loss of each pair."""
@@ -207,14 +206,17 @@ class ORPO(PairLoss):
         self.beta = beta
         self.sft_prompt = sft_prompt
 
-    def rewards(self, answers: AnswerPairs) -> Pairs:
-        """Return beta times the log-probability per token."""
-        return jax.tree.map(lambda values: self.beta * values, answers.mean_log_probs)
-
     def pair_losses(self, answers: AnswerPairs) -> jax.Array:
         """Return the odds ratio term of each pair."""
-        log_odds = jax.tree.map(_log_odds, answers.mean_log_probs)
-        return self.beta * _logistic(log_odds.chosen - log_odds.rejected)
+        mean_log_probs = answers.mean_log_probs
+        log_odds = []
+        for log_probs_BP in (mean_log_probs.chosen, mean_log_probs.rejected):
+            # A probability of 1 has no odds. The log-probability of a missing sequence is an empty sum, 0, and would
+            # make gradients NaN.
+            below_one_BP = jnp.minimum(log_probs_BP, -jnp.finfo(log_probs_BP.dtype).eps)
+            log_odds.append(below_one_BP - jnp.log(-jnp.expm1(below_one_BP)))
+        chosen_BP, rejected_BP = log_odds
+        return self.beta * _logistic(chosen_BP - rejected_BP)
 
 
 @component
@@ -243,12 +245,8 @@ class SimPO(PairLoss):
         self.label_smoothing = label_smoothing
         self.sft = sft
 
-    def rewards(self, answers: AnswerPairs) -> Pairs:
-        """Return beta times the log-probability per token; gamma is only in the loss."""
-        return jax.tree.map(lambda values: self.beta * values, answers.mean_log_probs)
-
     def pair_losses(self, answers: AnswerPairs) -> jax.Array:
-        """Return the loss of each pair."""
+        """Return the loss of each pair; gamma is not part of the rewards."""
         rewards = self.rewards(answers)
         return _logistic(rewards.chosen - rewards.rejected - self.gamma, self.label_smoothing)
 
@@ -275,11 +273,3 @@ def _logistic(margins_BP: jax.Array, smoothing: float = 0.0) -> jax.Array:
     if smoothing == 0:
         return losses_BP
     return (1 - smoothing) * losses_BP - smoothing * jax.nn.log_sigmoid(-margins_BP)
-
-
-def _log_odds(log_probs_BP: jax.Array) -> jax.Array:
-    """Return log(p / (1 - p)), given log p."""
-    # A probability of 1 has no odds. The log-probability of a missing sequence is an empty sum, 0, and would make
-    # gradients NaN.
-    below_one_BP = jnp.minimum(log_probs_BP, -jnp.finfo(log_probs_BP.dtype).eps)
-    return below_one_BP - jnp.log(-jnp.expm1(below_one_BP))

@@ -106,12 +106,14 @@ class _AdamMini:
 
     def build(self) -> PartitionedGradientTransformation:
         """Return the transformation."""
-        return PartitionedGradientTransformation(self.init, self.update, self.partition, fit_to_specs=self.fit_to_specs)
-
-    def fit_to_specs(self, specs: Nested) -> PartitionedGradientTransformation:
-        """Return the transformation for parameters whose axes have roles."""
-        blocks_by_path = {path: _divide_into_blocks(spec) for path, spec in flatten(specs).items()}
-        return replace(self, blocks_by_path=blocks_by_path).build()
+        return PartitionedGradientTransformation(
+            self.init,
+            self.update,
+            self.partition,
+            fit_to_specs=lambda specs: replace(
+                self, blocks_by_path={path: _divide_into_blocks(spec) for path, spec in flatten(specs).items()}
+            ).build(),
+        )
 
     def get_blocks(self, path: str, ndim: int) -> _Blocks:
         """Return the blocks of a parameter with this path and number of axes."""

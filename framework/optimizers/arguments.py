@@ -9,7 +9,6 @@ exceptions, which their defaults reveal. Components of Plimsoll define ranges in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from plimsoll.framework.config import Config, ConfigError, get_schema, get_target
@@ -77,26 +76,22 @@ def check_arguments(config: Config, path: str) -> None:
     for node_path, node in config.walk():
         if not isinstance(node, Config):
             continue
-        for name, value, expected in _numbers(node):
-            if expected.has(value):
+        package = get_target(node).__module__.partition(".")[0]
+        for name, value in node.items():
+            if value is None or isinstance(value, Config | str | dict):
                 continue
-            argument_path = join(path, join(node_path, name))
-            raise ConfigError(f"expected {expected.words}, given {show(value)}", path=argument_path)
-
-
-def _numbers(node: Config) -> Iterator[tuple[str, object, Range]]:
-    """Yield (name, value, range) for the numeric arguments of one component that have a known range."""
-    package = get_target(node).__module__.partition(".")[0]
-    for name, value in node.items():
-        if value is None or isinstance(value, Config | str | dict):
-            continue
-        # Arguments of wrappers and of a user's own optimizers are theirs to check. The exception is `learning_rate`,
-        # which the learner reports.
-        if package != "optax" and name != "learning_rate":
-            continue
-        default = get_schema(node)[name].default
-        is_number = isinstance(default, int | float) and not isinstance(default, bool)
-        if name in RANGES and (not is_number or RANGES[name].has(default)):
-            yield name, value, RANGES[name]
-        elif is_number:
-            yield name, value, _NUMBER
+            # Arguments of wrappers and of a user's own optimizers are theirs to check. The exception is
+            # `learning_rate`, which the learner reports.
+            if package != "optax" and name != "learning_rate":
+                continue
+            default = get_schema(node)[name].default
+            is_number = isinstance(default, int | float) and not isinstance(default, bool)
+            if name in RANGES and (not is_number or RANGES[name].has(default)):
+                expected = RANGES[name]
+            elif is_number:
+                expected = _NUMBER
+            else:
+                continue
+            if not expected.has(value):
+                argument_path = join(path, join(node_path, name))
+                raise ConfigError(f"expected {expected.words}, given {show(value)}", path=argument_path)

@@ -158,11 +158,12 @@ class _Apollo:
         partition = partial(
             shard_factors, derived, lambda _, leaf, owner: self.axis(leaf.owner or "", owner.shape) == 1
         )
-        return replace(derived, partition=partition, fit_to_specs=self.fit_to_specs, draws=True)
-
-    def fit_to_specs(self, specs: Nested) -> PartitionedGradientTransformation:
-        """Return the transformation for parameters whose axes have roles."""
-        return replace(self, kind_by_path=classify_parameters(specs)).build()
+        return replace(
+            derived,
+            partition=partition,
+            fit_to_specs=lambda specs: replace(self, kind_by_path=classify_parameters(specs)).build(),
+            draws=True,
+        )
 
     def axis(self, path: str, shape: tuple[int, ...]) -> int | None:
         """Return the axis to project, the shorter one; None if the full gradient goes through Adam."""
@@ -212,7 +213,13 @@ class _Apollo:
         # Parameters that are not projected keep their position, because the order must be that of the tree's leaves.
         projected = dict(grads)
         for path, axis in projected_axes.items():
-            projected[path] = self._project(key, period, path, grads[path], axis)
+            # R = P G, [r, larger side], with P [r, m] ~ N(0, 1/r) for this parameter and interval.
+            g = grads[path]
+            size = g.shape[axis]
+            rank = min(self.rank, size)
+            sample_key = jax.random.fold_in(fold_in_name(key, path), period)
+            projection = jax.random.normal(sample_key, (rank, size), g.dtype) * rank**-0.5
+            projected[path] = jnp.tensordot(projection, g, axes=(1, axis))
         structure = jax.tree.structure(updates)
         projected_tree = jax.tree.unflatten(structure, list(projected.values()))
         adam_updates, adam_state = self.adam.update(projected_tree, state.adam)
@@ -228,14 +235,6 @@ class _Apollo:
         new_updates = jax.tree.unflatten(structure, list(new_leaves.values()))
         new_updates = jax.tree.map(lambda u, g: u.astype(g.dtype), new_updates, updates)
         return new_updates, ApolloState(adam_state, unflatten(new_norms))
-
-    def _project(self, key: jax.Array, period: jax.Array, path: str, g: jax.Array, axis: int) -> jax.Array:
-        """Return R = P G, [r, larger side], with P [r, m] ~ N(0, 1/r) for this parameter and interval."""
-        sample_key = jax.random.fold_in(fold_in_name(key, path), period)
-        size = g.shape[axis]
-        rank = min(self.rank, size)
-        projection = jax.random.normal(sample_key, (rank, size), g.dtype) * rank**-0.5
-        return jnp.tensordot(projection, g, axes=(1, axis))
 
     def _scale_gradient(self, axis: int, g: jax.Array, projected: jax.Array, direction: jax.Array) -> jax.Array:
         """Return U = sqrt(scale) G diag(s): the raw gradient, rescaled by the size of Adam's direction for R.

@@ -10,7 +10,7 @@ import jax
 import optax
 
 from plimsoll.framework.config import FiniteNonNegative, Fraction, PositiveFloat, PositiveInt, component
-from plimsoll.framework.layout import Nested, PyTree
+from plimsoll.framework.layout import PyTree
 from plimsoll.framework.optimizers.parameter_kinds import (
     ParameterKind,
     classify_parameters,
@@ -129,8 +129,8 @@ class _OptimizersByKind:
         partition = partial(
             shard_factors, derived, lambda path, _, owner: "projector" in path and owner.shape[0] < owner.shape[1]
         )
-        return replace(derived, partition=partition, fit_to_specs=self.fit_to_specs)
-
-    def fit_to_specs(self, specs: Nested) -> PartitionedGradientTransformation:
-        """Return the transformation for parameters whose axes have roles."""
-        return replace(self, kind_by_path=classify_parameters(specs)).build()
+        return replace(
+            derived,
+            partition=partition,
+            fit_to_specs=lambda specs: replace(self, kind_by_path=classify_parameters(specs)).build(),
+        )

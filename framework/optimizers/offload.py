@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import jax
 import optax
@@ -63,15 +62,15 @@ class _OffloadedOptimizer:
         without_transfers = replace(
             inner.without_transfers or inner, partition=self.partition_layer, without_transfers=None, fit_to_specs=None
         )
-        fit_to_specs = None if inner.fit_to_specs is None else self.fit_to_specs
+        fit_inner = inner.fit_to_specs
         return PartitionedGradientTransformation(
-            inner.init, self.update, self.partition, without_transfers, fit_to_specs, inner.draws
+            inner.init,
+            self.update,
+            self.partition,
+            without_transfers,
+            fit_to_specs=None if fit_inner is None else lambda specs: replace(self, inner=fit_inner(specs)).build(),
+            draws=inner.draws,
         )
-
-    def fit_to_specs(self, specs: Nested) -> PartitionedGradientTransformation:
-        """Return the transformation with the inner one fitted to the parameters of one update unit."""
-        assert self.inner.fit_to_specs is not None
-        return replace(self, inner=self.inner.fit_to_specs(specs)).build()
 
     def update(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: object) -> tuple[PyTree, PyTree]:
         """Return (updates, new state), with transfers before and after the inner update."""
@@ -129,15 +128,15 @@ def partitioned_chain(transformations: Sequence[Transformation]) -> PartitionedG
     """`optax.chain` for a list, as a config can give it, whose parts keep their partitions."""
     parts = [add_partition(transformation) for transformation in transformations]
     without_transfers = _chain([part.without_transfers or part for part in parts])
-    fit_to_specs = None
-    if any(part.fit_to_specs for part in parts):
-        fit_to_specs = partial(_fit_chain, parts)
-    return replace(_chain(parts), without_transfers=without_transfers, fit_to_specs=fit_to_specs)
-
-
-def _fit_chain(parts: list[PartitionedGradientTransformation], specs: Nested) -> PartitionedGradientTransformation:
-    """Return the chain of the transformations, each fitted to the parameters of one update unit."""
-    return partitioned_chain([part.fit_to_specs(specs) if part.fit_to_specs else part for part in parts])
+    chain = replace(_chain(parts), without_transfers=without_transfers)
+    if not any(part.fit_to_specs for part in parts):
+        return chain
+    return replace(
+        chain,
+        fit_to_specs=lambda specs: partitioned_chain(
+            [part.fit_to_specs(specs) if part.fit_to_specs else part for part in parts]
+        ),
+    )
 
 
 def _chain(parts: list[PartitionedGradientTransformation]) -> PartitionedGradientTransformation:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,7 +33,7 @@ class _EachMatrix:
         """Return the initial state by leaf."""
         states = {}
         for path, leaf in flatten(params).items():
-            state = jax.vmap(lambda matrix, path=path: self.matrix_optimizer.init(unflatten({path: matrix})))(leaf)
+            state = jax.vmap(self.matrix_optimizer.init)(unflatten({path: leaf}))
             states[_key(path)] = _share_counters(state, self._find_state_axes(path, leaf))
         return states
 
@@ -45,21 +44,13 @@ class _EachMatrix:
         new_leaves = []
         for path, leaf in flatten(updates).items():
             axes = self._find_state_axes(path, leaf)
-            param = params_by_path.get(path)
-            in_axes = (0, axes, None if param is None else 0)
-            update_matrices = jax.vmap(partial(self._update_matrix, path, extra), in_axes)
-            new_leaf, new_state = update_matrices(leaf, states[_key(path)], param)
-            new_leaves.append(new_leaf)
+            leaf_params = unflatten({path: params_by_path[path]}) if path in params_by_path else None
+            in_axes = (0, axes, None if leaf_params is None else 0)
+            update_matrices = jax.vmap(partial(self.matrix_optimizer.update, **extra), in_axes)
+            new_leaf, new_state = update_matrices(unflatten({path: leaf}), states[_key(path)], leaf_params)
+            new_leaves += jax.tree.leaves(new_leaf)
             new_states[_key(path)] = _share_counters(new_state, axes)
         return jax.tree.unflatten(jax.tree.structure(updates), new_leaves), new_states
-
-    def _update_matrix(
-        self, path: str, extra: Mapping[str, object], gradient: jax.Array, state: PyTree, param: jax.Array | None
-    ) -> tuple[jax.Array, PyTree]:
-        """Return (update, new state) of one matrix."""
-        params = None if param is None else unflatten({path: param})
-        updates, new_state = self.matrix_optimizer.update(unflatten({path: gradient}), state, params, **extra)
-        return flatten(updates)[path], new_state
 
     def _find_state_axes(self, path: str, leaf: jax.Array) -> PyTree:
         """Return the vmap axes for the state of one matrix: 0 for each leaf, None for counters."""

@@ -220,11 +220,12 @@ class _QuantizedAdam:
 
     def build(self) -> PartitionedGradientTransformation:
         """Return the transformation."""
-        return PartitionedGradientTransformation(self.init, self.update, self.partition, fit_to_specs=self.fit_to_specs)
-
-    def fit_to_specs(self, specs: Nested) -> PartitionedGradientTransformation:
-        """Return the transformation for parameters whose axes have roles."""
-        return replace(self, kind_by_path=classify_parameters(specs)).build()
+        return PartitionedGradientTransformation(
+            self.init,
+            self.update,
+            self.partition,
+            fit_to_specs=lambda specs: replace(self, kind_by_path=classify_parameters(specs)).build(),
+        )
 
     def get_blocks(self, path: str, shape: tuple[int, ...]) -> _Blocks | None:
         """Return the blocks of a parameter; None for precise moments."""

@@ -286,9 +286,8 @@ class _LocalKernels:
             # Sinks are only N numbers, so they are left out of the kernel's memory and work.
             return self._flash_attention(query_BSNH, key_BSKH, value_BSKH)
         static = (query_BSNH.dtype, segments_BS is not None, window, softcap, None, self._platform)
-        call = AttentionCall(
-            batch, length, heads, head_size, key_BSKH.shape[2], *static, given_value_dim=value_BSKH.shape[3]
-        )
+        sizes = (batch, length, heads, head_size, key_BSKH.shape[2])
+        call = AttentionCall(*sizes, *static, scale=head_size**-0.5, value_dim=value_BSKH.shape[3])
         return kernels_xla.attend(call, query_BSNH, key_BSKH, value_BSKH, segments_BS, sinks_N)
 
 

@@ -116,8 +116,8 @@ def test_wrong_gradient_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
         return x
 
     scale_gradient.defvjp(lambda x: (x, None), lambda _, ct: (0.9 * ct,))
-    tag = remat._tag
-    monkeypatch.setattr(remat, "_tag", lambda tree, name: tag(jax.tree.map(scale_gradient, tree), name))
+    tag = remat.tag
+    monkeypatch.setattr(remat, "tag", lambda tree, name: tag(jax.tree.map(scale_gradient, tree), name))
     with pytest.raises(
         offload_self_test.SelfTestError, match=r"#46231\): optimizer/.* differs by .*tolerance 0.001.*as do [1-9]"
     ):

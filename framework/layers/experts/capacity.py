@@ -90,10 +90,9 @@ def assign_slots(
 
     tokens_BEC = jax.vmap(scatter_tokens)(slots_BN).reshape(batch, num_experts, count)
 
-    def by_token(x_BN: jax.Array) -> jax.Array:
-        return x_BN.reshape(batch, top_k, length).swapaxes(1, 2)
-
-    return Slots(by_token(slots_BN), tokens_BEC, by_token(is_kept_BN))
+    slots_BSK = slots_BN.reshape(batch, top_k, length).swapaxes(1, 2)
+    is_kept_BSK = is_kept_BN.reshape(batch, top_k, length).swapaxes(1, 2)
+    return Slots(slots_BSK, tokens_BEC, is_kept_BSK)
 
 
 def dispatch(x_BSD: jax.Array, slots: Slots) -> jax.Array:

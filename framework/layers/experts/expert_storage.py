@@ -1,4 +1,4 @@
-"""The storage of one of the experts' matrices under `model.lora`: in few bits, with an adapter per expert, or both.
+"""The storage of a matrix under `model.lora`: in few bits, with an adapter, or both; and the products of experts.
 
     row n of expert e:  y_n = x_n W_e + (alpha / rank) x_n A_e B_e,   W [E, in, out], A [E, in, rank], B [E, rank, out]
 
@@ -44,7 +44,7 @@ class Multiply(Protocol):
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """The storage of one matrix of the experts.
+    """The storage of one matrix of the experts, or of a linear layer.
 
     Attributes:
         path: path of the matrix, for messages.
@@ -69,7 +69,7 @@ class StoredMatrix:
         """Return {name: spec}, with an adapter also NAME_lora_a [E, in, rank] and NAME_lora_b [E, rank, out].
 
         For a quantized weight, the value under `name` is a dict of specs. Only adapters have an axis with the role
-        "rank".
+        "rank". A linear layer, whose matrix is called "weight", has no axis E and no prefix NAME_.
 
         Raise ValueError like `make_quantized_specs`.
         """
@@ -80,25 +80,27 @@ class StoredMatrix:
             specs[name] = replace(weight, dtype=self.base, keeps_dtype=True)
         if self.rank is None:
             return specs
-        num_experts, inputs, outputs = weight.shape
-        expert_axis, in_axis, out_axis = weight.mesh_axes
-        expert_role, in_role, out_role = weight.roles
-        # U(-1/sqrt(in), 1/sqrt(in)) for each expert, as the authors' code does for a matrix.
-        uniform = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", batch_axis=0)
-        specs[f"{name}_lora_a"] = ParameterSpec(
-            (num_experts, inputs, self.rank),
+        *experts, inputs, outputs = weight.shape
+        *expert_axes, in_axis, out_axis = weight.mesh_axes
+        *expert_roles, in_role, out_role = weight.roles
+        prefix = "" if name == "weight" else f"{name}_"
+        # U(-1/sqrt(in), 1/sqrt(in)) for each matrix, as in the authors' code.
+        batch_axes = range(len(experts))
+        uniform = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", batch_axis=batch_axes)
+        specs[f"{prefix}lora_a"] = ParameterSpec(
+            (*experts, inputs, self.rank),
             dtype=self.dtype,
-            mesh_axes=(expert_axis, in_axis, None),
+            mesh_axes=(*expert_axes, in_axis, None),
             initializer=uniform,
-            roles=(expert_role, in_role, "rank"),
+            roles=(*expert_roles, in_role, "rank"),
             keeps_dtype=True,
         )
         # Without an initializer, B starts at zero, and so does the adapter's product.
-        specs[f"{name}_lora_b"] = ParameterSpec(
-            (num_experts, self.rank, outputs),
+        specs[f"{prefix}lora_b"] = ParameterSpec(
+            (*experts, self.rank, outputs),
             dtype=self.dtype,
-            mesh_axes=(expert_axis, None, out_axis),
-            roles=(expert_role, "rank", out_role),
+            mesh_axes=(*expert_axes, None, out_axis),
+            roles=(*expert_roles, "rank", out_role),
             keeps_dtype=True,
         )
         return specs

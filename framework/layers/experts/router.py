@@ -211,7 +211,8 @@ class Router(Layer):
         loads_BE = scores.loads(choice.experts_BSK, weights_BS, self.num_experts)
         sums = {
             "balance": scores.balance_loss(loads_BE, probabilities_BSE, weights_BS, self.top_k, self.balance_over),
-            "z": scores.z_loss(logits_BSE, weights_BS),
+            # Zoph et al. 2022, arXiv 2202.08906, equation 5.
+            "z": jnp.sum(jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1)) * weights_BS),
         }
         losses = []
         for name, coefficient in (("balance", self.balance), ("z", self.z)):
@@ -220,8 +221,10 @@ class Router(Layer):
         loads_E = jnp.sum(loads_BE, axis=0)
         # Times E / K: 1 is an expert's even share. With several microbatches, the maxima and minima are averaged.
         even_E = loads_E * (self.num_experts / self.top_k)
+        # In nats.
+        entropies_BS = jnp.sum(jax.scipy.special.entr(probabilities_BSE), axis=-1)
         sums |= {
-            "entropy": scores.entropy(probabilities_BSE, weights_BS),
+            "entropy": jnp.sum(entropies_BS * weights_BS),
             "load_max": jnp.max(even_E),
             "load_min": jnp.min(even_E),
         }

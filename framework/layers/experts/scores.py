@@ -1,4 +1,4 @@
-"""Conversion of router logits to each token's experts and their shares, and the losses and metrics of their balance.
+"""Conversion of router logits to each token's experts and their shares, and the balance of the experts' load.
 
 Pure functions of arrays. E is the number of experts, K the number of experts per token.
 """
@@ -78,7 +78,14 @@ def choose(
     # The choice has no gradient, because it is a step function of the scores.
     ranks_BSE = jax.lax.stop_gradient(ranks_BSE)
     if limit is not None:
-        ranks_BSE = jnp.where(_in_top_groups(ranks_BSE, limit), ranks_BSE, -jnp.inf)
+        # Axes: G groups of M members; T of the groups are chosen.
+        ranks_BSGM = ranks_BSE.reshape(*ranks_BSE.shape[:2], limit.groups, -1)
+        num_counted = 1 if limit.score == "best" else 2
+        best_BSGN, _ = jax.lax.top_k(ranks_BSGM, num_counted)
+        _, groups_BST = jax.lax.top_k(jnp.sum(best_BSGN, axis=-1), limit.top_groups)
+        is_top_BSG = jnp.any(jax.nn.one_hot(groups_BST, limit.groups, dtype=bool), axis=2)
+        is_allowed_BSE = jnp.repeat(is_top_BSG, ranks_BSGM.shape[-1], axis=-1)
+        ranks_BSE = jnp.where(is_allowed_BSE, ranks_BSE, -jnp.inf)
     _, experts_BSK = jax.lax.top_k(ranks_BSE, top_k)
     shares_BSK = jnp.take_along_axis(scores_BSE, experts_BSK, axis=-1)
     if score == "softmax_chosen":
@@ -89,17 +96,6 @@ def choose(
         tiny = jnp.finfo(sums_BS1.dtype).tiny
         shares_BSK = shares_BSK / (sums_BS1 + tiny)
     return ExpertChoice(experts_BSK, shares_BSK * jnp.asarray(scale, shares_BSK.dtype))
-
-
-def _in_top_groups(ranks_BSE: jax.Array, limit: GroupLimit) -> jax.Array:
-    """Return bool [B, S, E]: whether the expert is in one of the token's best groups."""
-    # Axes: G groups of M members; T of the groups are chosen.
-    ranks_BSGM = ranks_BSE.reshape(*ranks_BSE.shape[:2], limit.groups, -1)
-    num_counted = 1 if limit.score == "best" else 2
-    best_BSGN, _ = jax.lax.top_k(ranks_BSGM, num_counted)
-    _, groups_BST = jax.lax.top_k(jnp.sum(best_BSGN, axis=-1), limit.top_groups)
-    is_top_BSG = jnp.any(jax.nn.one_hot(groups_BST, limit.groups, dtype=bool), axis=2)
-    return jnp.repeat(is_top_BSG, ranks_BSGM.shape[-1], axis=-1)
 
 
 def probabilities(logits_BSE: jax.Array, score: Score) -> jax.Array:
@@ -143,15 +139,3 @@ def balance_loss(
     divisors_B = jnp.where(counts_B > 0, counts_B, 1.0)
     products_B = jnp.sum(loads_BE * masses_BE, axis=-1) / divisors_B
     return num_experts / top_k * jnp.sum(products_B)
-
-
-def z_loss(logits_BSE: jax.Array, weights_BS: jax.Array) -> jax.Array:
-    """Sum logsumexp(logits)^2 over tokens, by their weights (Zoph et al. 2022, arXiv 2202.08906, eq. 5)."""
-    sizes_BS = jax.nn.logsumexp(logits_BSE, axis=-1)
-    return jnp.sum(jnp.square(sizes_BS) * weights_BS)
-
-
-def entropy(probabilities_BSE: jax.Array, weights_BS: jax.Array) -> jax.Array:
-    """Sum the entropy of the tokens' probabilities, in nats, by the tokens' weights."""
-    entropies_BS = jnp.sum(jax.scipy.special.entr(probabilities_BSE), axis=-1)
-    return jnp.sum(entropies_BS * weights_BS)
