@@ -13,13 +13,9 @@ from typing import Any, Unpack
 
 import jax
 
-from plimsoll.extras.functions.encoding import Tree, decode, encode, wrap_static
-from plimsoll.extras.functions.rules import RuleFunction
-from plimsoll.extras.functions.trained import Trained
-from plimsoll.extras.functions.update_options import UpdateOptions, make_updater
-from plimsoll.extras.functions.update_primitive import mark_update
-from plimsoll.extras.functions.updater import Updater
-from plimsoll.extras.functions.use_tracker import USE_TRACKER
+from plimsoll.extras.functions.module_updates import UpdateOptions, Updater, make_updater, mark_update
+from plimsoll.extras.functions.trained_weights import USE_TRACKER, Trained, Tree, decode, encode, wrap_static
+from plimsoll.extras.functions.update_rules import RuleFunction
 
 # (a `Trained`, its floats, inputs) -> outputs. Only the floats and inputs are differentiated.
 ForwardFunction = Callable[[Trained, Tree, Tree], Tree]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun
 
-from plimsoll.extras.functions.cotangent_origins import CotangentOrigin, trace_origins
-from plimsoll.extras.functions.encoding import Tree
-from plimsoll.extras.functions.trained import Trained
-from plimsoll.extras.functions.use_tracker import describe_double_use
+from plimsoll.extras.functions.module_updates import update_p
+from plimsoll.extras.functions.trained_weights import Trained, Tree, describe_double_use
+from plimsoll.framework.plan.jaxpr_analysis import scan_counts
 
 
 def value_and_update(loss: Callable[..., Any], has_aux: bool = False) -> Callable[..., tuple[Any, Tree]]:
@@ -96,3 +96,133 @@ def _check_leaf(name: str, origin: CotangentOrigin) -> None:
 def _list_origins(origins: list[CotangentOrigin]) -> str:
     """Return the names of the operations that a gradient comes from."""
     return ", ".join(sorted({operation for origin in origins for operation in origin.others}))
+
+
+# --- origins of cotangents -------------------------------------------------------------------------------------------
+
+
+# Equations that pass their operands on unchanged, the n-th operand as the n-th result.
+_IDENTITIES = {"optimization_barrier", "copy", "copy_p", "sharding_constraint"}
+# Equations that call a single program with their operands.
+_CALLS = {"jit", "pjit", "closed_call", "remat", "remat2", "checkpoint", "core_call", "custom_lin", "shard_map"}
+_ZEROS = {"broadcast_in_dim", "zeros_like", "full"}
+
+
+@dataclass(frozen=True)
+class CotangentOrigin:
+    """Origin of a cotangent.
+
+    Attributes:
+        modules: names of the modules whose updates produce it; a module that occurs twice was updated twice.
+        others: names of the other operations that contribute to it.
+        is_zero: whether nothing contributes to it.
+        is_in_some_branches: whether a condition decides which modules produce it.
+    """
+
+    modules: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    is_zero: bool = False
+    is_in_some_branches: bool = False
+
+    def plus(self, other: CotangentOrigin) -> CotangentOrigin:
+        """Return the origin of the sum of two cotangents."""
+        return CotangentOrigin(
+            self.modules + other.modules,
+            self.others + other.others,
+            self.is_zero and other.is_zero,
+            self.is_in_some_branches or other.is_in_some_branches,
+        )
+
+
+_ZERO = CotangentOrigin(is_zero=True)
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """Placeholder for a value that is an operand of the program, by number; its caller knows the origin."""
+
+    number: int
+
+
+def trace_origins(jaxpr: Jaxpr) -> list[CotangentOrigin]:
+    """Return the origin of each result of a program."""
+    return [_as_origin(source) for source in _trace_results(jaxpr)]
+
+
+def _as_origin(source: CotangentOrigin | _Operand) -> CotangentOrigin:
+    return source if isinstance(source, CotangentOrigin) else CotangentOrigin(others=("an argument",))
+
+
+def _trace_results(jaxpr: Jaxpr) -> list[CotangentOrigin | _Operand]:
+    """Return the origin of each result, or the operand that it equals."""
+    tracer = _OriginTracer(jaxpr)
+    return [tracer.origin(var) for var in jaxpr.outvars]
+
+
+class _OriginTracer:
+    """Finds the origins of one program's variables."""
+
+    def __init__(self, jaxpr: Jaxpr):
+        self._numbers = {var: number for number, var in enumerate(jaxpr.invars)}
+        self._constants = set(jaxpr.constvars)
+        self._equations = {}
+        for equation in jaxpr.eqns:
+            for position, var in enumerate(equation.outvars):
+                self._equations[var] = (equation, position)
+
+    def origin(self, var: Any) -> CotangentOrigin | _Operand:
+        """Return the origin of a variable."""
+        if isinstance(var, Literal) or var in self._constants:
+            return _ZERO
+        if var in self._numbers:
+            return _Operand(self._numbers[var])
+        equation, position = self._equations[var]
+        name = equation.primitive.name
+        if equation.primitive is update_p:
+            return CotangentOrigin(modules=(equation.params["module"],))
+        if name in _IDENTITIES:
+            return self.origin(equation.invars[position])
+        if name in ("add", "add_any"):
+            left, right = (_as_origin(self.origin(operand)) for operand in equation.invars)
+            return left.plus(right)
+        if name in _ZEROS and isinstance(equation.invars[0], Literal):
+            return _ZERO
+        if name in _CALLS:
+            return self._resolve_operand(_trace_results(_program(equation.params["jaxpr"]))[position], equation.invars)
+        if name == "scan":
+            return self._find_loop_origin(equation, position)
+        if name == "cond":
+            return self._find_branch_origin(equation, position)
+        return CotangentOrigin(others=(name,))
+
+    def _resolve_operand(self, source: CotangentOrigin | _Operand, operands: Any) -> CotangentOrigin | _Operand:
+        """Resolve a result of a called program: an operand becomes the caller's variable."""
+        return self.origin(operands[source.number]) if isinstance(source, _Operand) else source
+
+    def _find_loop_origin(self, equation: Any, position: int) -> CotangentOrigin:
+        """Return the origin of a loop's result."""
+        origin = _as_origin(_trace_results(_program(equation.params["jaxpr"]))[position])
+        # A stacked result holds one iteration's value at each index; a carried result is a sum over all iterations.
+        _, num_carry = scan_counts(equation.params)
+        is_stacked = position >= num_carry
+        if is_stacked or not origin.modules:
+            return origin
+        # Two entries mark a double update, which `value_and_update` refuses.
+        return CotangentOrigin(modules=origin.modules * 2)
+
+    def _find_branch_origin(self, equation: Any, position: int) -> CotangentOrigin:
+        """Return the origin that all branches share, or a combined origin if they differ."""
+        origins = []
+        for branch in equation.params["branches"]:
+            source = _trace_results(_program(branch))[position]
+            # The first operand is the index of the branch.
+            origins.append(_as_origin(self._resolve_operand(source, equation.invars[1:])))
+        if len(set(origins)) == 1:
+            return origins[0]
+        modules = {module for origin in origins for module in origin.modules}
+        return CotangentOrigin(modules=tuple(sorted(modules)), others=("cond",), is_in_some_branches=True)
+
+
+def _program(jaxpr: Any) -> Jaxpr:
+    """Return the program of a closed jaxpr, or the jaxpr itself if it is not closed."""
+    return getattr(jaxpr, "jaxpr", jaxpr)

@@ -14,11 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from plimsoll.extras.functions.adapters import Adapters, check_adapters
-from plimsoll.extras.functions.factored import FactoredMatrix, to_factored
-from plimsoll.extras.functions.interpreter import Interpreter
-from plimsoll.extras.functions.leaves import is_array
-from plimsoll.extras.functions.nf4 import QuantizedMatrix, is_quantized
+from plimsoll.extras.functions.factored_matrix import FactoredMatrix, to_factored
+from plimsoll.extras.functions.leaf_selection import is_array
+from plimsoll.extras.functions.lora_adapters import Adapters, QuantizedMatrix, check_adapters, is_quantized
+from plimsoll.extras.functions.lora_interpreter import Interpreter
 from plimsoll.framework.layout import path_name
 
 

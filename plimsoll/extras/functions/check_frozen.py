@@ -16,9 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from plimsoll.extras.functions.leaves import is_array
-from plimsoll.extras.functions.nf4 import find_arrays, is_quantized
-from plimsoll.extras.functions.paths import matching_paths
+from plimsoll.extras.functions.leaf_selection import is_array, matching_paths
+from plimsoll.extras.functions.lora_adapters import find_arrays, is_quantized
 from plimsoll.framework.plan.hlo.arrays import VMEM, Array, parse_stored_arrays
 from plimsoll.framework.plan.hlo.computations import Instruction
 from plimsoll.framework.plan.hlo.module import Module

@@ -1,19 +1,94 @@
-"""Value and gradient of a function with respect to the trainable parameters only.
+"""Selects leaves of any pytree by their kind and by their path, and differentiates by the trainable ones only.
 
-A frozen parameter is not an argument of the differentiated function. So no part of its gradient is ever computed, and
-no compiler has to find out that it is not needed. Imports jax and `framework.layout`.
+A path such as "layers/attention/query" is matched by a regex, as in `framework.learner.rules`. A frozen parameter is
+not an argument of the differentiated function. So no part of its gradient is ever computed, and no compiler has to find
+out that it is not needed.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from plimsoll.extras.functions.leaves import is_float
-from plimsoll.extras.functions.paths import find_leaves, matching_paths
+from plimsoll.framework.layout import path_name
+
+_ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
+def is_array(leaf: Any) -> bool:
+    """Return whether a leaf is an array or the shape of one; Python's own numbers are neither."""
+    return isinstance(leaf, _ARRAY_TYPES)
+
+
+def is_float(leaf: Any) -> bool:
+    """Return whether a leaf is an array of real or complex floats, which has a gradient."""
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def is_real_float(leaf: Any) -> bool:
+    """Return whether a leaf is an array of real floats."""
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def is_key(leaf: Any) -> bool:
+    """Return whether a leaf is an array of typed keys (jax.random.key), or the spec of one."""
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+# --- paths -----------------------------------------------------------------------------------------------------------
+
+
+def find_leaves(tree: Any) -> dict[str, Any]:
+    """Return {path: leaf} for any pytree, in the tree's own order; None has no leaf."""
+    return {path_name(keypath): leaf for keypath, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def matching_paths(pattern: str, paths: Iterable[str], argument: str) -> list[str]:
+    """Return the paths in which a regex is found (`re.search`).
+
+    Args:
+        pattern: the regex.
+        paths: paths of all leaves that it may match.
+        argument: name of the argument that holds the pattern, for error messages.
+
+    Raises:
+        ValueError: the pattern is not a valid regex, or matches no path; the message lists the closest paths.
+    """
+    try:
+        regex = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{argument} = {pattern!r} is not a regular expression: {error}") from error
+    all_paths = list(paths)
+    matched = [path for path in all_paths if regex.search(path)]
+    if not matched:
+        nearest = ", ".join(map(repr, nearest_paths(pattern, all_paths)))
+        raise ValueError(f"{argument} = {pattern!r} matches none of {len(all_paths)} leaves; nearest: {nearest}")
+    return matched
+
+
+def nearest_paths(pattern: str, paths: list[str], count: int = 3) -> list[str]:
+    """Return up to `count` of the paths that are most similar to a pattern, best match first."""
+    # Parts are compared, because a pattern is often one part of a path and much shorter than the whole path.
+    words = re.findall(r"\w+", pattern.lower())
+
+    def similarity(path: str) -> float:
+        parts = re.findall(r"\w+", path.lower())
+        total = 0.0
+        for word in words:
+            total += max((difflib.SequenceMatcher(None, word, part).ratio() for part in parts), default=0.0)
+        return total
+
+    return sorted(paths, key=similarity, reverse=True)[:count]
+
+
+# --- trainable and frozen parameters ---------------------------------------------------------------------------------
 
 
 class Partition(NamedTuple):
