@@ -9,31 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Unpack
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from plimsoll.extras.functions.module_updates import UpdateOptions, Updater, make_updater, mark_update
-from plimsoll.extras.functions.trained_weights import (
-    USE_TRACKER,
-    Trained,
-    Tree,
-    decode,
-    encode,
-    num_layers,
-    weights_at,
-    wrap_static,
-)
-from plimsoll.extras.functions.update_rules import RuleFunction
+from plimsoll.extras.functions.trained_weights import Trained, decode, encode, num_layers, record_use, wrap_static
+from plimsoll.extras.functions.update_rules import Optimizer, RuleFunction
 from plimsoll.framework.layers.pull_back import PullBack
+from plimsoll.framework.layout import PyTree
 
 # layer(weights, carry, x, *shared) -> (carry, y)
-ScanLayer = Callable[..., tuple[Tree, Tree]]
+ScanLayer = Callable[..., tuple[PyTree, PyTree]]
 
 
-class _ForwardResults(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _ForwardResults:
     """Residuals that the forward loop saves for the backward loop.
 
     Attributes:
@@ -44,12 +38,14 @@ class _ForwardResults(NamedTuple):
     """
 
     trained: Trained
-    xs: Tree
-    shared: Tree
+    xs: PyTree
+    shared: PyTree
     residuals: Residuals
 
 
-class _BackwardScanCarry(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _BackwardScanCarry:
     """Carry of the backward loop: the stack, and the cotangents of the layer's input and of the shared inputs."""
 
     trained: Trained
@@ -68,7 +64,7 @@ class EagerStack:
         apply.defvjp(self._forward_with_residuals, self._backward)
         self._apply = apply
 
-    def init(self, stacked_weights: Tree, state: Tree | None = None) -> Trained:
+    def init(self, stacked_weights: PyTree, state: PyTree | None = None) -> Trained:
         """Return the stack with the initial state of its optimizer, a separate state for each layer.
 
         Args:
@@ -83,7 +79,7 @@ class EagerStack:
         state = self._updater.prepare_stack_state(floats, state)
         return Trained(encoded_weights, encode(state), self.name)
 
-    def __call__(self, trained: Trained, carry: Tree, xs: Tree = None, *shared: Tree) -> tuple[Tree, Tree]:
+    def __call__(self, trained: Trained, carry: PyTree, xs: PyTree = None, *shared: PyTree) -> tuple[PyTree, PyTree]:
         """Run the layers one after another, as `jax.lax.scan` does.
 
         Args:
@@ -100,28 +96,26 @@ class EagerStack:
             ValueError: the same weights are used twice in a function that is being differentiated, or `xs` has
                 a different number of layers.
         """
-        if not isinstance(trained, Trained):
-            raise TypeError(f"{self.name}: expected the Trained of `init`, given {type(trained).__name__}")
-        USE_TRACKER.record(trained, self.name)
+        record_use(trained, self.name)
         num_layers(self.name, (trained, xs))
         return self._apply(trained, carry, xs, wrap_static(shared))
 
-    def _forward(self, trained: Trained, carry: Tree, xs: Tree, shared: Tree) -> tuple[Tree, Tree]:
-        def body(carry: Tree, item: tuple[jax.Array, Tree]) -> tuple[Tree, Tree]:
+    def _forward(self, trained: Trained, carry: PyTree, xs: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
+        def body(carry: PyTree, item: tuple[jax.Array, PyTree]) -> tuple[PyTree, PyTree]:
             index, x = item
-            layer = weights_at(trained, index)
+            layer = trained.slice_weights(index)
             return self._layer(layer.weights, carry, x, *decode(shared))
 
-        return jax.lax.scan(body, carry, (_indices(trained), xs))
+        return jax.lax.scan(body, carry, (jnp.arange(num_layers(self.name, trained)), xs))
 
     def _forward_with_residuals(
-        self, trained: Trained, carry: Tree, xs: Tree, shared: Tree
-    ) -> tuple[tuple[Tree, Tree], _ForwardResults]:
-        def body(carry: Tree, item: tuple[jax.Array, Tree]) -> tuple[Tree, tuple[Tree, Residuals]]:
+        self, trained: Trained, carry: PyTree, xs: PyTree, shared: PyTree
+    ) -> tuple[tuple[PyTree, PyTree], _ForwardResults]:
+        def body(carry: PyTree, item: tuple[jax.Array, PyTree]) -> tuple[PyTree, tuple[PyTree, Residuals]]:
             index, x = item
-            layer = weights_at(trained, index)
+            layer = trained.slice_weights(index)
 
-            def call_with_floats(floats: Tree, carry: Tree, x: Tree, shared: Tree) -> tuple[Tree, Tree]:
+            def call_with_floats(floats: PyTree, carry: PyTree, x: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
                 return self._layer(layer.weights_with(floats), carry, x, *decode(shared))
 
             floats = layer.floats
@@ -129,15 +123,17 @@ class EagerStack:
             # Arrays that the backward loop can read again are left out of the stacked residuals.
             return carry, (y, Residuals.from_vjp(pull_back, (floats, x, shared)))
 
-        carry, (ys, residuals) = jax.lax.scan(body, carry, (_indices(trained), xs))
+        carry, (ys, residuals) = jax.lax.scan(body, carry, (jnp.arange(num_layers(self.name, trained)), xs))
         return (carry, ys), _ForwardResults(trained, xs, shared, residuals)
 
     def _backward(
-        self, forward_results: _ForwardResults, cotangents: tuple[Tree, Tree]
-    ) -> tuple[Trained, Tree, Tree, Tree]:
+        self, forward_results: _ForwardResults, cotangents: tuple[PyTree, PyTree]
+    ) -> tuple[Trained, PyTree, PyTree, PyTree]:
         carry_cotangent, ys_cotangents = cotangents
 
-        def body(carry: _BackwardScanCarry, item: Any) -> tuple[_BackwardScanCarry, Cotangents]:
+        def body(
+            carry: _BackwardScanCarry, item: tuple[jax.Array, PyTree, Residuals, Cotangents]
+        ) -> tuple[_BackwardScanCarry, Cotangents]:
             index, x, residuals, y_cotangents = item
             layer = self._updater.get_layer(carry.trained, index)
             pull_back = residuals.pull_back((layer.floats, x, forward_results.shared))
@@ -152,17 +148,12 @@ class EagerStack:
             new_carry = _BackwardScanCarry(stack, Cotangents.from_vjp(cotangent), summed)
             return new_carry, Cotangents.from_vjp(x_cotangents)
 
+        length = num_layers(self.name, forward_results.trained)
         first = _BackwardScanCarry(
             forward_results.trained, Cotangents.from_vjp(carry_cotangent), _zeros(forward_results.shared)
         )
-        items = (
-            _indices(forward_results.trained),
-            forward_results.xs,
-            forward_results.residuals,
-            Cotangents.from_vjp(ys_cotangents),
-        )
+        items = (jnp.arange(length), forward_results.xs, forward_results.residuals, Cotangents.from_vjp(ys_cotangents))
         last, xs_cotangents = jax.lax.scan(body, first, items, reverse=True)
-        length = num_layers(self.name, forward_results.trained)
         return (
             mark_update(last.trained, self.name),
             last.cotangent.restore(),
@@ -171,7 +162,9 @@ class EagerStack:
         )
 
 
-def eager_scan(layer: ScanLayer, optimizer_or_rule: Any | RuleFunction, **options: Unpack[UpdateOptions]) -> EagerStack:
+def eager_scan(
+    layer: ScanLayer, optimizer_or_rule: Optimizer | RuleFunction, **options: Unpack[UpdateOptions]
+) -> EagerStack:
     """Make a loop over stacked layers that updates each layer inside the backward pass.
 
         stack = pl.eager_scan(layer, optax.adamw(1e-3), name="stack")
@@ -194,14 +187,10 @@ def eager_scan(layer: ScanLayer, optimizer_or_rule: Any | RuleFunction, **option
     return EagerStack(layer, make_updater(optimizer_or_rule, **options))
 
 
-def _indices(trained: Trained) -> jax.Array:
-    return jnp.arange(num_layers(trained.name, trained))
-
-
-def _zeros(tree: Tree) -> Cotangents:
+def _zeros(tree: PyTree) -> Cotangents:
     """Return cotangents that are all zero."""
 
-    def zero(leaf: Any) -> Any:
+    def zero(leaf: jax.Array) -> jax.Array | np.ndarray:
         has_cotangent = jnp.issubdtype(leaf.dtype, jnp.inexact)
         return jnp.zeros_like(leaf) if has_cotangent else np.zeros(leaf.shape, jax.dtypes.float0)
 
@@ -216,16 +205,16 @@ def _zeros(tree: Tree) -> Cotangents:
 class Residuals:
     """The arrays that a pullback holds in addition to its arguments; a pytree that a loop can stack and slice."""
 
-    arrays: list[Any]
+    arrays: list[jax.Array]
     frame: PullBack = field(metadata={"static": True})
 
     @staticmethod
-    def from_vjp(pull_back: Callable[[Tree], Tree], arguments: Tree) -> Residuals:
+    def from_vjp(pull_back: Callable[[PyTree], PyTree], arguments: PyTree) -> Residuals:
         """Split a pullback of `jax.vjp` into arrays and a static frame; see `PullBack.split`."""
         frame, arrays = PullBack.split(pull_back, arguments)
         return Residuals(arrays, frame)
 
-    def pull_back(self, arguments: Tree) -> Callable[[Tree], Tree]:
+    def pull_back(self, arguments: PyTree) -> Callable[[PyTree], PyTree]:
         """Rebuild the pullback from the original arguments."""
         return self.frame.rebuild(arguments, self.arrays)
 
@@ -238,37 +227,39 @@ class _NoCotangent:
     shape: tuple[int, ...]
 
 
-class Cotangents(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Cotangents:
     """Cotangents in a form that a loop can carry."""
 
-    tree: Tree
+    tree: PyTree
 
     @staticmethod
-    def from_vjp(cotangents: Tree) -> Cotangents:
+    def from_vjp(cotangents: PyTree) -> Cotangents:
         """Convert cotangents that `jax.vjp` returns or takes."""
 
         # A float0 array has no data, so its shape is enough to restore it.
-        def to_carry(leaf: Any) -> Any:
+        def to_carry(leaf: jax.Array | np.ndarray) -> jax.Array | np.ndarray | _NoCotangent:
             return _NoCotangent(leaf.shape) if leaf.dtype == jax.dtypes.float0 else leaf
 
         return Cotangents(jax.tree.map(to_carry, cotangents))
 
-    def restore(self) -> Tree:
+    def restore(self) -> PyTree:
         """Return the original cotangents, the inverse of `from_vjp`."""
-        return self._map(lambda shape: shape)
+        return self._restore(lambda shape: shape)
 
-    def _map(self, get_shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Tree:
-        def leaf(node: Any) -> Any:
+    def restore_slice(self) -> PyTree:
+        """Return the cotangents of one iteration, for floats that a loop has sliced along their first axis."""
+        return self._restore(lambda shape: shape[1:])
+
+    def restore_stack(self, length: int) -> PyTree:
+        """Return the cotangents of all iterations, for floats that a loop has stacked."""
+        return self._restore(lambda shape: (length, *shape))
+
+    def _restore(self, get_shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> PyTree:
+        def leaf(node: jax.Array | _NoCotangent) -> jax.Array | np.ndarray:
             if isinstance(node, _NoCotangent):
                 return np.zeros(get_shape(node.shape), jax.dtypes.float0)
             return node
 
         return jax.tree.map(leaf, self.tree, is_leaf=lambda node: isinstance(node, _NoCotangent))
-
-    def restore_slice(self) -> Tree:
-        """Return the cotangents of one iteration, for floats that a loop has sliced along their first axis."""
-        return self._map(lambda shape: shape[1:])
-
-    def restore_stack(self, length: int) -> Tree:
-        """Return the cotangents of all iterations, for floats that a loop has stacked."""
-        return self._map(lambda shape: (length, *shape))

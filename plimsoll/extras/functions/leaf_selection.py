@@ -11,43 +11,38 @@ import difflib
 import functools
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from plimsoll.framework.layout import path_name
+from plimsoll.framework.layout import PyTree, fill_none, flatten
 
-_ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+_Array = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: object) -> bool:
     """Return whether a leaf is an array or the shape of one; Python's own numbers are neither."""
-    return isinstance(leaf, _ARRAY_TYPES)
+    return isinstance(leaf, _Array)
 
 
-def is_float(leaf: Any) -> bool:
+def is_float(leaf: object) -> bool:
     """Return whether a leaf is an array of real or complex floats, which has a gradient."""
-    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return isinstance(leaf, _Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def is_real_float(leaf: Any) -> bool:
+def is_real_float(leaf: object) -> bool:
     """Return whether a leaf is an array of real floats."""
-    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return isinstance(leaf, _Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def is_key(leaf: Any) -> bool:
+def is_key(leaf: object) -> bool:
     """Return whether a leaf is an array of typed keys (jax.random.key), or the spec of one."""
-    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return isinstance(leaf, _Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 # --- paths -----------------------------------------------------------------------------------------------------------
-
-
-def find_leaves(tree: Any) -> dict[str, Any]:
-    """Return {path: leaf} for any pytree, in the tree's own order; None has no leaf."""
-    return {path_name(keypath): leaf for keypath, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def matching_paths(pattern: str, paths: Iterable[str], argument: str) -> list[str]:
@@ -94,14 +89,15 @@ def nearest_paths(pattern: str, paths: list[str], count: int = 3) -> list[str]:
 class Partition(NamedTuple):
     """A tree split in two, both of the same structure, each with None for the leaves of the other.
 
-    `jax.tree.map`, optax and `jax.jit` treat None as having no leaves. No array is copied.
+    `jax.tree.map`, optax and `jax.jit` treat None as having no leaves. No array is copied. It is a tuple, because users
+    unpack it.
     """
 
-    trained: Any
-    frozen: Any
+    trained: PyTree
+    frozen: PyTree
 
 
-def partition(params: Any, trainable: str) -> Partition:
+def partition(params: PyTree, trainable: str) -> Partition:
     """Split a tree into the float leaves whose path matches a regex, and all other leaves.
 
     Args:
@@ -111,7 +107,7 @@ def partition(params: Any, trainable: str) -> Partition:
     Raises:
         ValueError: the regex matches no leaf, or none of a floating-point dtype.
     """
-    leaf_by_path = find_leaves(params)
+    leaf_by_path = flatten(params)
     matched = matching_paths(trainable, leaf_by_path, "trainable")
     trained_paths = {path for path in matched if is_float(leaf_by_path[path])}
     if not trained_paths:
@@ -126,7 +122,7 @@ def partition(params: Any, trainable: str) -> Partition:
     return Partition(structure.unflatten(trained), structure.unflatten(frozen))
 
 
-def combine(first: Any, second: Any) -> Any:
+def combine(first: PyTree, second: PyTree) -> PyTree:
     """Merge the two parts of a `Partition`.
 
     Args:
@@ -137,15 +133,12 @@ def combine(first: Any, second: Any) -> Any:
         ValueError: the structures differ.
     """
 
-    def is_none(node: Any) -> bool:
-        return node is None
-
-    return jax.tree.map(lambda left, right: right if left is None else left, first, second, is_leaf=is_none)
+    return fill_none(first, second)
 
 
 def differentiate(
-    function: Callable[..., Any], *, trainable: str, has_aux: bool = False
-) -> Callable[..., tuple[Any, Any]]:
+    function: Callable[..., PyTree], *, trainable: str, has_aux: bool = False
+) -> Callable[..., tuple[PyTree, PyTree]]:
     """Make a function that returns the value and the gradient with respect to the trainable parameters only.
 
         loss_and_gradient = pl.differentiate(loss, trainable="lora|norm")
@@ -173,11 +166,11 @@ def differentiate(
     """
 
     @functools.wraps(function)
-    def value_and_gradient(params: Any, *arguments: Any, **named_arguments: Any) -> tuple[Any, Any]:
+    def value_and_gradient(params: PyTree, *arguments: PyTree, **named_arguments: PyTree) -> tuple[PyTree, PyTree]:
         split_params = partition(params, trainable)
 
         # The frozen leaves are closed over instead of passed in, so that nothing differentiates them.
-        def call_with_trained(trained: Any) -> Any:
+        def call_with_trained(trained: PyTree) -> PyTree:
             return function(combine(trained, split_params.frozen), *arguments, **named_arguments)
 
         return jax.value_and_grad(call_with_trained, has_aux=has_aux)(split_params.trained)

@@ -6,8 +6,9 @@ primitive `update_p` marks new weights and state in the program of a backward pa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Required, TypedDict
+from typing import NoReturn, Required, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -16,25 +17,18 @@ from jax.interpreters import ad, batching, mlir
 
 from plimsoll.extras.functions.leaf_selection import is_real_float
 from plimsoll.extras.functions.stream import StreamedOptimizer, as_streamed_optimizer, select_update
-from plimsoll.extras.functions.trained_weights import (
-    Trained,
-    Tree,
-    encode,
-    layer_at,
-    num_layers,
-    select_floats,
-    weights_at,
-    with_floats,
-    with_layer,
-)
+from plimsoll.extras.functions.trained_weights import Trained, encode, num_layers, select_floats, with_floats
 from plimsoll.extras.functions.update_rules import (
     OptaxRule,
+    Optimizer,
     RuleFunction,
     UpdateRule,
     all_finite,
     as_rule,
     refuse_mixing,
 )
+from plimsoll.framework.layout import PyTree
+from plimsoll.framework.learner.update import slice_layer, write_layer
 
 
 class UpdateOptions(TypedDict, total=False):
@@ -56,7 +50,7 @@ class UpdateOptions(TypedDict, total=False):
 
 
 def make_updater(
-    optimizer_or_rule: Any | RuleFunction,
+    optimizer_or_rule: Optimizer | RuleFunction,
     *,
     name: str,
     skip_nonfinite: bool = True,
@@ -102,7 +96,7 @@ class Updater:
 
     # --- initialization ----------------------------------------------------------------------------------------------
 
-    def encode_weights(self, weights: Tree) -> tuple[Tree, Tree]:
+    def encode_weights(self, weights: PyTree) -> tuple[PyTree, PyTree]:
         """Return (the encoded weights, the float weights).
 
         Raises:
@@ -123,7 +117,7 @@ class Updater:
             raise ValueError(f"{self.name}: its weights have no array of floats, so there is nothing to train")
         return encoded_weights, floats
 
-    def prepare_state(self, floats: Tree, state: Tree | None) -> Tree:
+    def prepare_state(self, floats: PyTree, state: PyTree | None) -> PyTree:
         """Return the state before the first update: `state` if given, otherwise the rule's initial state.
 
         Raises:
@@ -136,34 +130,34 @@ class Updater:
         self._check_rule(floats, given_state)
         return self._store_state(floats, given_state)
 
-    def prepare_stack_state(self, floats: Tree, state: Tree | None) -> Tree:
+    def prepare_stack_state(self, floats: PyTree, state: PyTree | None) -> PyTree:
         """Return the state of stacked layers, a separate one for each layer: trees of arrays [L, ...]."""
-        layer_floats = jax.eval_shape(lambda stack: layer_at(stack, 0), floats)
+        layer_floats = jax.eval_shape(lambda stack: slice_layer(stack, 0), floats)
         if state is None:
             self._check_rule(layer_floats, jax.eval_shape(self.rule.initial_state, layer_floats))
             return _with_arrays(self._init_stack_state(floats))
         given_state = _with_arrays(state)
         num_layers(self.name, (floats, given_state))
-        self._check_rule(layer_floats, jax.eval_shape(lambda stack: layer_at(stack, 0), given_state))
+        self._check_rule(layer_floats, jax.eval_shape(lambda stack: slice_layer(stack, 0), given_state))
         return self._store_state(layer_floats, given_state)
 
-    def _init_state(self, floats: Tree) -> Tree:
+    def _init_state(self, floats: PyTree) -> PyTree:
         return self.rule.initial_state(floats)
 
-    def _init_stack_state(self, floats: Tree) -> Tree:
+    def _init_stack_state(self, floats: PyTree) -> PyTree:
         return jax.vmap(self.rule.initial_state)(floats)
 
-    def _store_state(self, floats: Tree, state: Tree) -> Tree:
+    def _store_state(self, floats: PyTree, state: PyTree) -> PyTree:
         """Move a given state, of a module or of a stack with layers like `floats`, to its memory kinds."""
         return state
 
-    def _check_rule(self, floats: Tree, state: Tree) -> None:
+    def _check_rule(self, floats: PyTree, state: PyTree) -> None:
         if not self.mixes:
             refuse_mixing(self.rule, floats, state, self.name)
 
     # --- the update --------------------------------------------------------------------------------------------------
 
-    def apply_update(self, trained: Trained, gradient: Tree, later: Tree) -> tuple[Trained, Tree]:
+    def apply_update(self, trained: Trained, gradient: PyTree, later: PyTree) -> tuple[Trained, PyTree]:
         """Return the weights and the state after one update.
 
         Args:
@@ -178,11 +172,11 @@ class Updater:
 
     def get_layer(self, stack: Trained, index: jax.Array) -> Trained:
         """Return one layer of a stack, with the part of its state that the update reads on the device."""
-        return layer_at(stack, index)
+        return slice_layer(stack, index)
 
     def apply_layer_update(
-        self, stack: Trained, index: jax.Array, layer: Trained, gradient: Tree, later: Tree
-    ) -> tuple[Trained, Tree]:
+        self, stack: Trained, index: jax.Array, layer: Trained, gradient: PyTree, later: PyTree
+    ) -> tuple[Trained, PyTree]:
         """Return the stack with one layer's weights and state replaced by the new ones, and `later`.
 
         Args:
@@ -193,26 +187,26 @@ class Updater:
             later: see `apply_update`.
         """
         new_layer, later = self.apply_update(layer, gradient, later)
-        return with_layer(stack, new_layer, index), later
+        return write_layer(stack, new_layer, index), later
 
-    def _update_or_skip(self, trained: Trained, gradient: Tree) -> Trained:
+    def _update_or_skip(self, trained: Trained, gradient: PyTree) -> Trained:
         """Return the weights and state after the update, or unchanged if the update is skipped."""
         if not self.skip_nonfinite:
             return self._apply_rule(trained, gradient)
         is_finite = all_finite(gradient)
 
-        def update_with_where(trained: Trained, gradient: Tree) -> Trained:
+        def update_with_where(trained: Trained, gradient: PyTree) -> Trained:
             new = self._apply_rule(trained, gradient)
             return jax.tree.map(lambda new_leaf, leaf: jnp.where(is_finite, new_leaf, leaf), new, trained)
 
-        def update_with_cond(trained: Trained, gradient: Tree) -> Trained:
+        def update_with_cond(trained: Trained, gradient: PyTree) -> Trained:
             return jax.lax.cond(is_finite, self._apply_rule, lambda trained, _: trained, trained, gradient)
 
         # XLA for CPU drops barriers and would update the weights while it reads the state from the stack that it is
         # about to write, so it would copy whole stacks for every layer. It does not fuse across a branch.
         return jax.lax.platform_dependent(trained, gradient, cpu=update_with_cond, default=update_with_where)
 
-    def _apply_rule(self, trained: Trained, gradient: Tree) -> Trained:
+    def _apply_rule(self, trained: Trained, gradient: PyTree) -> Trained:
         floats = trained.floats
         state = trained.state
         with jax.named_scope(f"update_{self.name}"):
@@ -221,7 +215,7 @@ class Updater:
             new_state = self._cast_like(new_state, state, "state")
             return Trained(with_floats(trained.encoded_weights, new_floats), encode(new_state), trained.name)
 
-    def _cast_like(self, new: Tree, old: Tree, what: str) -> Tree:
+    def _cast_like(self, new: PyTree, old: PyTree, what: str) -> PyTree:
         """Return the new tree in the dtypes of the old one.
 
         Raises:
@@ -233,7 +227,7 @@ class Updater:
                 f"{jax.tree.structure(old)}"
             )
 
-        def cast_leaf(new_leaf: Any, old_leaf: Any) -> Any:
+        def cast_leaf(new_leaf: jax.typing.ArrayLike, old_leaf: PyTree) -> PyTree:
             if not hasattr(old_leaf, "dtype"):
                 return old_leaf
             new_array = jnp.asarray(new_leaf)
@@ -246,13 +240,10 @@ class Updater:
         return jax.tree.map(cast_leaf, new, old)
 
 
-def _with_arrays(state: Tree) -> Tree:
+def _with_arrays(state: PyTree) -> PyTree:
     """Convert the Python numbers of an optimizer's state to arrays, so that they are not constants."""
 
-    def as_array(leaf: Any) -> Any:
-        return jnp.asarray(leaf) if isinstance(leaf, (bool, int, float)) else leaf
-
-    return jax.tree.map(as_array, state)
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, (bool, int, float)) else leaf, state)
 
 
 # --- state in host memory --------------------------------------------------------------------------------------------
@@ -270,20 +261,20 @@ class StreamedUpdater(Updater):
     rule: OptaxRule
     stream: StreamedOptimizer
 
-    def _init_state(self, floats: Tree) -> Tree:
+    def _init_state(self, floats: PyTree) -> PyTree:
         self._check_dtypes(floats)
         return self.stream.init(floats)
 
-    def _init_stack_state(self, floats: Tree) -> Tree:
-        self._check_dtypes(jax.eval_shape(lambda stack: layer_at(stack, 0), floats))
+    def _init_stack_state(self, floats: PyTree) -> PyTree:
+        self._check_dtypes(jax.eval_shape(lambda stack: slice_layer(stack, 0), floats))
         # The device creates the state of one layer at a time.
         return jax.lax.map(self.stream.init, floats)
 
-    def _store_state(self, floats: Tree, state: Tree) -> Tree:
+    def _store_state(self, floats: PyTree, state: PyTree) -> PyTree:
         self._check_dtypes(floats)
         return self.stream.store_state(floats, state)
 
-    def _check_dtypes(self, floats: Tree) -> None:
+    def _check_dtypes(self, floats: PyTree) -> None:
         """Raise ValueError if a state leaf for host memory is not an array of floats."""
         for path, spec in self.stream.planner.plan(floats).specs.items():
             is_encoded = not is_real_float(jax.ShapeDtypeStruct(spec.shape, spec.dtype))
@@ -293,7 +284,7 @@ class StreamedUpdater(Updater):
                     "in host memory; exclude it by the pattern= of `stream`"
                 )
 
-    def apply_update(self, trained: Trained, gradient: Tree, later: Tree) -> tuple[Trained, Tree]:
+    def apply_update(self, trained: Trained, gradient: PyTree, later: PyTree) -> tuple[Trained, PyTree]:
         """See `Updater.apply_update`."""
         new_floats, new_state = self._compute_update(trained.floats, gradient, trained.state, 0)
         # State in host memory does not go through the barrier, whose operands are in device memory.
@@ -302,18 +293,20 @@ class StreamedUpdater(Updater):
 
     def get_layer(self, stack: Trained, index: jax.Array) -> Trained:
         """Return the weights only; see `Updater.get_layer`."""
-        return weights_at(stack, index)
+        return stack.slice_weights(index)
 
     def apply_layer_update(
-        self, stack: Trained, index: jax.Array, layer: Trained, gradient: Tree, later: Tree
-    ) -> tuple[Trained, Tree]:
+        self, stack: Trained, index: jax.Array, layer: Trained, gradient: PyTree, later: PyTree
+    ) -> tuple[Trained, PyTree]:
         """See `Updater.apply_layer_update`."""
         new_floats, new_state = self._compute_update(layer.floats, gradient, stack.state, index)
         new_floats, later = apply_barrier((new_floats, later))
-        new_weights = with_floats(stack.encoded_weights, with_layer(stack.floats, new_floats, index))
+        new_weights = with_floats(stack.encoded_weights, write_layer(stack.floats, new_floats, index))
         return Trained(new_weights, encode(new_state), stack.name), later
 
-    def _compute_update(self, floats: Tree, gradient: Tree, state: Tree, index: Any) -> tuple[Tree, Tree]:
+    def _compute_update(
+        self, floats: PyTree, gradient: PyTree, state: PyTree, index: jax.Array | int
+    ) -> tuple[PyTree, PyTree]:
         """Return (new floats of one layer, the state of all layers with that layer's state updated)."""
         is_applied = all_finite(gradient) if self.skip_nonfinite else None
 
@@ -337,7 +330,7 @@ update_p = Primitive("plimsoll_update")
 update_p.multiple_results = True
 
 
-def mark_update(new: Tree, name: str) -> Tree:
+def mark_update(new: PyTree, name: str) -> PyTree:
     """Return the new weights and state of a module unchanged, marked in the traced program.
 
     Raises:
@@ -347,7 +340,7 @@ def mark_update(new: Tree, name: str) -> Tree:
     return jax.tree.unflatten(structure, update_p.bind(*leaves, module=name))
 
 
-def apply_barrier(tree: Tree) -> Tree:
+def apply_barrier(tree: PyTree) -> PyTree:
     """Pass the tree through a barrier, so that a consumer of any of its arrays waits for all of them."""
     leaves, structure = jax.tree.flatten(tree)
     # Cotangents of integers (float0) hold no data and are not arrays of the program.
@@ -357,22 +350,22 @@ def apply_barrier(tree: Tree) -> Tree:
     return jax.tree.unflatten(structure, tied_leaves)
 
 
-def _return_arrays(*arrays: Any, module: str) -> list[Any]:
+def _return_arrays(*arrays: jax.Array, module: str) -> list[jax.Array]:
     return list(arrays)
 
 
-def _lower(context: Any, *arrays: Any, module: str) -> Any:
+def _lower(context: mlir.LoweringRuleContext, *arrays: PyTree, module: str) -> Sequence[PyTree]:
     return arrays
 
 
-def _refuse_derivative(primals: Any, tangents: Any, *, module: str) -> Any:
+def _refuse_derivative(primals: Sequence[object], tangents: Sequence[object], *, module: str) -> NoReturn:
     raise ValueError(
         f"{module}: it is updated in the backward pass, which has no derivative of its own; take second derivatives of "
         "the plain function"
     )
 
 
-def _refuse_batching(operands: Any, axes: Any, *, module: str) -> Any:
+def _refuse_batching(operands: Sequence[object], axes: Sequence[object], *, module: str) -> NoReturn:
     raise ValueError(
         f"{module}: jax.vmap over its backward pass would update the weights once per row of the batch; call jax.vmap "
         "inside the module instead, so that its weights get the sum of the rows' gradients"

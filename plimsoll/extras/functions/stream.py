@@ -10,15 +10,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from plimsoll.extras.functions.trained_weights import Tree
 from plimsoll.extras.functions.update_rules import trace_influence
-from plimsoll.framework.layout import TensorSpec, fetch_leaf, flatten, store_leaf
+from plimsoll.framework.layout import PyTree, TensorSpec, fetch_leaf, flatten, store_leaf
+from plimsoll.framework.learner.update import slice_layer, write_layer
 from plimsoll.framework.optimizers.offload import tag_large_matches
 from plimsoll.framework.optimizers.update_locality import UpdateLocality, probe
 
@@ -70,11 +71,11 @@ class StreamedOptimizer:
 
     planner: UpdatePlanner
 
-    def init(self, params: Tree) -> Tree:
+    def init(self, params: PyTree) -> PyTree:
         """Return the initial optimizer state, with matching leaves in host memory."""
         return self.store_state(params, self.planner.optimizer.init(params))
 
-    def store_state(self, params: Tree, state: Tree) -> Tree:
+    def store_state(self, params: PyTree, state: PyTree) -> PyTree:
         """Move a state, or a stack of states of layers with such parameters, to its memory kinds."""
         specs = self.planner.plan(params).specs
         stored = [store_leaf(specs[path], jnp.asarray(leaf)) for path, leaf in flatten(state).items()]
@@ -82,13 +83,13 @@ class StreamedOptimizer:
 
     def update(
         self,
-        updates: Tree,
-        state: Tree,
-        params: Tree | None = None,
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree | None = None,
         *,
         gradient_factor: jax.Array | float | None = None,
-        **extra_args: Any,
-    ) -> tuple[Tree, Tree]:
+        **extra_args: PyTree,
+    ) -> tuple[PyTree, PyTree]:
         """Return (updates, new state) for all parameters."""
         if params is None:
             raise ValueError("stream: expected update(gradients, state, params), given no parameters")
@@ -98,13 +99,13 @@ class StreamedOptimizer:
 
     def update_layer(
         self,
-        gradients: Tree,
-        state: Tree,
-        params: Tree,
+        gradients: PyTree,
+        state: PyTree,
+        params: PyTree,
         layer: jax.Array | int,
         is_applied: jax.Array | None,
         result: ResultFunction,
-    ) -> tuple[Tree, Tree]:
+    ) -> tuple[PyTree, PyTree]:
         """Return (results for one layer's parameters, the state of all layers with that layer's state updated).
 
         Args:
@@ -119,7 +120,7 @@ class StreamedOptimizer:
         return streamed.run(gradients, state)
 
 
-def as_streamed_optimizer(optimizer: Any) -> StreamedOptimizer | None:
+def as_streamed_optimizer(optimizer: object) -> StreamedOptimizer | None:
     """Return the `StreamedOptimizer` behind an optimizer that `stream` made; None for any other optimizer."""
     # An optax transformation has no field for it, but its `update` is a method of the StreamedOptimizer.
     owner = getattr(getattr(optimizer, "update", None), "__self__", None)
@@ -129,6 +130,8 @@ def as_streamed_optimizer(optimizer: Any) -> StreamedOptimizer | None:
 # --- one update ------------------------------------------------------------------------------------------------------
 
 
+# Leaves of an optimizer state by path.
+Leaves = dict[str, jax.Array]
 # (parameter, update) -> an array of the same shape.
 ResultFunction = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -138,7 +141,9 @@ def select_update(param: jax.Array, update: jax.Array) -> jax.Array:
     return update
 
 
-class _ChunkCarry(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _ChunkCarry:
     """Carry of the loop over the slices of a parameter.
 
     Attributes:
@@ -169,14 +174,14 @@ class StreamedUpdate:
 
     optimizer: optax.GradientTransformationExtraArgs
     plan: UpdatePlan
-    params: Tree
+    params: PyTree
     gradient_factor: jax.Array | float | None
-    extra_args: dict[str, Any]
+    extra_args: dict[str, PyTree]
     layer: jax.Array | int = 0
     is_applied: jax.Array | None = None
     result: ResultFunction = select_update
 
-    def run(self, gradients: Tree, state: Tree) -> tuple[Tree, Tree]:
+    def run(self, gradients: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         """Return (updates, or the values that `result` computes from them; new state)."""
         gradient_leaves, structure = jax.tree.flatten(gradients)
         old_leaves = flatten(state)
@@ -198,9 +203,9 @@ class StreamedUpdate:
         is_offloaded = any(self.plan.specs[path].memory_kind != "device" for path in state)
         # A loop is only needed to transfer state, or to update slices in turn.
         if chunk.slices == 1 and not is_offloaded:
-            layer_state = {path: _slice(stack, self.layer) for path, stack in stacks.items()}
+            layer_state = {path: slice_layer(stack, self.layer) for path, stack in stacks.items()}
             update, new_state = self._update_param(chunk, gradient, layer_state, param)
-            new_stacks = {path: _with_slice(stack, new_state[path], self.layer) for path, stack in stacks.items()}
+            new_stacks = {path: write_layer(stack, new_state[path], self.layer) for path, stack in stacks.items()}
         else:
             update, new_stacks = self._update_by_slices(chunk, gradient, stacks, param)
         return update, {path: stack.reshape(state[path].shape) for path, stack in new_stacks.items()}
@@ -230,23 +235,23 @@ class StreamedUpdate:
     ) -> _ChunkCarry:
         """Update one slice: fetch its state, and write it back."""
 
-        def stack_index(path: str) -> Any:
+        def stack_index(path: str) -> jax.Array | int:
             return self.layer * chunk.slices + index if path in chunk.state_slice_shapes else self.layer
 
         # State leaves that are not sliced are read as they were before the first slice.
         state = {}
         for path, leaf in carry.state.items():
             stack = leaf if chunk.slices == 1 or path in chunk.state_slice_shapes else old_stacks[path]
-            state[path] = fetch_leaf(self.plan.specs[path], _slice(stack, stack_index(path)))
-        gradient = _slice(carry.gradient, index)
-        update, new_state = self._update_param(chunk, gradient, state, _slice(params, index))
+            state[path] = fetch_leaf(self.plan.specs[path], slice_layer(stack, stack_index(path)))
+        gradient = slice_layer(carry.gradient, index)
+        update, new_state = self._update_param(chunk, gradient, state, slice_layer(params, index))
         new_leaves = {}
         for path, leaf in new_state.items():
             stored = store_leaf(self.plan.specs[path], leaf)
-            new_leaves[path] = _with_slice(carry.state[path], stored, stack_index(path))
+            new_leaves[path] = write_layer(carry.state[path], stored, stack_index(path))
         if carry.update is None:
-            return _ChunkCarry(_with_slice(carry.gradient, update, index), None, new_leaves)
-        return _ChunkCarry(carry.gradient, _with_slice(carry.update, update, index), new_leaves)
+            return _ChunkCarry(write_layer(carry.gradient, update, index), None, new_leaves)
+        return _ChunkCarry(carry.gradient, write_layer(carry.update, update, index), new_leaves)
 
     def _update_param(
         self, chunk: WeightChunk, gradient: jax.Array, state: Leaves, param: jax.Array
@@ -270,9 +275,9 @@ class StreamedUpdate:
         [update] = jax.tree.leaves(updates)
         return self.result(param, update), new_leaves
 
-    def _update_dtype(self, chunk: WeightChunk, gradient: jax.Array, param: jax.Array) -> Any:
+    def _update_dtype(self, chunk: WeightChunk, gradient: jax.Array, param: jax.Array) -> np.dtype:
         # Shapes only: unlike arrays, they have no memory space.
-        def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        def shape(leaf: jax.Array | TensorSpec) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
         state = {path: shape(self.plan.specs[path]) for path in chunk.state_paths}
@@ -291,19 +296,7 @@ def _reshape_to_slices(leaf: jax.Array, slice_shape: tuple[int, ...]) -> jax.Arr
     return leaf.reshape(-1, *slice_shape)
 
 
-def _slice(leaf: jax.Array, index: Any) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
-
-
-def _with_slice(leaf: jax.Array, new_slice: jax.Array, index: Any) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(leaf, new_slice, index, 0)
-
-
 # --- chunks ----------------------------------------------------------------------------------------------------------
-
-
-# Leaves of an optimizer state, or their specs, by path.
-Leaves = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -337,7 +330,7 @@ class UpdatePlan:
         chunks: the chunks, in the order of the parameters.
     """
 
-    specs: Leaves
+    specs: dict[str, TensorSpec]
     chunks: list[WeightChunk]
 
 
@@ -357,7 +350,7 @@ class UpdatePlanner:
         # Results of the trials by parameter shape, cached because each trial compiles a program.
         self._localities: dict[tuple[int, ...], UpdateLocality] = {}
 
-    def plan(self, params: Tree) -> UpdatePlan:
+    def plan(self, params: PyTree) -> UpdatePlan:
         """Return the plan for parameters of these shapes.
 
         Raises:
@@ -374,13 +367,15 @@ class UpdatePlanner:
         self._check(shapes, state, chunks)
         return UpdatePlan(specs, chunks)
 
-    def _make_chunk(self, shapes: Tree, number: int) -> WeightChunk:
+    def _make_chunk(self, shapes: PyTree, number: int) -> WeightChunk:
         param = jax.tree.leaves(shapes)[number]
         state = self._compute_state_shapes(shapes, number, param)
         unsliced = WeightChunk(number, 1, param.shape, jax.tree.structure(state), tuple(flatten(state)), {})
-        if len(param.shape) < 2 or _num_bytes(param) <= self.chunk_bytes:
+        if len(param.shape) < 2 or math.prod(param.shape) * param.dtype.itemsize <= self.chunk_bytes:
             return unsliced
-        update_locality = self._find_locality(param)
+        if param.shape not in self._localities:
+            self._localities[param.shape] = probe(self.optimizer, {"parameter": TensorSpec(param.shape, param.dtype)})
+        update_locality = self._localities[param.shape]
         if update_locality not in ("element", "row"):
             return unsliced
         slice_shape = _slice_shape(param, self.chunk_bytes, by_element=update_locality == "element")
@@ -394,19 +389,14 @@ class UpdatePlanner:
         slices = math.prod(param.shape) // math.prod(slice_shape)
         return replace(unsliced, slices=slices, slice_shape=slice_shape, state_slice_shapes=sliced_shapes)
 
-    def _compute_state_shapes(self, shapes: Tree, number: int, param: Any) -> Tree:
+    def _compute_state_shapes(self, shapes: PyTree, number: int, param: jax.ShapeDtypeStruct) -> PyTree:
         """Return the optimizer state for one parameter only; the others are None."""
         return jax.eval_shape(self.optimizer.init, isolate_leaf(shapes, number, param))
 
-    def _find_locality(self, param: Any) -> UpdateLocality:
-        if param.shape not in self._localities:
-            self._localities[param.shape] = probe(self.optimizer, {"parameter": TensorSpec(param.shape, param.dtype)})
-        return self._localities[param.shape]
-
-    def _check(self, shapes: Tree, state: Tree, chunks: list[WeightChunk]) -> None:
+    def _check(self, shapes: PyTree, state: PyTree, chunks: list[WeightChunk]) -> None:
         """Raise ValueError if the chunks cannot be updated one after another."""
 
-        def update(params: Tree, gradients: Tree, state: Tree) -> tuple[Tree, Tree]:
+        def update(params: PyTree, gradients: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
             return self.optimizer.update(gradients, state, params)
 
         influences = trace_influence(update, shapes, state)
@@ -424,25 +414,21 @@ class UpdatePlanner:
             )
 
 
-def isolate_leaf(tree: Tree, number: int, leaf: Any) -> Tree:
+def isolate_leaf(tree: PyTree, number: int, leaf: jax.Array | jax.ShapeDtypeStruct) -> PyTree:
     """Return the tree with one leaf and None for all others."""
     structure = jax.tree.structure(tree)
     leaves = [leaf if index == number else None for index in range(structure.num_leaves)]
     return jax.tree.unflatten(structure, leaves)
 
 
-def _num_bytes(param: Any) -> int:
-    return math.prod(param.shape) * param.dtype.itemsize
-
-
-def _slice_shape(param: Any, max_bytes: int, *, by_element: bool) -> tuple[int, ...]:
+def _slice_shape(param: jax.ShapeDtypeStruct, max_bytes: int, *, by_element: bool) -> tuple[int, ...]:
     """Return the shape of the largest slices of at most `max_bytes`, or of the smallest possible ones.
 
     The first axis is sliced. If the optimizer works by element and one row is still too large, the second axis is
     sliced as well.
     """
     first, second = param.shape[:2]
-    row_bytes = _num_bytes(param) // first
+    row_bytes = math.prod(param.shape) * param.dtype.itemsize // first
     rows = _largest_divisor(first, max_bytes // row_bytes)
     if rows > 1 or not by_element or len(param.shape) < 3:
         return (rows, *param.shape[1:])

@@ -7,16 +7,16 @@ which holds nothing. An optimizer state also has counters and keys, so these are
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from plimsoll.extras.functions.leaf_selection import is_array, is_key, is_real_float
-
-# Any pytree.
-Tree = Any
+from plimsoll.framework.layout import PyTree
+from plimsoll.framework.learner.update import slice_layer
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +33,7 @@ class EncodedArray:
 
     floats: jax.Array
     dtype: str = field(metadata={"static": True})
-    key_impl: Any = field(metadata={"static": True})
+    key_impl: Hashable = field(metadata={"static": True})
 
     def decode(self) -> jax.Array:
         """Return the original array."""
@@ -53,15 +53,15 @@ class EncodedArray:
 class Static:
     """A leaf that is not an array, such as the activation function in an equinox module; it must be hashable."""
 
-    value: Any
+    value: Hashable
 
 
-def is_encoded_leaf(node: Any) -> bool:
+def is_encoded_leaf(node: object) -> bool:
     """Return whether a node represents one leaf of the tree that was encoded."""
     return isinstance(node, (EncodedArray, Static))
 
 
-def encode(tree: Tree) -> Tree:
+def encode(tree: PyTree) -> PyTree:
     """Wrap each non-float array of the tree in an `EncodedArray`, and each leaf that is not an array in a `Static`.
 
     Raises:
@@ -70,10 +70,10 @@ def encode(tree: Tree) -> Tree:
     return jax.tree.map(_encode_leaf, tree)
 
 
-def decode(tree: Tree) -> Tree:
+def decode(tree: PyTree) -> PyTree:
     """Invert `encode`."""
 
-    def leaf(node: Any) -> Any:
+    def leaf(node: PyTree) -> PyTree:
         if isinstance(node, EncodedArray):
             return node.decode()
         return node.value if isinstance(node, Static) else node
@@ -81,17 +81,17 @@ def decode(tree: Tree) -> Tree:
     return jax.tree.map(leaf, tree, is_leaf=is_encoded_leaf)
 
 
-def wrap_static(tree: Tree) -> Tree:
+def wrap_static(tree: PyTree) -> PyTree:
     """Wrap each leaf that is not an array in a `Static`; arrays of any dtype stay. `decode` is the inverse."""
     return jax.tree.map(lambda leaf: leaf if is_array(leaf) else Static(leaf), tree)
 
 
-def select_floats(encoded_tree: Tree) -> Tree:
+def select_floats(encoded_tree: PyTree) -> PyTree:
     """Return the floats of an encoded tree, with None, a node without leaves, for everything else."""
     return jax.tree.map(lambda node: None if is_encoded_leaf(node) else node, encoded_tree, is_leaf=is_encoded_leaf)
 
 
-def with_floats(encoded_tree: Tree, floats: Tree) -> Tree:
+def with_floats(encoded_tree: PyTree, floats: PyTree) -> PyTree:
     """Return the encoded tree with its floats replaced by those of a tree like the result of `select_floats`."""
     new_floats = iter(jax.tree.leaves(floats))
     return jax.tree.map(
@@ -99,7 +99,7 @@ def with_floats(encoded_tree: Tree, floats: Tree) -> Tree:
     )
 
 
-def _encode_leaf(leaf: Any) -> Any:
+def _encode_leaf(leaf: PyTree) -> jax.Array | EncodedArray | Static:
     if not is_array(leaf):
         return Static(leaf)
     if is_real_float(leaf):
@@ -121,7 +121,7 @@ def _as_floats(array: jax.Array) -> jax.Array:
     return array.astype(jnp.float32 if array.dtype.itemsize == 2 else jnp.bfloat16)
 
 
-def _is_split(dtype: Any) -> bool:
+def _is_split(dtype: np.dtype) -> bool:
     """Return whether arrays of a dtype are split into 16-bit words."""
     return dtype.itemsize > 2
 
@@ -138,39 +138,43 @@ class Trained:
     donated, sharded and saved like any pytree. Read its contents through `weights` and `state`.
 
     Attributes:
-        encoded_weights: the weights as floats, see `encoding.encode`.
-        encoded_state: the optimizer state as floats, see `encoding.encode`.
+        encoded_weights: the weights as floats, see `encode`.
+        encoded_state: the optimizer state as floats, see `encode`.
         name: name of the module.
     """
 
-    encoded_weights: Tree
-    encoded_state: Tree
+    encoded_weights: PyTree
+    encoded_state: PyTree
     name: str = field(metadata={"static": True})
 
     @property
-    def weights(self) -> Tree:
+    def weights(self) -> PyTree:
         """The weights, in their original structure and dtypes."""
         return decode(self.encoded_weights)
 
     @property
-    def state(self) -> Tree:
+    def state(self) -> PyTree:
         """The optimizer state, in its original structure and dtypes."""
         return decode(self.encoded_state)
 
     @property
-    def floats(self) -> Tree:
+    def floats(self) -> PyTree:
         """The float weights, which gradients are taken of; None for all other leaves."""
         return select_floats(self.encoded_weights)
 
-    def weights_with(self, floats: Tree) -> Tree:
+    def weights_with(self, floats: PyTree) -> PyTree:
         """Return the weights with the float leaves replaced."""
         return decode(with_floats(self.encoded_weights, floats))
+
+    def slice_weights(self, index: jax.Array) -> Trained:
+        """Return the weights of one layer of a stack, without its state."""
+        return Trained(slice_layer(self.encoded_weights, index), (), self.name)
 
 
 # --- stacked layers --------------------------------------------------------------------------------------------------
 
 
-def num_layers(name: str, stack: Any) -> int:
+def num_layers(name: str, stack: PyTree) -> int:
     """Return the number of layers of a stack.
 
     Args:
@@ -190,25 +194,6 @@ def num_layers(name: str, stack: Any) -> int:
     return leaves[0].shape[0]
 
 
-def layer_at(stack: Any, index: Any) -> Any:
-    """Return one layer of a stack, [...] for each array."""
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), stack)
-
-
-def weights_at(stack: Trained, index: Any) -> Trained:
-    """Return the weights of one layer of a stack, without its state."""
-    return Trained(layer_at(stack.encoded_weights, index), (), stack.name)
-
-
-def with_layer(stack: Any, layer: Any, index: Any) -> Any:
-    """Return the stack with one layer replaced."""
-
-    def write_layer(stack_leaf: jax.Array, leaf: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(stack_leaf, leaf, index, 0)
-
-    return jax.tree.map(write_layer, stack, layer)
-
-
 # --- uses ------------------------------------------------------------------------------------------------------------
 
 
@@ -217,34 +202,34 @@ def with_layer(stack: Any, layer: Any, index: Any) -> Any:
 _DIFFERENTIATED = {"JVPTracer", "LinearizeTracer"}
 
 
-class UseTracker:
-    """The traced arrays that were used, each with the module that used it; entries disappear with their trace."""
+# {id of a traced array: (the array, name of the module that used it)}. By identity, because traced arrays are not
+# hashable. Entries disappear with their trace.
+_user_by_array: dict[int, tuple[weakref.ref[jax.Array], str]] = {}
 
-    def __init__(self) -> None:
-        # By identity, because traced arrays are not hashable.
-        self._user_by_array: dict[int, tuple[weakref.ref[Any], str]] = {}
 
-    def record(self, trained: Trained, name: str) -> None:
-        """Record a use.
+def record_use(trained: Trained, name: str) -> None:
+    """Record that a module uses weights, and refuse a second use in a function that is being differentiated.
 
-        Raises:
-            ValueError: the same weights were used before in the same differentiated function.
-        """
-        for leaf in jax.tree.leaves(trained):
-            if type(leaf).__name__ not in _DIFFERENTIATED:
-                continue
-            reference, first_name = self._user_by_array.get(id(leaf), (None, ""))
-            if reference is not None and reference() is leaf:
-                raise ValueError(describe_double_use(trained.name, {first_name, name}))
-            self._user_by_array[id(leaf)] = (weakref.ref(leaf, self._forget(id(leaf))), name)
+    Raises:
+        TypeError: `trained` does not come from `init`.
+        ValueError: the same weights were used before in the same differentiated function.
+    """
+    if not isinstance(trained, Trained):
+        raise TypeError(f"{name}: expected the Trained of `init`, given {type(trained).__name__}")
+    for leaf in jax.tree.leaves(trained):
+        if type(leaf).__name__ not in _DIFFERENTIATED:
+            continue
+        key = id(leaf)
+        reference, first_name = _user_by_array.get(key, (None, ""))
+        if reference is not None and reference() is leaf:
+            raise ValueError(describe_double_use(trained.name, {first_name, name}))
 
-    def _forget(self, key: int) -> Any:
-        def forget(reference: Any) -> None:
+        def forget(reference: weakref.ref[jax.Array], key: int = key) -> None:
             # The id may have been reused for another array.
-            if self._user_by_array.get(key, (None, ""))[0] is reference:
-                del self._user_by_array[key]
+            if _user_by_array.get(key, (None, ""))[0] is reference:
+                del _user_by_array[key]
 
-        return forget
+        _user_by_array[key] = (weakref.ref(leaf, forget), name)
 
 
 def describe_double_use(name: str, modules: set[str]) -> str:
@@ -254,6 +239,3 @@ def describe_double_use(name: str, modules: set[str]) -> str:
         f"the module {name!r} is used twice{by}: each use would update the weights by its own part of the gradient, "
         "and JAX would add the results; get the weights once from eager_weights, and use them as often as you like"
     )
-
-
-USE_TRACKER = UseTracker()

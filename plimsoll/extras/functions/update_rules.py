@@ -7,54 +7,45 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from plimsoll.extras.functions.trained_weights import Tree
+from plimsoll.framework.layout import PyTree
 from plimsoll.framework.optimizers.clipping import limit_update_rms
+from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation
 from plimsoll.framework.optimizers.update_locality import Inputs, find_result_inputs
 
+# An optimizer: an optax transformation, perhaps one of `framework.optimizers`.
+Optimizer = optax.GradientTransformation | PartitionedGradientTransformation
 # An update rule that is a plain function.
-RuleFunction = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
-
-
-class UpdateRule(Protocol):
-    """Update rule for the weights of a module. Weights that are not floats are None in all trees."""
-
-    def initial_state(self, weights: Tree) -> Tree:
-        """Return the state before the first update."""
-        ...
-
-    def update(self, weights: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
-        """Return (new weights, new state)."""
-        ...
+RuleFunction = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
 @dataclass(frozen=True)
 class OptaxRule:
-    """Update rule that applies an optax transformation.
+    """Update rule that applies an optax transformation. Weights that are not floats are None in all trees.
 
     Attributes:
         optimizer: the transformation.
         max_update_rms: each tensor's update is scaled down to this root mean square; None for no limit.
     """
 
-    optimizer: optax.GradientTransformation
+    optimizer: Optimizer
     max_update_rms: float | None
 
-    def initial_state(self, weights: Tree) -> Tree:
-        """See `UpdateRule`."""
+    def initial_state(self, weights: PyTree) -> PyTree:
+        """Return the state before the first update."""
         return self.optimizer.init(weights)
 
-    def update(self, weights: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
-        """See `UpdateRule`."""
+    def update(self, weights: PyTree, gradient: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        """Return (new weights, new state)."""
         updates, new_state = self.optimizer.update(gradient, state, weights)
         return self.add_updates(weights, updates), new_state
 
-    def add_updates(self, weights: Tree, updates: Tree) -> Tree:
+    def add_updates(self, weights: PyTree, updates: PyTree) -> PyTree:
         """Return the weights after applying the optimizer's updates."""
         if self.max_update_rms is not None:
             # The updates already include the learning rate, so the limit is relative to a rate of 1.
@@ -68,16 +59,19 @@ class FunctionRule:
 
     function: RuleFunction
 
-    def initial_state(self, weights: Tree) -> Tree:
-        """See `UpdateRule`."""
+    def initial_state(self, weights: PyTree) -> PyTree:
+        """Return the state before the first update."""
         return ()
 
-    def update(self, weights: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
-        """See `UpdateRule`."""
+    def update(self, weights: PyTree, gradient: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        """Return (new weights, new state)."""
         return self.function(weights, gradient, state)
 
 
-def as_rule(optimizer_or_rule: Any, name: str, max_update_rms: float | None) -> UpdateRule:
+UpdateRule = OptaxRule | FunctionRule
+
+
+def as_rule(optimizer_or_rule: Optimizer | RuleFunction, name: str, max_update_rms: float | None) -> UpdateRule:
     """Return the rule of an optax transformation or of a function.
 
     Args:
@@ -96,7 +90,7 @@ def as_rule(optimizer_or_rule: Any, name: str, max_update_rms: float | None) -> 
             raise ValueError(
                 f"{name}: this optimizer needs a seed, which only a training run provides; use an optimizer without one"
             )
-        return OptaxRule(optimizer_or_rule, max_update_rms)
+        return OptaxRule(cast(Optimizer, optimizer_or_rule), max_update_rms)
     if not callable(optimizer_or_rule):
         raise TypeError(
             f"{name}: expected an optax transformation or a function (weights, gradient, state) -> (weights, state), "
@@ -110,7 +104,7 @@ def as_rule(optimizer_or_rule: Any, name: str, max_update_rms: float | None) -> 
     return FunctionRule(cast(RuleFunction, optimizer_or_rule))
 
 
-def all_finite(gradient: Tree) -> jax.Array:
+def all_finite(gradient: PyTree) -> jax.Array:
     """Return whether a gradient has neither infinities nor NaN, a bool scalar."""
     finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient)]
     return jnp.stack(finite).all()
@@ -120,7 +114,7 @@ def all_finite(gradient: Tree) -> jax.Array:
 
 
 # (weights, gradient, state) -> (new weights, new state)
-UpdateFunction = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+UpdateFunction = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
 @dataclass(frozen=True)
@@ -141,7 +135,7 @@ class Influence:
         return any(sources & ~(1 << number) for number, sources in enumerate(self.weights))
 
 
-def trace_influence(update: UpdateFunction, weights: Tree, state: Tree) -> Influence:
+def trace_influence(update: UpdateFunction, weights: PyTree, state: PyTree) -> Influence:
     """Trace the influence of gradients through an update and, through the state, through later updates.
 
     Every path in the program counts as an influence, even one that carries nothing (`x * 0`).
@@ -161,14 +155,21 @@ def trace_influence(update: UpdateFunction, weights: Tree, state: Tree) -> Influ
     while True:
         # Weights carry the influence of their own gradients from earlier steps.
         input_sources = [*param_bits, *param_bits, *state_sources]
-        result_sources = [_union(inputs, input_sources) for inputs in result_inputs]
+        result_sources = []
+        for inputs in result_inputs:
+            # All tensors that influence any of the inputs.
+            union = 0
+            for number, sources in enumerate(input_sources):
+                if inputs >> number & 1:
+                    union |= sources
+            result_sources.append(union)
         new_state_sources = result_sources[num_weights:]
         if new_state_sources == state_sources:
             return Influence(result_sources[:num_weights], state_sources)
         state_sources = [old | new for old, new in zip(state_sources, new_state_sources, strict=True)]
 
 
-def refuse_mixing(rule: UpdateRule, weights: Tree, state: Tree, name: str) -> None:
+def refuse_mixing(rule: UpdateRule, weights: PyTree, state: PyTree, name: str) -> None:
     """Check that a rule updates each tensor of a module from that tensor's gradient only.
 
     If a module has a single tensor, an optax transformation is checked on two tensors of its shape. A user's function
@@ -184,7 +185,14 @@ def refuse_mixing(rule: UpdateRule, weights: Tree, state: Tree, name: str) -> No
     """
     mixes = trace_influence(rule.update, weights, state).mixes
     if not mixes and len(jax.tree.leaves(weights)) == 1 and isinstance(rule, OptaxRule):
-        mixes = _mixes_two_tensors(rule, weights)
+        shapes = jax.tree.map(_shape, weights)
+        two_tensors = {"first": shapes, "second": shapes}
+        try:
+            two_states = jax.eval_shape(rule.initial_state, two_tensors)
+            mixes = trace_influence(rule.update, two_tensors, two_states).mixes
+        except (TypeError, ValueError):
+            # A transformation made for one tree structure (a tree of labels) accepts no other.
+            pass
     if mixes:
         raise ValueError(
             f"{name}: the rule looks at several tensors together, as clipping by the global norm does, but it would "
@@ -193,25 +201,5 @@ def refuse_mixing(rule: UpdateRule, weights: Tree, state: Tree, name: str) -> No
         )
 
 
-def _mixes_two_tensors(rule: OptaxRule, weights: Tree) -> bool:
-    shapes = jax.tree.map(_shape, weights)
-    two_tensors = {"first": shapes, "second": shapes}
-    try:
-        state = jax.eval_shape(rule.initial_state, two_tensors)
-        return trace_influence(rule.update, two_tensors, state).mixes
-    except (TypeError, ValueError):
-        # A transformation made for one tree structure (a tree of labels) accepts no other.
-        return False
-
-
-def _shape(leaf: Any) -> Any:
+def _shape(leaf: PyTree) -> PyTree:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
-
-
-def _union(inputs: Inputs, input_sources: list[Inputs]) -> Inputs:
-    """Return all tensors that influence any of a set of inputs."""
-    union = 0
-    for number, sources in enumerate(input_sources):
-        if inputs >> number & 1:
-            union |= sources
-    return union

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from plimsoll.extras.functions.module_updates import update_p
-from plimsoll.extras.functions.trained_weights import Trained, Tree, describe_double_use
+from plimsoll.extras.functions.trained_weights import Trained, describe_double_use
+from plimsoll.framework.layout import PyTree
 from plimsoll.framework.plan.jaxpr_analysis import scan_counts
 
 
-def value_and_update(loss: Callable[..., Any], has_aux: bool = False) -> Callable[..., tuple[Any, Tree]]:
+def value_and_update(loss: Callable[..., PyTree], has_aux: bool = False) -> Callable[..., tuple[PyTree, PyTree]]:
     """Make a function of the loss's arguments that returns the loss and its first argument after the update.
 
         value, params = pl.value_and_update(loss)(params, batch)
@@ -35,15 +35,19 @@ def value_and_update(loss: Callable[..., Any], has_aux: bool = False) -> Callabl
     """
     value_and_grad = jax.value_and_grad(loss, has_aux=has_aux)
 
-    def run_checked(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
-        def call_with_params(params: Tree) -> tuple[Any, Tree]:
+    def run_checked(params: PyTree, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
+        def call_with_params(params: PyTree) -> tuple[PyTree, PyTree]:
             return value_and_grad(params, *args, **kwargs)
 
         program, shapes = jax.make_jaxpr(call_with_params, return_shape=True)(params)
         num_params = len(jax.tree.leaves(params))
         # The value and auxiliary outputs come first.
-        origins = trace_origins(program.jaxpr)[-num_params:]
-        _check(jax.tree.unflatten(jax.tree.structure(params), origins))
+        origins = [_as_origin(source) for source in _trace_results(program.jaxpr)[-num_params:]]
+        # The same tree with the origin of each leaf.
+        tree = jax.tree.unflatten(jax.tree.structure(params), origins)
+        for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Trained)):
+            if isinstance(node, Trained):
+                _check_module(node.name, jax.tree.leaves(node))
         # Run the program that was checked instead of tracing the loss again.
         results = jaxpr_as_fun(program)(*jax.tree.leaves(params))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -51,19 +55,8 @@ def value_and_update(loss: Callable[..., Any], has_aux: bool = False) -> Callabl
     return run_checked
 
 
-def _check(origins: Tree) -> None:
-    """Raise ValueError unless each `Trained` results from exactly one update; the tree's leaves are origins."""
-    nodes = jax.tree.leaves(origins, is_leaf=lambda node: isinstance(node, Trained))
-    for node in nodes:
-        if isinstance(node, Trained):
-            leaf_origins = jax.tree.leaves(node)
-            _check_use(node.name, leaf_origins)
-            for origin in leaf_origins:
-                _check_leaf(node.name, origin)
-
-
-def _check_use(name: str, origins: list[CotangentOrigin]) -> None:
-    """Raise ValueError if no leaf of a module comes from an update."""
+def _check_module(name: str, origins: list[CotangentOrigin]) -> None:
+    """Raise ValueError unless a module's new weights and state, by their origins, result from exactly one update."""
     if all(origin.is_zero for origin in origins):
         raise ValueError(
             f"the module {name!r} is not used: the loss does not depend on it, so zeros would be returned for its "
@@ -74,23 +67,20 @@ def _check_use(name: str, origins: list[CotangentOrigin]) -> None:
             f"the module {name!r} is not used by an eager call: its gradient comes from {_list_origins(origins)}; call "
             "the module, or get its weights through eager_weights"
         )
-
-
-def _check_leaf(name: str, origin: CotangentOrigin) -> None:
-    """Raise ValueError if a leaf is not the result of exactly one update."""
-    if origin.is_in_some_branches:
-        raise ValueError(
-            f"the module {name!r} is used in some branches of a condition: the other branches would return zeros for "
-            "its weights; move the condition into the module"
-        )
-    if len(origin.modules) > 1:
-        raise ValueError(describe_double_use(name, set(origin.modules)))
-    if origin.others or not origin.modules:
-        raise ValueError(
-            f"the module {name!r} is also used outside its eager call: JAX would add the gradient from "
-            f"{_list_origins([origin])} to the new weights; get the weights once from eager_weights, and use them as "
-            "often as you like"
-        )
+    for origin in origins:
+        if origin.is_in_some_branches:
+            raise ValueError(
+                f"the module {name!r} is used in some branches of a condition: the other branches would return zeros "
+                "for its weights; move the condition into the module"
+            )
+        if len(origin.modules) > 1:
+            raise ValueError(describe_double_use(name, set(origin.modules)))
+        if origin.others or not origin.modules:
+            raise ValueError(
+                f"the module {name!r} is also used outside its eager call: JAX would add the gradient from "
+                f"{_list_origins([origin])} to the new weights; get the weights once from eager_weights, and use them "
+                "as often as you like"
+            )
 
 
 def _list_origins(origins: list[CotangentOrigin]) -> str:
@@ -144,11 +134,6 @@ class _Operand:
     number: int
 
 
-def trace_origins(jaxpr: Jaxpr) -> list[CotangentOrigin]:
-    """Return the origin of each result of a program."""
-    return [_as_origin(source) for source in _trace_results(jaxpr)]
-
-
 def _as_origin(source: CotangentOrigin | _Operand) -> CotangentOrigin:
     return source if isinstance(source, CotangentOrigin) else CotangentOrigin(others=("an argument",))
 
@@ -170,7 +155,7 @@ class _OriginTracer:
             for position, var in enumerate(equation.outvars):
                 self._equations[var] = (equation, position)
 
-    def origin(self, var: Any) -> CotangentOrigin | _Operand:
+    def origin(self, var: Var | Literal) -> CotangentOrigin | _Operand:
         """Return the origin of a variable."""
         if isinstance(var, Literal) or var in self._constants:
             return _ZERO
@@ -188,18 +173,16 @@ class _OriginTracer:
         if name in _ZEROS and isinstance(equation.invars[0], Literal):
             return _ZERO
         if name in _CALLS:
-            return self._resolve_operand(_trace_results(_program(equation.params["jaxpr"]))[position], equation.invars)
+            source = _trace_results(_program(equation.params["jaxpr"]))[position]
+            # An operand of the called program is the caller's variable.
+            return self.origin(equation.invars[source.number]) if isinstance(source, _Operand) else source
         if name == "scan":
             return self._find_loop_origin(equation, position)
         if name == "cond":
             return self._find_branch_origin(equation, position)
         return CotangentOrigin(others=(name,))
 
-    def _resolve_operand(self, source: CotangentOrigin | _Operand, operands: Any) -> CotangentOrigin | _Operand:
-        """Resolve a result of a called program: an operand becomes the caller's variable."""
-        return self.origin(operands[source.number]) if isinstance(source, _Operand) else source
-
-    def _find_loop_origin(self, equation: Any, position: int) -> CotangentOrigin:
+    def _find_loop_origin(self, equation: JaxprEqn, position: int) -> CotangentOrigin:
         """Return the origin of a loop's result."""
         origin = _as_origin(_trace_results(_program(equation.params["jaxpr"]))[position])
         # A stacked result holds one iteration's value at each index; a carried result is a sum over all iterations.
@@ -210,19 +193,21 @@ class _OriginTracer:
         # Two entries mark a double update, which `value_and_update` refuses.
         return CotangentOrigin(modules=origin.modules * 2)
 
-    def _find_branch_origin(self, equation: Any, position: int) -> CotangentOrigin:
+    def _find_branch_origin(self, equation: JaxprEqn, position: int) -> CotangentOrigin:
         """Return the origin that all branches share, or a combined origin if they differ."""
         origins = []
         for branch in equation.params["branches"]:
             source = _trace_results(_program(branch))[position]
-            # The first operand is the index of the branch.
-            origins.append(_as_origin(self._resolve_operand(source, equation.invars[1:])))
+            if isinstance(source, _Operand):
+                # The first operand is the index of the branch.
+                source = self.origin(equation.invars[1 + source.number])
+            origins.append(_as_origin(source))
         if len(set(origins)) == 1:
             return origins[0]
         modules = {module for origin in origins for module in origin.modules}
         return CotangentOrigin(modules=tuple(sorted(modules)), others=("cond",), is_in_some_branches=True)
 
 
-def _program(jaxpr: Any) -> Jaxpr:
+def _program(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
     """Return the program of a closed jaxpr, or the jaxpr itself if it is not closed."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
