@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
@@ -29,7 +29,7 @@ from plimsoll.framework.checkpoint.directory import (
     list_moved_aside,
     mismatch_table,
 )
-from plimsoll.framework.layout import flatten
+from plimsoll.framework.layout import PyTree, flatten
 from plimsoll.framework.processes import distributed
 
 # Key in a manifest's `extra` for the notes on leaves that are not plain arrays.
@@ -42,25 +42,25 @@ _KEEP_ALL = 1 << 30
 
 @jax.tree_util.register_pytree_with_keys_class
 class _Arrays:
-    """Arrays by path. This is not a dict because `Checkpointer` gives a meaning to the group names of a dict."""
+    """Arrays or their specs by path; not a dict, because `Checkpointer` gives a meaning to a dict's group names."""
 
-    def __init__(self, arrays: dict[str, Any]):
+    def __init__(self, arrays: Mapping[str, jax.Array | jax.ShapeDtypeStruct]):
         self.arrays = arrays
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[object, jax.Array | jax.ShapeDtypeStruct]], tuple[str, ...]]:
         pairs = [(jax.tree_util.DictKey(name), array) for name, array in self.arrays.items()]
         return pairs, tuple(self.arrays)
 
     @classmethod
-    def tree_unflatten(cls, names: tuple[str, ...], arrays: Any) -> _Arrays:
+    def tree_unflatten(cls, names: tuple[str, ...], arrays: Iterable[jax.Array]) -> _Arrays:
         return cls(dict(zip(names, arrays, strict=True)))
 
 
 def save(
     directory: str | os.PathLike[str],
     step: int,
-    tree: Any,
-    extra: Mapping[str, Any] | None = None,
+    tree: PyTree,
+    extra: Mapping[str, object] | None = None,
     *,
     keep: int | None = None,
     overwrite: bool = False,
@@ -106,7 +106,7 @@ def save(
         checkpointer.save(step, _Arrays(arrays), contents)
 
 
-def restore(directory: str | os.PathLike[str], like: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
+def restore(directory: str | os.PathLike[str], like: PyTree, step: int | None = None) -> tuple[PyTree, dict[str, Any]]:
     """Restore a tree that `save` or a `Checkpointer` saved, on any mesh. Every process of a job must call it.
 
     Complexity: each process reads the bytes of its own shards, at most 256 MiB at a time, or two of the largest leaf,
@@ -179,7 +179,7 @@ def _find_newest_step(reader: Checkpointer, saved_steps: list[int]) -> int:
     raise CheckpointMissingError("\n  ".join([f"there is no complete checkpoint in {reader.directory}", *problems]))
 
 
-def _flatten_leaves(tree: Any) -> dict[str, Any]:
+def _flatten_leaves(tree: PyTree) -> dict[str, PyTree]:
     """Return a tree's leaves by path. Raise ValueError if two paths are equal, such as {"a": {"b": x}, "a/b": y}."""
     leaves = flatten(tree)
     if len(leaves) != len(jax.tree.leaves(tree)):
@@ -196,7 +196,7 @@ def _spec(array: np.ndarray) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
-def _specs(leaves: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+def _specs(leaves: Mapping[str, PyTree]) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the specs, with shardings, of the arrays to restore; for typed keys, the specs of their key data.
 
     Raises:
@@ -219,7 +219,7 @@ def _refuse_other_leaves(
     location: str,
     manifest: Manifest,
     notes: Mapping[str, Note],
-    leaves: Mapping[str, Any],
+    leaves: Mapping[str, PyTree],
     specs: Mapping[str, jax.ShapeDtypeStruct],
 ) -> None:
     """Raise CheckpointMismatchError if leaf names, shapes, dtypes or types differ from those in the checkpoint."""
@@ -270,7 +270,7 @@ class StoredLeaves:
 
 # Text form of each scalar type, and its exact inverse.
 _WRITERS: dict[type, Callable[[Any], str]] = {bool: str, int: str, float: float.hex, str: str}
-_READERS: dict[str, Callable[[str], Any]] = {
+_READERS: dict[str, Callable[[str], bool | int | float | str]] = {
     "bool": lambda text: text == "True",
     "int": int,
     "float": float.fromhex,
@@ -279,7 +279,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
 _WORD_BYTES = 4
 
 
-def encode_leaves(leaves: Mapping[str, Any], to_array: Callable[[np.ndarray], Any]) -> StoredLeaves:
+def encode_leaves(leaves: Mapping[str, PyTree], to_array: Callable[[np.ndarray], Any]) -> StoredLeaves:
     """Convert the leaves of a tree to their stored form.
 
     Args:
@@ -314,7 +314,7 @@ def encode_leaves(leaves: Mapping[str, Any], to_array: Callable[[np.ndarray], An
     return stored
 
 
-def decode_leaf(leaf: Any, note: Note | None, array: jax.Array | None) -> Any:
+def decode_leaf(leaf: PyTree, note: Note | None, array: jax.Array | None) -> PyTree:
     """Rebuild a leaf from the checkpoint's `array` and `note`, with the type of `leaf` in the target tree."""
     kind = None if note is None else note["kind"]
     if kind == "function":
@@ -355,7 +355,7 @@ def format_name(name: str) -> str:
     return name or "the tree itself"
 
 
-def key_implementation(leaf: Any) -> str:
+def key_implementation(leaf: PyTree) -> str:
     """Return the name of the algorithm of typed keys, such as "threefry2x32"."""
     if isinstance(leaf, jax.Array):
         return str(jax.random.key_impl(leaf))
@@ -363,7 +363,7 @@ def key_implementation(leaf: Any) -> str:
     return str(jax.random.key_impl(jnp.empty((), leaf.dtype)))
 
 
-def get_sharding(leaf: Any) -> Sharding:
+def get_sharding(leaf: PyTree) -> Sharding:
     """Return a leaf's sharding; by default the first device, or replicated on all if there are several processes."""
     sharding = getattr(leaf, "sharding", None)
     if sharding is not None:

@@ -13,11 +13,11 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import core, lax
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
@@ -81,6 +81,10 @@ class FactoredMatrix:
         return FactoredMatrix(self.path, weight, left, right, self.scale)
 
 
+# An operand of an operation.
+Value = jax.Array | FactoredMatrix
+
+
 def long_axes(factor: jax.Array, letters: str) -> str:
     """Return the einsum letters of those of W's axes along which a factor is longer than 1, plus that of the rank."""
     axes = zip(letters, factor.shape, strict=False)
@@ -105,9 +109,9 @@ def to_factored(path: str, weight: jax.Array | QuantizedMatrix, adapter: Adapter
     return FactoredMatrix(path, weight, left, right, adapter.scale)
 
 
-def result_type(equation: JaxprEqn) -> Any:
+def result_type(equation: JaxprEqn) -> core.ShapedArray:
     """Return the shape and dtype of an operation's only result."""
-    return equation.outvars[0].aval
+    return cast(core.ShapedArray, equation.outvars[0].aval)
 
 
 # --- operations on the matrix before it is multiplied ----------------------------------------------------------------
@@ -116,7 +120,7 @@ def result_type(equation: JaxprEqn) -> Any:
 source_info_util.register_exclusion(__file__)
 
 
-def apply_view(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[Any]) -> FactoredMatrix | None:
+def apply_view(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[jax.Array]) -> FactoredMatrix | None:
     """Return the result of an operation on a matrix; None if the result has no factored form.
 
     Args:
@@ -128,22 +132,22 @@ def apply_view(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[An
     return rule(matrix, equation, operands) if rule is not None else None
 
 
-def _apply_to_weight(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[Any]) -> Any:
-    """Apply the operation to W itself; None if W is stored in 4 bits and the operation has computed operands."""
+def _apply_to_weight(
+    matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[jax.Array]
+) -> jax.Array | QuantizedMatrix:
+    """Apply the operation to W itself, or, if W is stored in 4 bits, to the result of each dequantization."""
 
     def view(weight: jax.Array) -> jax.Array:
         return equation.primitive.bind(weight, *operands, **equation.params)
 
-    if not isinstance(matrix.weight, QuantizedMatrix):
-        return view(matrix.weight)
-    return None if operands else matrix.weight.apply_view(view)
+    return matrix.weight.apply_view(view) if isinstance(matrix.weight, QuantizedMatrix) else view(matrix.weight)
 
 
-def _same_factors(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[Any]) -> FactoredMatrix | None:
+def _same_factors(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[jax.Array]) -> FactoredMatrix | None:
     return matrix.transform(_apply_to_weight(matrix, equation, operands), lambda factor: factor)
 
 
-def _cast(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[Any]) -> FactoredMatrix | None:
+def _cast(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[jax.Array]) -> FactoredMatrix | None:
     dtype = equation.params["new_dtype"]
     # A cast to integers or to fewer than 16 bits rounds on purpose: the product is then not a sum of products.
     if not jnp.issubdtype(dtype, jnp.inexact) or jnp.dtype(dtype).itemsize < 2:
@@ -152,18 +156,18 @@ def _cast(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[Any]) -
     return _same_factors(matrix, equation, operands)
 
 
-def _stop_gradient(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[Any]) -> FactoredMatrix | None:
+def _stop_gradient(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[jax.Array]) -> FactoredMatrix | None:
     return matrix.transform(_apply_to_weight(matrix, equation, operands), lax.stop_gradient)
 
 
-def _transpose(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[Any]) -> FactoredMatrix | None:
+def _transpose(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[jax.Array]) -> FactoredMatrix | None:
     permutation = equation.params["permutation"]
     rank_axis = len(permutation)
     weight = _apply_to_weight(matrix, equation, operands)
     return matrix.transform(weight, lambda factor: lax.transpose(factor, (*permutation, rank_axis)))
 
 
-def _squeeze(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[Any]) -> FactoredMatrix | None:
+def _squeeze(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[jax.Array]) -> FactoredMatrix | None:
     axes = equation.params["dimensions"]
 
     def squeeze(array: jax.Array) -> jax.Array:
@@ -175,7 +179,7 @@ def _squeeze(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[Any]
     return matrix.transform(_apply_to_weight(matrix, equation, operands), squeeze)
 
 
-def _broadcast(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[Any]) -> FactoredMatrix | None:
+def _broadcast(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[jax.Array]) -> FactoredMatrix | None:
     axes = equation.params["broadcast_dimensions"]
     num_axes = len(equation.params["shape"])
 
@@ -189,7 +193,7 @@ def _broadcast(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[An
     return matrix.transform(_apply_to_weight(matrix, equation, operands), spread)
 
 
-def _slice(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[Any]) -> FactoredMatrix | None:
+def _slice(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[jax.Array]) -> FactoredMatrix | None:
     """Slice a matrix at constant starts, or at computed ones, which are the operands."""
     shape = matrix.shape
     sizes = result_type(equation).shape
@@ -237,7 +241,7 @@ def split_matrix(matrix: FactoredMatrix, equation: JaxprEqn) -> list[FactoredMat
     return [take_part(number) for number in range(len(equation.outvars))]
 
 
-def _reshape(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[Any]) -> FactoredMatrix | None:
+def _reshape(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[jax.Array]) -> FactoredMatrix | None:
     groups = _group_axes(matrix.shape, equation.params["new_sizes"])
     factors = [factor for factor in (matrix.left, matrix.right) if factor is not None]
     # Merging axes of both sides into one would make a factor as large as the matrix.
@@ -254,7 +258,8 @@ def _reshape(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[Any]
     return matrix.transform(_apply_to_weight(matrix, equation, operands), reshape)
 
 
-class _AxisGroup(NamedTuple):
+@dataclass
+class _AxisGroup:
     """Neighboring axes, and the sizes of the axes that a reshape turns them into."""
 
     old_axes: list[int]
@@ -291,7 +296,7 @@ def _is_full_or_single(factor: jax.Array, shape: Sequence[int], group: _AxisGrou
     return size in (1, math.prod(shape[axis] for axis in group.old_axes))
 
 
-def _scale(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[Any]) -> FactoredMatrix | None:
+def _scale(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[jax.Array]) -> FactoredMatrix | None:
     """Multiply or divide W by a single number."""
     (number,) = operands
     if jnp.ndim(number) or isinstance(matrix.weight, QuantizedMatrix):
@@ -303,7 +308,7 @@ def _scale(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[Any]) 
     return FactoredMatrix(matrix.path, weight, left, matrix.right, matrix.scale)
 
 
-_Rule = Callable[[FactoredMatrix, JaxprEqn, Sequence[Any]], FactoredMatrix | None]
+_Rule = Callable[[FactoredMatrix, JaxprEqn, Sequence[jax.Array]], FactoredMatrix | None]
 # {primitive: function that applies it to a matrix that is its first operand}
 _RULES: dict[str, _Rule] = {
     "broadcast_in_dim": _broadcast,
@@ -329,16 +334,18 @@ _RULES: dict[str, _Rule] = {
 source_info_util.register_exclusion(__file__)
 
 
-def product(equation: JaxprEqn, operands: Sequence[Any]) -> jax.Array | None:
+def product(equation: JaxprEqn, operands: Sequence[Value]) -> jax.Array | None:
     """Compute a `dot_general` with a factored matrix as its left or right operand; None if both operands are factored.
 
     Returns:
         An array with the shape and dtype of the operation's result. The low-rank term is multiplied in x's dtype, with
         sums in float32 or wider.
     """
-    side = 0 if isinstance(operands[0], FactoredMatrix) else 1
-    matrix: FactoredMatrix = operands[side]
-    other = operands[1 - side]
+    left, right = operands
+    if isinstance(left, FactoredMatrix):
+        side, matrix, other = 0, left, right
+    else:
+        side, matrix, other = 1, cast(FactoredMatrix, right), left
     if isinstance(other, FactoredMatrix):
         return None
 
@@ -397,7 +404,8 @@ def _low_rank_product(
     return outer.reshape([size if letter in outer_letters else 1 for letter, size in sizes])
 
 
-class _Letters(NamedTuple):
+@dataclass(frozen=True)
+class _Letters:
     """Einsum letters for the axes of a `dot_general`'s matrix, of its other operand and of its result."""
 
     matrix: str
@@ -430,7 +438,7 @@ def _count_contracted_elements(factor: jax.Array, letters: _Letters) -> int:
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-def lookup(equation: JaxprEqn, operands: Sequence[Any]) -> jax.Array | FactoredMatrix | None:
+def lookup(equation: JaxprEqn, operands: Sequence[Value]) -> Value | None:
     """Compute a `gather`: rows of W plus rows of A times B, or, for a stack of matrices, the matrices at some indices.
 
     Returns:

@@ -12,14 +12,14 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from plimsoll.extras.functions.leaf_selection import is_array, is_float, matching_paths, nearest_paths
 from plimsoll.framework.layers.quantize import BLOCK, dequantize, quantize
-from plimsoll.framework.layout import fold_in_name, path_name
+from plimsoll.framework.layout import PyTree, fold_in_name, path_name
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("a", "b"), meta_fields=("scale",))
@@ -67,7 +67,7 @@ class Adapter:
 Adapters = dict[str, Adapter]
 
 
-def find_matrices(params: Any) -> dict[str, Any]:
+def find_matrices(params: PyTree) -> dict[str, ArrayNode]:
     """Return {path: float array of two or more axes, or QuantizedMatrix}."""
     matrices = {}
     for path, node in find_arrays(params).items():
@@ -78,12 +78,12 @@ def find_matrices(params: Any) -> dict[str, Any]:
 
 def lora_init(
     key: jax.Array,
-    params: Any,
+    params: PyTree,
     target: str,
     *,
     rank: int = 16,
     alpha: float = 32.0,
-    dtype: Any = "float32",
+    dtype: jax.typing.DTypeLike = "float32",
     inputs_first: bool = True,
     matrix_axes: tuple[int, int] = (1, 1),
 ) -> Adapters:
@@ -128,7 +128,8 @@ def lora_init(
     return adapters
 
 
-class _Sizes(NamedTuple):
+@dataclass(frozen=True)
+class _Sizes:
     """Axis sizes of a matrix: those of its stack, and those of its first and last side."""
 
     stack: tuple[int, ...]
@@ -137,7 +138,7 @@ class _Sizes(NamedTuple):
 
 
 def _first_factors(
-    key: jax.Array, sizes: _Sizes, rank: int, dtype: Any, inputs_first: bool
+    key: jax.Array, sizes: _Sizes, rank: int, dtype: jax.typing.DTypeLike, inputs_first: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Return the initial A and B: the factor on the input side is random, the other one zero."""
     bound = math.prod(sizes.first if inputs_first else sizes.last) ** -0.5
@@ -150,7 +151,7 @@ def _first_factors(
     return jnp.zeros(a_shape, dtype), random
 
 
-def lora_merge(params: Any, adapters: Adapters) -> Any:
+def lora_merge(params: PyTree, adapters: Adapters) -> PyTree:
     """Return the parameters with W + scale * A B for each W that has an adapter.
 
     The sum is computed in float32 (float64 if W is float64) and cast to W's dtype. It takes 2 rank n m operations for
@@ -163,7 +164,7 @@ def lora_merge(params: Any, adapters: Adapters) -> Any:
     return _with_products(params, adapters, 1.0)
 
 
-def lora_unmerge(params: Any, adapters: Adapters) -> Any:
+def lora_unmerge(params: PyTree, adapters: Adapters) -> PyTree:
     """Undo `lora_merge`, up to rounding: W - scale * A B. A matrix that was in NF4 stays a plain array.
 
     Raises:
@@ -172,21 +173,21 @@ def lora_unmerge(params: Any, adapters: Adapters) -> Any:
     return _with_products(params, adapters, -1.0)
 
 
-def _with_products(params: Any, adapters: Adapters, sign: float) -> Any:
+def _with_products(params: PyTree, adapters: Adapters, sign: float) -> PyTree:
     check_adapters(params, adapters)
 
-    def merge(keypath: tuple[Any, ...], node: Any) -> Any:
+    def merge(keypath: tuple[object, ...], node: PyTree) -> PyTree:
         adapter = adapters.get(path_name(keypath))
         if adapter is None:
             return node
-        matrix = node.dense() if is_quantized(node) else jnp.asarray(node)
+        matrix = node.dense() if isinstance(node, QuantizedMatrix) else jnp.asarray(node)
         dtype = jnp.promote_types(matrix.dtype, jnp.float32)
         return (matrix.astype(dtype) + sign * adapter.product(matrix.ndim).astype(dtype)).astype(matrix.dtype)
 
     return jax.tree_util.tree_map_with_path(merge, params, is_leaf=is_quantized)
 
 
-def check_adapters(params: Any, adapters: Adapters) -> None:
+def check_adapters(params: PyTree, adapters: Adapters) -> None:
     """Raise ValueError if an adapter's path names no matrix, or its factors do not fit the matrix's shape."""
     matrices = find_matrices(params)
     for path, adapter in adapters.items():
@@ -233,7 +234,7 @@ class QuantizedMatrix:
 
     codes: jax.Array
     scales: jax.Array
-    dtype: Any
+    dtype: np.dtype
     views: tuple[View, ...] = ()
 
     @property
@@ -263,18 +264,22 @@ class QuantizedMatrix:
         return replace(self, codes=view(self.codes), scales=view(self.scales))
 
 
-def is_quantized(node: Any) -> bool:
+def is_quantized(node: object) -> bool:
     """Return whether a node of a tree is a QuantizedMatrix."""
     return isinstance(node, QuantizedMatrix)
 
 
-def find_arrays(tree: Any) -> dict[str, Any]:
+# An array, the shape of one, or a matrix in 4 bits.
+ArrayNode = jax.Array | jax.ShapeDtypeStruct | QuantizedMatrix
+
+
+def find_arrays(tree: PyTree) -> dict[str, ArrayNode]:
     """Return {path: array, or its shape, or a QuantizedMatrix} for any pytree, in its own order."""
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized)
     return {path_name(keypath): node for keypath, node in nodes if is_array(node) or is_quantized(node)}
 
 
-def lora_quantize(params: Any, target: str) -> Any:
+def lora_quantize(params: PyTree, target: str) -> PyTree:
     """Quantize the matrices whose path matches to NF4, for `with_lora`; all other leaves stay as they are.
 
     Complexity: 4.5 bits per weight: half a byte, and a float32 scale for every 64 weights. Each weight is compared with
@@ -288,7 +293,7 @@ def lora_quantize(params: Any, target: str) -> Any:
         ValueError: the regex matches no matrix, or one whose `inputs` (the second-to-last axis) is not divisible by 64.
     """
     leaves = find_arrays(params)
-    matrices = [path for path, leaf in leaves.items() if is_float(leaf) and leaf.ndim >= 2]
+    matrices = [path for path, leaf in leaves.items() if is_float(leaf) and len(leaf.shape) >= 2]
     targets = set(matching_paths(target, matrices, "target"))
     for path in targets:
         if leaves[path].shape[-2] % BLOCK:
@@ -297,7 +302,7 @@ def lora_quantize(params: Any, target: str) -> Any:
                 "second-to-last axis; exclude it from target"
             )
 
-    def quantize_leaf(keypath: tuple[Any, ...], leaf: Any) -> Any:
+    def quantize_leaf(keypath: tuple[object, ...], leaf: PyTree) -> PyTree:
         if path_name(keypath) not in targets:
             return leaf
         quantized = quantize(leaf, "nf4")

@@ -10,16 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax import lax
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from plimsoll.extras.functions.factored_matrix import FactoredMatrix, apply_view, lookup, product, split_matrix
+from plimsoll.extras.functions.factored_matrix import FactoredMatrix, Value, apply_view, lookup, product, split_matrix
 from plimsoll.framework.plan.jaxpr_analysis import scan_counts
 
+# Arrays, and matrices in factored form.
+Values = list[Value]
 # Keeps this file out of tracebacks of compiled programs, so that they show the user's line.
 source_info_util.register_exclusion(__file__)
 
@@ -39,13 +40,13 @@ class Interpreter:
 
     materialize: re.Pattern[str] | None
 
-    def run(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> Values:
+    def run(self, jaxpr: Jaxpr, constants: Sequence[Value], arguments: Sequence[Value]) -> Values:
         """Return the results of a traced function: arrays, or matrices in factored form."""
-        values: dict[Var, Any] = {}
+        values: dict[Var, Value] = {}
         values.update(zip(jaxpr.constvars, constants, strict=True))
         values.update(zip(jaxpr.invars, arguments, strict=True))
 
-        def value(variable: Var | Literal) -> Any:
+        def value(variable: Var | Literal) -> Value:
             return variable.val if isinstance(variable, Literal) else values[variable]
 
         for equation in jaxpr.eqns:
@@ -58,29 +59,27 @@ class Interpreter:
         return [value(variable) for variable in jaxpr.outvars]
 
     def _results(self, equation: JaxprEqn, operands: Values) -> Values:
-        if not any(isinstance(operand, FactoredMatrix) for operand in operands):
-            return _apply_operation(equation, operands)
+        matrices = [operand for operand in operands if isinstance(operand, FactoredMatrix)]
+        arrays = [operand for operand in operands if not isinstance(operand, FactoredMatrix)]
+        if not matrices:
+            return _apply_operation(equation, arrays)
         name = equation.primitive.name
         if name in _CONTROL_FLOW:
             return _CONTROL_FLOW[name](self, equation, operands)
         if name == "split":
-            return list(split_matrix(operands[0], equation))
+            return list(split_matrix(matrices[0], equation))
         result = None
         if name == "dot_general":
             result = product(equation, operands)
         elif name == "gather":
             result = lookup(equation, operands)
-        elif isinstance(operands[0], FactoredMatrix) and not any(
-            isinstance(other, FactoredMatrix) for other in operands[1:]
-        ):
-            result = apply_view(operands[0], equation, operands[1:])
-        elif name == "mul" and not isinstance(operands[0], FactoredMatrix):
-            result = apply_view(operands[1], equation, operands[:1])
+        elif len(matrices) == 1 and (operands[0] is matrices[0] or name == "mul"):
+            result = apply_view(matrices[0], equation, arrays)
         if result is not None:
             return [result]
-        return _apply_operation(equation, [self.array(operand, equation) for operand in operands])
+        return _apply_operation(equation, self.arrays(operands, equation))
 
-    def array(self, value: Any, equation: JaxprEqn | None) -> Any:
+    def array(self, value: Value, equation: JaxprEqn | None) -> jax.Array:
         """Return a value as an array.
 
         Raises:
@@ -98,23 +97,19 @@ class Interpreter:
             f"or pass materialize={value.path!r} to compute the full matrix there"
         )
 
-    def arrays(self, values: Sequence[Any], equation: JaxprEqn | None) -> Values:
+    def arrays(self, values: Sequence[Value], equation: JaxprEqn | None) -> list[jax.Array]:
         """Return all values as arrays. Raise AdapterError as `array` does."""
         return [self.array(value, equation) for value in values]
 
 
-def _apply_operation(equation: JaxprEqn, operands: Values) -> Values:
+def _apply_operation(equation: JaxprEqn, operands: list[jax.Array]) -> Values:
     """Apply the operation itself to arrays."""
-    params: Any = equation.primitive.get_bind_params(equation.params)
+    params: dict[str, object] = equation.primitive.get_bind_params(equation.params)
     results = equation.primitive.bind(*operands, **params)
     return list(results) if equation.primitive.multiple_results else [results]
 
 
 # --- loops, branches and calls ---------------------------------------------------------------------------------------
-
-
-# Arrays, and matrices in factored form.
-Values = list[Any]
 
 
 def _call(interpreter: Interpreter, equation: JaxprEqn, operands: Values) -> Values:
@@ -137,7 +132,7 @@ def _jit(interpreter: Interpreter, equation: JaxprEqn, operands: Values) -> Valu
 def _checkpoint(interpreter: Interpreter, equation: JaxprEqn, operands: Values) -> Values:
     """Interpret the body of a `jax.checkpoint` under the same policy."""
 
-    def run_checkpointed(*values: Any) -> Values:
+    def run_checkpointed(*values: Value) -> list[jax.Array]:
         return interpreter.arrays(interpreter.run(equation.params["jaxpr"], (), values), equation)
 
     params = equation.params
@@ -148,7 +143,7 @@ def _cond(interpreter: Interpreter, equation: JaxprEqn, operands: Values) -> Val
     """Rebuild `lax.cond` or `lax.switch` with interpreted branches."""
     index, *values = operands
 
-    def branch(closed: Any) -> Callable[..., Values]:
+    def branch(closed: ClosedJaxpr) -> Callable[..., list[jax.Array]]:
         return lambda *inner: interpreter.arrays(interpreter.run(closed.jaxpr, closed.consts, inner), equation)
 
     return lax.switch(index, [branch(closed) for closed in equation.params["branches"]], *values)
@@ -166,12 +161,12 @@ def _while(interpreter: Interpreter, equation: JaxprEqn, operands: Values) -> Va
     body = params["body_jaxpr"]
     carry = _Carry(interpreter, equation, body.jaxpr, params["body_nconsts"], initial)
 
-    def run_condition(arrays: Values) -> Any:
+    def run_condition(arrays: list[jax.Array]) -> Value:
         values = [*condition_constants, *carry.insert_matrices(arrays)]
         (result,) = interpreter.run(condition.jaxpr, condition.consts, values)
         return result
 
-    def run_body(arrays: Values) -> Values:
+    def run_body(arrays: list[jax.Array]) -> list[jax.Array]:
         return carry.arrays(interpreter.run(body.jaxpr, body.consts, [*body_constants, *carry.insert_matrices(arrays)]))
 
     return carry.insert_matrices(lax.while_loop(run_condition, run_body, carry.arrays(initial)))
@@ -188,7 +183,7 @@ def _scan(interpreter: Interpreter, equation: JaxprEqn, operands: Values) -> Val
     carry = _Carry(interpreter, equation, closed.jaxpr, num_constants, initial)
     stacks = [_Stack(operand) for operand in operands[num_before_stacks:]]
 
-    def step(arrays: Values, slices: Values) -> tuple[Values, Values]:
+    def step(arrays: list[jax.Array], slices: list[list[jax.Array]]) -> tuple[list[jax.Array], list[jax.Array]]:
         layers = [stack.layer(leaves) for stack, leaves in zip(stacks, slices, strict=True)]
         results = interpreter.run(closed.jaxpr, closed.consts, [*constants, *carry.insert_matrices(arrays), *layers])
         new_carry = carry.arrays(results[:num_carry])
@@ -209,7 +204,7 @@ class _Carry:
     """Carry of a loop: arrays, and factored matrices that every iteration passes on unchanged."""
 
     def __init__(
-        self, interpreter: Interpreter, equation: JaxprEqn, body: Any, num_constants: int, initial: Sequence[Any]
+        self, interpreter: Interpreter, equation: JaxprEqn, body: Jaxpr, num_constants: int, initial: Sequence[Value]
     ):
         self.interpreter = interpreter
         self.equation = equation
@@ -220,12 +215,12 @@ class _Carry:
             if isinstance(value, FactoredMatrix) and body.outvars[position] is incoming:
                 self.matrices[position] = value
 
-    def arrays(self, values: Sequence[Any]) -> Values:
+    def arrays(self, values: Sequence[Value]) -> list[jax.Array]:
         """Return the carry without the unchanged matrices. Raise AdapterError if it has any other matrix."""
         changing = [value for position, value in enumerate(values) if position not in self.matrices]
         return self.interpreter.arrays(changing, self.equation)
 
-    def insert_matrices(self, arrays: Sequence[Any]) -> Values:
+    def insert_matrices(self, arrays: Sequence[jax.Array]) -> Values:
         """Return the full carry, with the unchanged matrices."""
         remaining = iter(arrays)
         count = len(arrays) + len(self.matrices)
@@ -239,13 +234,13 @@ class _Stack:
         sliced: the leaves to slice: those whose first axis is as long as the scan.
     """
 
-    def __init__(self, value: Any):
+    def __init__(self, value: Value):
         self._leaves, self._structure = jax.tree.flatten(value)
         length = value.shape[0]
         self._is_sliced = [leaf.shape[0] == length for leaf in self._leaves]
         self.sliced = [leaf for leaf, is_sliced in zip(self._leaves, self._is_sliced, strict=True) if is_sliced]
 
-    def layer(self, slices: Sequence[Any]) -> Any:
+    def layer(self, slices: Sequence[jax.Array]) -> Value:
         """Return the value for one iteration, given the slices of the arrays."""
         remaining = iter(slices)
         leaves = []

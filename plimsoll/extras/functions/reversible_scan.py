@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax import core, lax
 
 from plimsoll.extras.functions.additive_coupling import add_branch, find_coupling, subtract_branch
 from plimsoll.extras.functions.leaf_selection import is_array, is_float
-from plimsoll.framework.layout import fill_none, flatten, floats
+from plimsoll.framework.layout import PyTree, fill_none, flatten, floats
 
 _NO_FORWARD_MODE = (
     "reversible_scan: no forward-mode derivatives (jax.jvp, jax.jacfwd, jax.linearize): its layers are differentiated "
@@ -31,8 +31,8 @@ _NO_SECOND_DERIVATIVES = (
 
 
 def reversible_scan(
-    forward: Callable[..., Any], inverse: Callable[..., Any], weights: Any, x: Any, xs: Any = None
-) -> Any:
+    forward: Callable[..., PyTree], inverse: Callable[..., PyTree], weights: PyTree, x: PyTree, xs: PyTree = None
+) -> PyTree:
     """Apply L layers in sequence, like `jax.lax.scan`, with a gradient that saves no layer's activations.
 
         for layer in range(L):
@@ -79,7 +79,7 @@ def reversible_scan(
         raise TypeError(_NO_FORWARD_MODE) from error
 
 
-def num_layers(stacks: tuple[Any, ...]) -> int:
+def num_layers(stacks: tuple[PyTree, ...]) -> int:
     """Return the length L of the first axis of all arrays. Raise ValueError if they differ or there are no arrays."""
     first_name = ""
     length = None
@@ -101,26 +101,26 @@ def num_layers(stacks: tuple[Any, ...]) -> int:
     return length
 
 
-def _differentiable(layer: ReversibleLayer) -> Callable[[Any, Any, Any], Any]:
+def _differentiable(layer: _GenericLayer | _CouplingLayer) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
     """Return (stacked arrays, shared values, x) -> y, with a gradient that runs the layers backward."""
 
-    def run(stacks: Any, shared: Any, x: Any) -> Any:
-        def body(x: Any, layer_arrays: Any) -> tuple[Any, None]:
+    def run(stacks: PyTree, shared: PyTree, x: PyTree) -> PyTree:
+        def body(x: PyTree, layer_arrays: PyTree) -> tuple[PyTree, None]:
             return layer.forward(shared, layer_arrays, x), None
 
         y, _ = lax.scan(body, x, stacks)
         return y
 
-    def run_forward(stacks: Any, shared: Any, x: Any) -> tuple[Any, Any]:
+    def run_forward(stacks: PyTree, shared: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
         y = run(stacks, shared, x)
         # Only the output is saved, not the inputs of all layers.
         return y, (stacks, shared, y)
 
-    def run_backward(residuals: Any, y_ct: Any) -> tuple[Any, Any, Any]:
+    def run_backward(residuals: PyTree, y_ct: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         residual_floats, y_ct = _forbid_differentiation((floats(residuals), floats(y_ct)))
         stacks, shared, y = fill_none(residual_floats, residuals)
 
-        def body(carry: Any, layer_arrays: Any) -> tuple[Any, Any]:
+        def body(carry: PyTree, layer_arrays: PyTree) -> tuple[PyTree, PyTree]:
             y, y_ct, shared_sum = carry
             reversed_layer = layer.reverse(shared, layer_arrays, y, y_ct)
             shared_sum = jax.tree.map(jnp.add, shared_sum, reversed_layer.shared_ct)
@@ -137,13 +137,13 @@ def _differentiable(layer: ReversibleLayer) -> Callable[[Any, Any, Any], Any]:
 
 
 @jax.custom_jvp
-def _forbid_differentiation(tree: Any) -> Any:
+def _forbid_differentiation(tree: PyTree) -> PyTree:
     """Return the tree unchanged; raise an error if it is differentiated."""
     return tree
 
 
 @_forbid_differentiation.defjvp
-def _refuse_second_derivatives(primals: Any, tangents: Any) -> Any:
+def _refuse_second_derivatives(primals: tuple[PyTree, ...], tangents: tuple[PyTree, ...]) -> NoReturn:
     raise TypeError(_NO_SECOND_DERIVATIVES)
 
 
@@ -151,10 +151,11 @@ def _refuse_second_derivatives(primals: Any, tangents: Any) -> Any:
 
 
 # (values that the layers share, arrays of a layer, x) -> a tree of arrays.
-LayerFunction = Callable[[Any, Any, Any], Any]
+LayerFunction = Callable[[PyTree, PyTree, PyTree], PyTree]
 
 
-class ReverseResult(NamedTuple):
+@dataclass(frozen=True)
+class ReverseResult:
     """Result of a layer's reverse pass. Cotangents have None for integers, booleans and keys.
 
     Attributes:
@@ -164,42 +165,32 @@ class ReverseResult(NamedTuple):
         shared_ct: cotangent of the values that the layers share.
     """
 
-    x: Any
-    x_ct: Any
-    layer_ct: Any
-    shared_ct: Any
-
-
-class ReversibleLayer(Protocol):
-    """A layer that runs forward and in reverse."""
-
-    @property
-    def shared(self) -> Any:
-        """Traced values that its functions close over, shared by all layers."""
-        ...
-
-    def forward(self, shared: Any, layer_arrays: Any, x: Any) -> Any:
-        """Return the layer's output."""
-        ...
-
-    def reverse(self, shared: Any, layer_arrays: Any, y: Any, y_ct: Any) -> ReverseResult:
-        """Return the layer's input and the gradients, given its output and the output's cotangent."""
-        ...
+    x: PyTree
+    x_ct: PyTree
+    layer_ct: PyTree
+    shared_ct: PyTree
 
 
 @dataclass(frozen=True)
 class _GenericLayer:
-    """A layer made of any two functions that are inverse to each other."""
+    """A layer made of any two functions that are inverse to each other.
 
-    shared: tuple[Any, Any]
+    Attributes:
+        shared: traced values that its functions close over, shared by all layers.
+        forward_function, inverse_function: the two functions.
+    """
+
+    shared: tuple[PyTree, PyTree]
     forward_function: LayerFunction
     inverse_function: LayerFunction
 
-    def forward(self, shared: Any, layer_arrays: Any, x: Any) -> Any:
+    def forward(self, shared: PyTree, layer_arrays: PyTree, x: PyTree) -> PyTree:
+        """Return the layer's output."""
         forward_shared, _ = shared
         return self.forward_function(forward_shared, layer_arrays, x)
 
-    def reverse(self, shared: Any, layer_arrays: Any, y: Any, y_ct: Any) -> ReverseResult:
+    def reverse(self, shared: PyTree, layer_arrays: PyTree, y: PyTree, y_ct: PyTree) -> ReverseResult:
+        """Return the layer's input and the gradients, given its output and the output's cotangent."""
         forward_shared, inverse_shared = shared
         x = self.inverse_function(inverse_shared, layer_arrays, y)
         _, pull = compute_float_vjp(self.forward_function, forward_shared, layer_arrays, x)
@@ -213,39 +204,42 @@ class _GenericLayer:
 class _CouplingLayer:
     """An additive coupling. Each branch's output is used for both the inverse and the gradient."""
 
-    shared: tuple[Any, Any]
+    shared: tuple[PyTree, PyTree]
     f: LayerFunction
     g: LayerFunction
 
-    def forward(self, shared: Any, layer_arrays: Any, x: Any) -> Any:
+    def forward(self, shared: PyTree, layer_arrays: PyTree, x: PyTree) -> PyTree:
+        """See `_GenericLayer.forward`."""
         f_shared, g_shared = shared
         x1, x2 = x
         y1 = add_branch(x1, self.f(f_shared, layer_arrays, x2))
         y2 = add_branch(x2, self.g(g_shared, layer_arrays, y1))
         return y1, y2
 
-    def reverse(self, shared: Any, layer_arrays: Any, y: Any, y_ct: Any) -> ReverseResult:
+    def reverse(self, shared: PyTree, layer_arrays: PyTree, y: PyTree, y_ct: PyTree) -> ReverseResult:
+        """See `_GenericLayer.reverse`."""
         f_shared, g_shared = shared
         y1, y2 = y
         y1_ct, y2_ct = y_ct
         h2, pull = compute_float_vjp(self.g, g_shared, layer_arrays, y1)
         x2 = subtract_branch(y2, h2)
-        g_ct, g_layer_ct, g_input_ct = pull(_cast(y2_ct, h2))
+        # A stream's cotangent is cast to the dtype of the branch that was added to the stream.
+        g_ct, g_layer_ct, g_input_ct = pull(jax.tree.map(lambda ct, h: ct.astype(h.dtype), y2_ct, h2))
         y1_ct = jax.tree.map(jnp.add, y1_ct, g_input_ct)
         # The barrier finishes the gradients of g before the activations of f exist: a compiler might keep both alive.
         barrier_inputs = (y1, x2, y1_ct, g_ct, g_layer_ct)
         y1, x2, y1_ct, g_ct, g_layer_ct = lax.optimization_barrier(barrier_inputs)
         h1, pull = compute_float_vjp(self.f, f_shared, layer_arrays, x2)
         x1 = subtract_branch(y1, h1)
-        f_ct, f_layer_ct, f_input_ct = pull(_cast(y1_ct, h1))
+        f_ct, f_layer_ct, f_input_ct = pull(jax.tree.map(lambda ct, h: ct.astype(h.dtype), y1_ct, h1))
         x2_ct = jax.tree.map(jnp.add, y2_ct, f_input_ct)
         layer_ct = jax.tree.map(jnp.add, f_layer_ct, g_layer_ct)
         return ReverseResult((x1, x2), (y1_ct, x2_ct), layer_ct, (f_ct, g_ct))
 
 
 def make_layer(
-    forward: Callable[..., Any], inverse: Callable[..., Any], stacks: tuple[Any, ...], x: Any
-) -> ReversibleLayer:
+    forward: Callable[..., PyTree], inverse: Callable[..., PyTree], stacks: tuple[PyTree, ...], x: PyTree
+) -> _GenericLayer | _CouplingLayer:
     """Make the layer for a user's forward and inverse functions.
 
     Args:
@@ -259,10 +253,10 @@ def make_layer(
     layer_shapes = jax.eval_shape(lambda arrays: jax.tree.map(lambda stack: stack[0], arrays), select_arrays(stacks))
     x_shapes = jax.eval_shape(lambda x: x, x)
 
-    def bind_constants(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    def bind_constants(function: Callable[..., PyTree]) -> Callable[[PyTree, PyTree], PyTree]:
         """Return the function of (arrays of a layer, x)."""
 
-        def call_with_arrays(layer_arrays: Any, x: Any) -> Any:
+        def call_with_arrays(layer_arrays: PyTree, x: PyTree) -> PyTree:
             layer_weights, *layer_xs = fill_none(layer_arrays, constants)
             return function(layer_weights, x, *layer_xs)
 
@@ -282,12 +276,7 @@ def make_layer(
     return _GenericLayer(shared, forward_once.call, inverse_once.call)
 
 
-def _cast(ct: Any, branch: Any) -> Any:
-    """Cast a stream's cotangent to the dtype of the branch that was added to the stream."""
-    return jax.tree.map(lambda ct, h: ct.astype(h.dtype), ct, branch)
-
-
-def _refuse_change(name: str, result: Any, x: Any) -> None:
+def _refuse_change(name: str, result: PyTree, x: PyTree) -> None:
     """Raise ValueError if the result of function `name` is not like x; both are trees of ShapeDtypeStructs."""
     expected_structure = jax.tree.structure(x)
     structure = jax.tree.structure(result)
@@ -316,19 +305,19 @@ class HoistedFunction:
         result: shapes and dtypes of the result, a tree of jax.ShapeDtypeStruct.
     """
 
-    call: Callable[..., Any]
-    values: list[Any]
-    result: Any
+    call: Callable[..., PyTree]
+    values: list[jax.Array]
+    result: PyTree
 
 
-def hoist_closure(function: Callable[..., Any], *examples: Any) -> HoistedFunction:
+def hoist_closure(function: Callable[..., PyTree], *examples: PyTree) -> HoistedFunction:
     """Trace `function` for arguments with the shapes and dtypes of `examples`, trees of jax.ShapeDtypeStruct."""
     closed, result = jax.make_jaxpr(function, return_shape=True)(*examples)
     structure = jax.tree.structure(result)
     # A value that is not a tracer depends on nothing that is differentiated or mapped, so it stays a constant.
     is_traced = [isinstance(value, core.Tracer) for value in closed.consts]
 
-    def call(values: list[Any], *arguments: Any) -> Any:
+    def call(values: list[jax.Array], *arguments: PyTree) -> PyTree:
         next_value = iter(values)
         consts = [next(next_value) if traced else const for traced, const in zip(is_traced, closed.consts, strict=True)]
         leaves = core.eval_jaxpr(closed.jaxpr, consts, *jax.tree.leaves(arguments))
@@ -338,7 +327,9 @@ def hoist_closure(function: Callable[..., Any], *examples: Any) -> HoistedFuncti
     return HoistedFunction(call, values, result)
 
 
-def compute_float_vjp(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
+def compute_float_vjp(
+    function: Callable[..., PyTree], *arguments: PyTree
+) -> tuple[PyTree, Callable[[PyTree], tuple[PyTree, ...]]]:
     """Apply `jax.vjp` to trees of any arrays, including integers, booleans and keys.
 
     Returns:
@@ -346,36 +337,30 @@ def compute_float_vjp(function: Callable[..., Any], *arguments: Any) -> tuple[An
         with None for leaves that have no gradient, see `framework.layout.floats`.
     """
 
-    def call_with_floats(*float_arguments: Any) -> Any:
+    def call_with_floats(*float_arguments: PyTree) -> PyTree:
         full_arguments = [fill_none(new, old) for new, old in zip(float_arguments, arguments, strict=True)]
         return floats(function(*full_arguments))
 
     return jax.vjp(call_with_floats, *(floats(argument) for argument in arguments))
 
 
-def select_arrays(tree: Any) -> Any:
+def select_arrays(tree: PyTree) -> PyTree:
     """Return the tree with None for leaves that are not arrays, such as an activation function in an equinox module."""
 
-    def array_or_none(leaf: Any) -> Any:
-        return leaf if is_array(leaf) else None
-
-    return jax.tree.map(array_or_none, tree)
+    return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tree)
 
 
-def select_constants(tree: Any) -> Any:
+def select_constants(tree: PyTree) -> PyTree:
     """Return the tree with None for its arrays."""
 
-    def constant_or_none(leaf: Any) -> Any:
-        return None if is_array(leaf) else leaf
-
-    return jax.tree.map(constant_or_none, tree)
+    return jax.tree.map(lambda leaf: None if is_array(leaf) else leaf, tree)
 
 
 # --- rounding error of the inverse -----------------------------------------------------------------------------------
 
 
 def reconstruction_error(
-    forward: Callable[..., Any], inverse: Callable[..., Any], weights: Any, x: Any, xs: Any = None
+    forward: Callable[..., PyTree], inverse: Callable[..., PyTree], weights: PyTree, x: PyTree, xs: PyTree = None
 ) -> dict[str, jax.Array]:
     """Run all layers forward and back again, and compare the result with x.
 
@@ -399,8 +384,8 @@ def reconstruction_error(
     num_layers(stacks)
     constants = select_constants(stacks)
 
-    def step(function: Callable[..., Any]) -> Callable[[Any, Any], tuple[Any, None]]:
-        def body(x: Any, layer_arrays: Any) -> tuple[Any, None]:
+    def step(function: Callable[..., PyTree]) -> Callable[[PyTree, PyTree], tuple[PyTree, None]]:
+        def body(x: PyTree, layer_arrays: PyTree) -> tuple[PyTree, None]:
             layer_weights, *layer_xs = fill_none(layer_arrays, constants)
             return function(layer_weights, x, *layer_xs), None
 
