@@ -131,7 +131,16 @@ def _frozen_leaves(named_arguments: dict[str, ArrayNode], frozen: PyTree) -> dic
         leaves = {path: named_arguments[path] for path in paths}
     else:
         leaves = find_arrays(frozen)
-    matrices = {path: leaf for path, leaf in leaves.items() if _is_identifiable(leaf)}
+    matrices = {}
+    for path, leaf in leaves.items():
+        if isinstance(leaf, QuantizedMatrix):
+            # Without a stack, the whole matrix is dequantized, which is allowed.
+            is_identifiable = leaf.num_stack_axes > 0
+        else:
+            # Many other arrays have the size of a vector.
+            is_identifiable = sum(size > 1 for size in leaf.shape) >= 2
+        if is_identifiable:
+            matrices[path] = leaf
     if not matrices:
         shapes = ", ".join(f"{path} {list(leaf.shape)}" for path, leaf in list(leaves.items())[:3])
         raise ValueError(
@@ -139,14 +148,6 @@ def _frozen_leaves(named_arguments: dict[str, ArrayNode], frozen: PyTree) -> dic
             f"{shapes or 'no arrays'}"
         )
     return matrices
-
-
-def _is_identifiable(leaf: ArrayNode) -> bool:
-    """Return whether a buffer of the leaf's size can be attributed to the leaf. A vector's cannot."""
-    if isinstance(leaf, QuantizedMatrix):
-        # Without a stack, the whole matrix is dequantized, which is allowed.
-        return leaf.num_stack_axes > 0
-    return sum(size > 1 for size in leaf.shape) >= 2
 
 
 def _check_others(
@@ -204,7 +205,13 @@ def _on_target(arguments: tuple[PyTree, ...], target: str) -> tuple[PyTree, ...]
 
 def _buffers(module: Module, paths_by_elements: dict[int, list[str]]) -> Iterator[FrozenBuffer]:
     """Yield the buffers as large as a frozen leaf, in the order of the program's text."""
-    inner_computations = set(_without_buffers(module))
+    # Computations whose values are not buffers: fusions, and the scalar functions of reductions.
+    inner_computations = set()
+    for instruction in module.instructions.values():
+        if instruction.opcode == "fusion":
+            inner_computations.add(instruction.get_called_computation("calls"))
+        elif instruction.opcode != "call":
+            inner_computations.add(instruction.get_called_computation("to_apply"))
     for instruction in module.instructions.values():
         # The start of an asynchronous transfer returns its operand as well; its end returns only the result.
         is_async_start = instruction.opcode.endswith(("-start", "-update"))
@@ -215,17 +222,10 @@ def _buffers(module: Module, paths_by_elements: dict[int, list[str]]) -> Iterato
             leaves = tuple(paths_by_elements.get(math.prod(placed_array.array.dims), ()))
             is_prefetch = placed_array.space == VMEM and instruction.opcode in _PREFETCHES
             if leaves and not is_prefetch:
-                source = _source(module, instruction)
+                line = module.source(instruction)
+                # This file compiles the step but computes nothing in it.
+                source = "" if line is None or line.file == __file__ else f"{Path(line.file).name}:{line.line}"
                 yield FrozenBuffer(leaves, placed_array.array, _operation(module, instruction), source)
-
-
-def _without_buffers(module: Module) -> Iterator[str]:
-    """Yield the computations whose values are not buffers: fusions, and the scalar functions of reductions."""
-    for instruction in module.instructions.values():
-        if instruction.opcode == "fusion":
-            yield instruction.get_called_computation("calls")
-        elif instruction.opcode != "call":
-            yield instruction.get_called_computation("to_apply")
 
 
 def _operation(module: Module, instruction: Instruction) -> str:
@@ -239,11 +239,3 @@ def _operation(module: Module, instruction: Instruction) -> str:
     if operand is instruction and name:
         return name
     return f"{instruction.opcode} of {name}" if name else instruction.opcode
-
-
-def _source(module: Module, instruction: Instruction) -> str:
-    line = module.source(instruction)
-    # This file compiles the step but computes nothing in it.
-    if line is None or line.file == __file__:
-        return ""
-    return f"{Path(line.file).name}:{line.line}"

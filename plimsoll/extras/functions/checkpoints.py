@@ -136,7 +136,10 @@ def restore(directory: str | os.PathLike[str], like: PyTree, step: int | None = 
     if step is None:
         step = _find_newest_step(reader, saved_steps)
     location = f"step {step} of {directory}"
-    manifest = _read_manifest(reader, step, location)
+    manifest = reader.manifest(step)
+    if manifest.frozen is not None:
+        reason = "belongs to a run with frozen parameters, which are stored separately"
+        raise CheckpointMismatchError(f"{location} {reason}; use Checkpointer.restore, which reads both")
     extra = dict(manifest.extra)
     notes: dict[str, Note] = extra.pop(_NOTES, {})
     leaves = _flatten_leaves(like)
@@ -151,15 +154,6 @@ def restore(directory: str | os.PathLike[str], like: PyTree, step: int | None = 
         raise CheckpointCorruptError(f"{error}; earlier steps: {earlier_steps or 'none'}") from error
     restored = [decode_leaf(leaf, notes.get(name), arrays.get(name)) for name, leaf in leaves.items()]
     return jax.tree.unflatten(jax.tree.structure(like), restored), extra
-
-
-def _read_manifest(reader: Checkpointer, step: int, location: str) -> Manifest:
-    """Return the manifest of a step. Raise CheckpointMismatchError if some of its leaves are stored elsewhere."""
-    manifest = reader.manifest(step)
-    if manifest.frozen is not None:
-        reason = "belongs to a run with frozen parameters, which are stored separately"
-        raise CheckpointMismatchError(f"{location} {reason}; use Checkpointer.restore, which reads both")
-    return manifest
 
 
 def steps(directory: str | os.PathLike[str]) -> list[int]:
@@ -298,8 +292,15 @@ def encode_leaves(leaves: Mapping[str, PyTree], to_array: Callable[[np.ndarray],
                 stored.notes[name] = Note(kind="key", type=key_implementation(leaf), value="")
             stored.arrays[name] = leaf
         elif isinstance(leaf, np.ndarray | np.generic):
-            stored.arrays[name] = to_array(_split_wide(leaf))
-            if _is_wide(leaf.dtype):
+            array = np.asarray(leaf)
+            # JAX would round wider numbers unless 64-bit mode is enabled.
+            num_parts = 2 if array.dtype.kind == "c" else 1
+            is_wide = array.dtype.kind in "iufc" and array.dtype.itemsize > num_parts * _WORD_BYTES
+            if is_wide:
+                # Words along a new last axis.
+                array = np.ascontiguousarray(array[..., None]).view(np.uint32)
+            stored.arrays[name] = to_array(array)
+            if is_wide:
                 stored.notes[name] = Note(kind="words", type=str(leaf.dtype), value="")
         elif type(leaf) in _WRITERS:
             text = _WRITERS[type(leaf)](leaf)
@@ -357,10 +358,9 @@ def format_name(name: str) -> str:
 
 def key_implementation(leaf: PyTree) -> str:
     """Return the name of the algorithm of typed keys, such as "threefry2x32"."""
-    if isinstance(leaf, jax.Array):
-        return str(jax.random.key_impl(leaf))
     # A spec has only a dtype, from which zeros can be made.
-    return str(jax.random.key_impl(jnp.empty((), leaf.dtype)))
+    keys = leaf if isinstance(leaf, jax.Array) else jnp.empty((), leaf.dtype)
+    return str(jax.random.key_impl(keys))
 
 
 def get_sharding(leaf: PyTree) -> Sharding:
@@ -372,17 +372,3 @@ def get_sharding(leaf: PyTree) -> Sharding:
         return SingleDeviceSharding(jax.local_devices()[0])
     every_device = Mesh(np.array(jax.devices()), ("device",))
     return NamedSharding(every_device, PartitionSpec())
-
-
-def _is_wide(dtype: np.dtype) -> bool:
-    """Return whether JAX would round numbers of this dtype unless 64-bit mode is enabled."""
-    return dtype.kind in "iufc" and dtype.itemsize > (2 * _WORD_BYTES if dtype.kind == "c" else _WORD_BYTES)
-
-
-def _split_wide(leaf: np.ndarray | np.generic) -> np.ndarray:
-    """Return a numpy array as numbers of at most 32 bits; wider ones become words along a new last axis."""
-    array = np.asarray(leaf)
-    if not _is_wide(array.dtype):
-        return array
-    contiguous = np.ascontiguousarray(array[..., None])
-    return contiguous.view(np.uint32)

@@ -121,7 +121,8 @@ class EagerStack:
             floats = layer.floats
             (carry, y), pull_back = jax.vjp(call_with_floats, floats, carry, x, shared)
             # Arrays that the backward loop can read again are left out of the stacked residuals.
-            return carry, (y, Residuals.from_vjp(pull_back, (floats, x, shared)))
+            frame, arrays = PullBack.split(pull_back, (floats, x, shared))
+            return carry, (y, Residuals(arrays, frame))
 
         carry, (ys, residuals) = jax.lax.scan(body, carry, (jnp.arange(num_layers(self.name, trained)), xs))
         return (carry, ys), _ForwardResults(trained, xs, shared, residuals)
@@ -136,9 +137,9 @@ class EagerStack:
         ) -> tuple[_BackwardScanCarry, Cotangents]:
             index, x, residuals, y_cotangents = item
             layer = self._updater.get_layer(carry.trained, index)
-            pull_back = residuals.pull_back((layer.floats, x, forward_results.shared))
+            pull_back = residuals.frame.rebuild((layer.floats, x, forward_results.shared), residuals.arrays)
             gradient, cotangent, x_cotangents, shared_cotangents = pull_back(
-                (carry.cotangent.restore(), y_cotangents.restore_slice())
+                (carry.cotangent.restore(), y_cotangents.restore(lambda shape: shape[1:]))
             )
             # The preceding layer waits for the update, so that only one layer's gradients exist at a time.
             later = (cotangent, x_cotangents)
@@ -157,7 +158,7 @@ class EagerStack:
         return (
             mark_update(last.trained, self.name),
             last.cotangent.restore(),
-            xs_cotangents.restore_stack(length),
+            xs_cotangents.restore(lambda shape: (length, *shape)),
             last.shared_cotangents.restore(),
         )
 
@@ -203,20 +204,14 @@ def _zeros(tree: PyTree) -> Cotangents:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Residuals:
-    """The arrays that a pullback holds in addition to its arguments; a pytree that a loop can stack and slice."""
+    """The arrays that a pullback holds in addition to its arguments; a pytree that a loop can stack and slice.
+
+    Attributes:
+        arrays, frame: the two parts of the pullback, see `PullBack.split`.
+    """
 
     arrays: list[jax.Array]
     frame: PullBack = field(metadata={"static": True})
-
-    @staticmethod
-    def from_vjp(pull_back: Callable[[PyTree], PyTree], arguments: PyTree) -> Residuals:
-        """Split a pullback of `jax.vjp` into arrays and a static frame; see `PullBack.split`."""
-        frame, arrays = PullBack.split(pull_back, arguments)
-        return Residuals(arrays, frame)
-
-    def pull_back(self, arguments: PyTree) -> Callable[[PyTree], PyTree]:
-        """Rebuild the pullback from the original arguments."""
-        return self.frame.rebuild(arguments, self.arrays)
 
 
 @jax.tree_util.register_static
@@ -244,19 +239,14 @@ class Cotangents:
 
         return Cotangents(jax.tree.map(to_carry, cotangents))
 
-    def restore(self) -> PyTree:
-        """Return the original cotangents, the inverse of `from_vjp`."""
-        return self._restore(lambda shape: shape)
+    def restore(self, get_shape: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: shape) -> PyTree:
+        """Return the cotangents as `jax.vjp` returns or takes them, the inverse of `from_vjp`.
 
-    def restore_slice(self) -> PyTree:
-        """Return the cotangents of one iteration, for floats that a loop has sliced along their first axis."""
-        return self._restore(lambda shape: shape[1:])
+        Args:
+            get_shape: (old shape) -> new shape of a cotangent that holds no data, if a loop has sliced or stacked the
+                others along their first axis.
+        """
 
-    def restore_stack(self, length: int) -> PyTree:
-        """Return the cotangents of all iterations, for floats that a loop has stacked."""
-        return self._restore(lambda shape: (length, *shape))
-
-    def _restore(self, get_shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> PyTree:
         def leaf(node: jax.Array | _NoCotangent) -> jax.Array | np.ndarray:
             if isinstance(node, _NoCotangent):
                 return np.zeros(get_shape(node.shape), jax.dtypes.float0)

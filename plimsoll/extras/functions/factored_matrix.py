@@ -21,7 +21,7 @@ from jax import core, lax
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
-from plimsoll.extras.functions.lora_adapters import Adapter, QuantizedMatrix
+from plimsoll.extras.functions.lora_adapters import QuantizedMatrix
 
 # Keeps this file out of source locations, so that compiled programs name the user's line.
 source_info_util.register_exclusion(__file__)
@@ -99,14 +99,6 @@ def without_short_axes(factor: jax.Array) -> jax.Array:
 def dense_weight(weight: jax.Array | QuantizedMatrix) -> jax.Array:
     """Return the frozen matrix as an array."""
     return weight.dense() if isinstance(weight, QuantizedMatrix) else weight
-
-
-def to_factored(path: str, weight: jax.Array | QuantizedMatrix, adapter: Adapter | None) -> FactoredMatrix:
-    """Return the factored form of the matrix [*stack, in, out] at a path, with its adapter if it has one."""
-    if adapter is None:
-        return FactoredMatrix(path, weight, None, None, 1.0)
-    left, right = adapter.factors(len(weight.shape))
-    return FactoredMatrix(path, weight, left, right, adapter.scale)
 
 
 def result_type(equation: JaxprEqn) -> core.ShapedArray:
@@ -244,9 +236,13 @@ def split_matrix(matrix: FactoredMatrix, equation: JaxprEqn) -> list[FactoredMat
 def _reshape(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[jax.Array]) -> FactoredMatrix | None:
     groups = _group_axes(matrix.shape, equation.params["new_sizes"])
     factors = [factor for factor in (matrix.left, matrix.right) if factor is not None]
-    # Merging axes of both sides into one would make a factor as large as the matrix.
-    if not all(_is_full_or_single(factor, matrix.shape, group) for factor in factors for group in groups):
-        return None
+    # Merging axes of both sides into one would make a factor as large as the matrix. So of each group of axes, a factor
+    # must have either all elements or a single one.
+    for factor in factors:
+        for group in groups:
+            size = math.prod(factor.shape[axis] for axis in group.old_axes)
+            if size not in (1, math.prod(matrix.shape[axis] for axis in group.old_axes)):
+                return None
 
     def reshape(factor: jax.Array) -> jax.Array:
         new_shape: list[int] = []
@@ -288,12 +284,6 @@ def _group_axes(old_shape: Sequence[int], new_shape: Sequence[int]) -> list[_Axi
                 new_axis += 1
         groups.append(group)
     return groups
-
-
-def _is_full_or_single(factor: jax.Array, shape: Sequence[int], group: _AxisGroup) -> bool:
-    """Return whether a factor has either all elements of a group of W's axes, or a single one."""
-    size = math.prod(factor.shape[axis] for axis in group.old_axes)
-    return size in (1, math.prod(shape[axis] for axis in group.old_axes))
 
 
 def _scale(matrix: FactoredMatrix, equation: JaxprEqn, operands: Sequence[jax.Array]) -> FactoredMatrix | None:
@@ -450,9 +440,14 @@ def lookup(equation: JaxprEqn, operands: Sequence[Value]) -> Value | None:
         return None
     if matrix.left is None or matrix.right is None or isinstance(matrix.weight, QuantizedMatrix):
         return None
-    if not _is_row_gather(equation, matrix.shape):
+    dimensions = equation.params["dimension_numbers"]
+    indexed_axes = dimensions.start_index_map
+    if indexed_axes != dimensions.collapsed_slice_dims or dimensions.operand_batching_dims:
         return None
-    indexed_axes = equation.params["dimension_numbers"].start_index_map
+    # Each index must select the full extent of all other axes.
+    for axis, size in enumerate(matrix.shape):
+        if axis not in indexed_axes and equation.params["slice_sizes"][axis] != size:
+            return None
     row_factors = []
     num_indexed = 0
     for factor in (matrix.left, matrix.right):
@@ -471,16 +466,6 @@ def lookup(equation: JaxprEqn, operands: Sequence[Value]) -> Value | None:
     rows = FactoredMatrix(matrix.path, weight, left_rows, right_rows, matrix.scale)
     # If both factors are indexed, the index is along the stack and each row is a matrix. Otherwise it is activations.
     return rows if num_indexed == 2 else rows.dense()
-
-
-def _is_row_gather(equation: JaxprEqn, shape: Sequence[int]) -> bool:
-    """Return whether each index selects the full extent of all other axes."""
-    dimensions = equation.params["dimension_numbers"]
-    indexed_axes = dimensions.start_index_map
-    if indexed_axes != dimensions.collapsed_slice_dims or dimensions.operand_batching_dims:
-        return False
-    slice_sizes = equation.params["slice_sizes"]
-    return all(slice_sizes[axis] == size for axis, size in enumerate(shape) if axis not in indexed_axes)
 
 
 def _rows(factor: jax.Array, indices: jax.Array, equation: JaxprEqn) -> jax.Array:

@@ -122,33 +122,20 @@ def lora_init(
         num_stack = len(shape) - num_first - num_last
         if num_stack < 0:
             raise ValueError(f"{path} {list(shape)} has fewer axes than matrix_axes = {matrix_axes}")
-        sizes = _Sizes(shape[:num_stack], shape[num_stack : num_stack + num_first], shape[num_stack + num_first :])
-        a, b = _first_factors(fold_in_name(key, path), sizes, rank, dtype, inputs_first)
+        stack = shape[:num_stack]
+        first = shape[num_stack : num_stack + num_first]
+        last = shape[num_stack + num_first :]
+        a_shape = (*stack, *first, rank)
+        b_shape = (*stack, rank, *last)
+        bound = math.prod(first if inputs_first else last) ** -0.5
+        # One factor is zero, so the adapters change nothing at first; the other one is random, so that they get a
+        # gradient.
+        random_shape = a_shape if inputs_first else b_shape
+        random = jax.random.uniform(fold_in_name(key, path), random_shape, dtype, -bound, bound)
+        a = random if inputs_first else jnp.zeros(a_shape, dtype)
+        b = jnp.zeros(b_shape, dtype) if inputs_first else random
         adapters[path] = Adapter(a, b, alpha / rank)
     return adapters
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """Axis sizes of a matrix: those of its stack, and those of its first and last side."""
-
-    stack: tuple[int, ...]
-    first: tuple[int, ...]
-    last: tuple[int, ...]
-
-
-def _first_factors(
-    key: jax.Array, sizes: _Sizes, rank: int, dtype: jax.typing.DTypeLike, inputs_first: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Return the initial A and B: the factor on the input side is random, the other one zero."""
-    bound = math.prod(sizes.first if inputs_first else sizes.last) ** -0.5
-    a_shape = (*sizes.stack, *sizes.first, rank)
-    b_shape = (*sizes.stack, rank, *sizes.last)
-    # One factor is zero, so the adapters change nothing at first; the other one is random, so that they get a gradient.
-    random = jax.random.uniform(key, a_shape if inputs_first else b_shape, dtype, -bound, bound)
-    if inputs_first:
-        return random, jnp.zeros(b_shape, dtype)
-    return jnp.zeros(a_shape, dtype), random
 
 
 def lora_merge(params: PyTree, adapters: Adapters) -> PyTree:

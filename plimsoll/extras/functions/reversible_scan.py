@@ -395,13 +395,12 @@ def reconstruction_error(
     # Without the barrier a compiler might see that a sum is subtracted again, and drop both operations.
     y = lax.optimization_barrier(y)
     back, _ = lax.scan(step(inverse), y, select_arrays(stacks), reverse=True)
-    errors = jax.tree.map(_relative_error, floats(back), floats(x))
-    return flatten(errors)
 
+    def relative_error(back: jax.Array, x: jax.Array) -> jax.Array:
+        # Subtracted in a wider dtype, because the difference would be rounded as well.
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        difference = jnp.max(jnp.abs(back.astype(wide) - x.astype(wide)))
+        scale = jnp.max(jnp.abs(x.astype(wide)))
+        return (difference / jnp.where(scale == 0.0, 1.0, scale)).astype(jnp.float32)
 
-def _relative_error(back: jax.Array, x: jax.Array) -> jax.Array:
-    # Subtracted in a wider dtype, because the difference would be rounded as well.
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    difference = jnp.max(jnp.abs(back.astype(wide) - x.astype(wide)))
-    scale = jnp.max(jnp.abs(x.astype(wide)))
-    return (difference / jnp.where(scale == 0.0, 1.0, scale)).astype(jnp.float32)
+    return flatten(jax.tree.map(relative_error, floats(back), floats(x)))

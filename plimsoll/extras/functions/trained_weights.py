@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from plimsoll.extras.functions.leaf_selection import is_array, is_key, is_real_float
 from plimsoll.framework.layout import PyTree
@@ -38,7 +37,7 @@ class EncodedArray:
     def decode(self) -> jax.Array:
         """Return the original array."""
         dtype = jnp.dtype(self.dtype)
-        if _is_split(dtype):
+        if dtype.itemsize > 2:
             words16 = self.floats.astype(jnp.uint16)
             array = jax.lax.bitcast_convert_type(words16, dtype)
         else:
@@ -104,26 +103,16 @@ def _encode_leaf(leaf: PyTree) -> jax.Array | EncodedArray | Static:
         return Static(leaf)
     if is_real_float(leaf):
         return jnp.asarray(leaf)
-    if is_key(leaf):
-        words = jax.random.key_data(leaf)
-        return EncodedArray(_as_floats(words), str(words.dtype), jax.random.key_impl(leaf))
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         raise ValueError(f"an array of {leaf.dtype}: expected floats, integers, bools or PRNG keys")
-    array = jnp.asarray(leaf)
-    return EncodedArray(_as_floats(array), str(array.dtype), None)
-
-
-def _as_floats(array: jax.Array) -> jax.Array:
-    if _is_split(array.dtype):
-        words16 = jax.lax.bitcast_convert_type(array, jnp.uint16)
-        return words16.astype(jnp.float32)
-    # float32 holds every 16-bit integer exactly, and bfloat16 every 8-bit one.
-    return array.astype(jnp.float32 if array.dtype.itemsize == 2 else jnp.bfloat16)
-
-
-def _is_split(dtype: np.dtype) -> bool:
-    """Return whether arrays of a dtype are split into 16-bit words."""
-    return dtype.itemsize > 2
+    key_impl = jax.random.key_impl(leaf) if is_key(leaf) else None
+    array = jnp.asarray(leaf) if key_impl is None else jax.random.key_data(leaf)
+    if array.dtype.itemsize > 2:
+        floats = jax.lax.bitcast_convert_type(array, jnp.uint16).astype(jnp.float32)
+    else:
+        # float32 holds every 16-bit integer exactly, and bfloat16 every 8-bit one.
+        floats = array.astype(jnp.float32 if array.dtype.itemsize == 2 else jnp.bfloat16)
+    return EncodedArray(floats, str(array.dtype), key_impl)
 
 
 # --- weights and state -----------------------------------------------------------------------------------------------

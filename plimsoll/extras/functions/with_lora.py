@@ -13,9 +13,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from plimsoll.extras.functions.factored_matrix import FactoredMatrix, to_factored
+from plimsoll.extras.functions.factored_matrix import FactoredMatrix
 from plimsoll.extras.functions.leaf_selection import is_array
-from plimsoll.extras.functions.lora_adapters import Adapters, QuantizedMatrix, check_adapters, is_quantized
+from plimsoll.extras.functions.lora_adapters import Adapters, check_adapters, is_quantized
 from plimsoll.extras.functions.lora_interpreter import Interpreter
 from plimsoll.framework.layout import PyTree, path_name
 
@@ -97,7 +97,13 @@ def _interpret_call(
         keypath, value = nodes[position]
         # The first key separates the parameters from the other arguments.
         is_parameter = keypath[0].idx == 0
-        operands.append(_operand(path_name(keypath[1:]), value, adapters) if is_parameter else value)
+        path = path_name(keypath[1:])
+        if is_parameter and (path in adapters or is_quantized(value)):
+            weight = value if is_quantized(value) else jnp.asarray(value)
+            adapter = adapters.get(path)
+            left, right = (None, None) if adapter is None else adapter.factors(len(weight.shape))
+            value = FactoredMatrix(path, weight, left, right, 1.0 if adapter is None else adapter.scale)
+        operands.append(value)
     arrays = interpreter.arrays(interpreter.run(closed.jaxpr, closed.consts, operands), None)
     return jax.tree.unflatten(jax.tree.structure(results), arrays)
 
@@ -115,10 +121,3 @@ def _with_adapters_second(function: Callable[..., PyTree]) -> inspect.Signature 
     # An argument without a default may not follow one that has it.
     required = [parameters[0].replace(default=inspect.Parameter.empty), adapters]
     return signature.replace(parameters=[*required, *parameters[1:]])
-
-
-def _operand(path: str, value: jax.Array | QuantizedMatrix, adapters: Adapters) -> FactoredMatrix | jax.Array:
-    if path in adapters or isinstance(value, QuantizedMatrix):
-        weight = value if isinstance(value, QuantizedMatrix) else jnp.asarray(value)
-        return to_factored(path, weight, adapters.get(path))
-    return value
