@@ -235,7 +235,6 @@ def _refuse_other_leaves(
 
 # --- the stored form of a leaf ---------------------------------------------------------------------------------------
 
-
 NoteKind = Literal["key", "words", "scalar", "function"]
 
 

@@ -203,7 +203,6 @@ def _fits(adapter: Adapter, shape: tuple[int, ...]) -> bool:
 
 # --- matrices in 4 bits ----------------------------------------------------------------------------------------------
 
-
 View = Callable[[jax.Array], jax.Array]
 
 

@@ -242,7 +242,6 @@ class Updater:
 
 def _with_arrays(state: PyTree) -> PyTree:
     """Convert the Python numbers of an optimizer's state to arrays, so that they are not constants."""
-
     return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, (bool, int, float)) else leaf, state)
 
 

@@ -149,7 +149,6 @@ def _refuse_second_derivatives(primals: tuple[PyTree, ...], tangents: tuple[PyTr
 
 # --- one layer -------------------------------------------------------------------------------------------------------
 
-
 # (values that the layers share, arrays of a layer, x) -> a tree of arrays.
 LayerFunction = Callable[[PyTree, PyTree, PyTree], PyTree]
 
@@ -346,13 +345,11 @@ def compute_float_vjp(
 
 def select_arrays(tree: PyTree) -> PyTree:
     """Return the tree with None for leaves that are not arrays, such as an activation function in an equinox module."""
-
     return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tree)
 
 
 def select_constants(tree: PyTree) -> PyTree:
     """Return the tree with None for its arrays."""
-
     return jax.tree.map(lambda leaf: None if is_array(leaf) else leaf, tree)
 
 

@@ -129,7 +129,6 @@ def as_streamed_optimizer(optimizer: object) -> StreamedOptimizer | None:
 
 # --- one update ------------------------------------------------------------------------------------------------------
 
-
 # Leaves of an optimizer state by path.
 Leaves = dict[str, jax.Array]
 # (parameter, update) -> an array of the same shape.

@@ -185,7 +185,6 @@ def num_layers(name: str, stack: PyTree) -> int:
 
 # --- uses ------------------------------------------------------------------------------------------------------------
 
-
 # Array classes that a differentiated function sees. A jitted function sees others, in which a second use may be
 # correct (an evaluation), so those are not checked.
 _DIFFERENTIATED = {"JVPTracer", "LinearizeTracer"}

@@ -112,7 +112,6 @@ def all_finite(gradient: PyTree) -> jax.Array:
 
 # --- rules that look at several tensors ------------------------------------------------------------------------------
 
-
 # (weights, gradient, state) -> (new weights, new state)
 UpdateFunction = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 

@@ -90,7 +90,6 @@ def _list_origins(origins: list[CotangentOrigin]) -> str:
 
 # --- origins of cotangents -------------------------------------------------------------------------------------------
 
-
 # Equations that pass their operands on unchanged, the n-th operand as the n-th result.
 _IDENTITIES = {"optimization_barrier", "copy", "copy_p", "sharding_constraint"}
 # Equations that call a single program with their operands.

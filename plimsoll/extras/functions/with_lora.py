@@ -1,6 +1,6 @@
 """`with_lora`: adds LoRA adapters to any function of a pytree, whatever library the model comes from.
 
-Hu et al. 2021, arXiv 2106.09685; with matrices in 4 bits QLoRA (Dettmers et al. 2023, arXiv 2305.14314). Imports jax.
+Hu et al. 2021, arXiv 2106.09685; with matrices in 4 bits QLoRA (Dettmers et al. 2023, arXiv 2305.14314).
 """
 
 from __future__ import annotations
