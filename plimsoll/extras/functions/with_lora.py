@@ -96,9 +96,8 @@ def _interpret_call(
     for position in traced_positions:
         keypath, value = nodes[position]
         # The first key separates the parameters from the other arguments.
-        is_parameter = keypath[0].idx == 0
-        path = path_name(keypath[1:])
-        if is_parameter and (path in adapters or is_quantized(value)):
+        path = path_name(keypath[1:]) if keypath[0].idx == 0 else None
+        if path is not None and (path in adapters or is_quantized(value)):
             weight = value if is_quantized(value) else jnp.asarray(value)
             adapter = adapters.get(path)
             left, right = (None, None) if adapter is None else adapter.factors(len(weight.shape))
