@@ -24,19 +24,24 @@ if TYPE_CHECKING:
     from plimsoll.api.runs import TrainedRun, train
     from plimsoll.extras.flows.base import Bijection, Invertible, sum_each
     from plimsoll.extras.flows.image_source import ImageSource
-    from plimsoll.extras.functions.adapters import Adapter, lora_init, lora_merge, lora_unmerge
+    from plimsoll.extras.functions.additive_coupling import additive_coupling
+    from plimsoll.extras.functions.check_frozen import FrozenBufferError, check_frozen
     from plimsoll.extras.functions.checkpoints import restore, save, steps
-    from plimsoll.extras.functions.coupling import additive_coupling
     from plimsoll.extras.functions.eager import eager, eager_weights
     from plimsoll.extras.functions.eager_scan import eager_scan
-    from plimsoll.extras.functions.frozen import FrozenBufferError, check_frozen
-    from plimsoll.extras.functions.interpreter import AdapterError
-    from plimsoll.extras.functions.nf4 import QuantizedMatrix, lora_quantize
-    from plimsoll.extras.functions.partition import Partition, combine, differentiate, partition
-    from plimsoll.extras.functions.reconstruction import reconstruction_error
-    from plimsoll.extras.functions.reversible import reversible_scan
+    from plimsoll.extras.functions.leaf_selection import Partition, combine, differentiate, partition
+    from plimsoll.extras.functions.lora_adapters import (
+        Adapter,
+        QuantizedMatrix,
+        lora_init,
+        lora_merge,
+        lora_quantize,
+        lora_unmerge,
+    )
+    from plimsoll.extras.functions.lora_interpreter import AdapterError
+    from plimsoll.extras.functions.reversible_scan import reconstruction_error, reversible_scan
     from plimsoll.extras.functions.stream import stream
-    from plimsoll.extras.functions.trained import Trained
+    from plimsoll.extras.functions.trained_weights import Trained
     from plimsoll.extras.functions.value_and_update import value_and_update
     from plimsoll.extras.functions.with_lora import with_lora
     from plimsoll.framework.checkpoint.checkpointer import Checkpointer
@@ -97,19 +102,24 @@ _EXPORTS = {
     "plimsoll.framework.data.sources": ("DataSource",),
     "plimsoll.framework.families.decoders": ("llama_model", "mixture"),
     "plimsoll.framework.families.published": ("find_published_model",),
-    "plimsoll.extras.functions.adapters": ("Adapter", "lora_init", "lora_merge", "lora_unmerge"),
+    "plimsoll.extras.functions.additive_coupling": ("additive_coupling",),
+    "plimsoll.extras.functions.check_frozen": ("FrozenBufferError", "check_frozen"),
     "plimsoll.extras.functions.checkpoints": ("restore", "save", "steps"),
-    "plimsoll.extras.functions.coupling": ("additive_coupling",),
     "plimsoll.extras.functions.eager": ("eager", "eager_weights"),
     "plimsoll.extras.functions.eager_scan": ("eager_scan",),
-    "plimsoll.extras.functions.frozen": ("FrozenBufferError", "check_frozen"),
-    "plimsoll.extras.functions.interpreter": ("AdapterError",),
-    "plimsoll.extras.functions.nf4": ("QuantizedMatrix", "lora_quantize"),
-    "plimsoll.extras.functions.partition": ("Partition", "combine", "differentiate", "partition"),
-    "plimsoll.extras.functions.reconstruction": ("reconstruction_error",),
-    "plimsoll.extras.functions.reversible": ("reversible_scan",),
+    "plimsoll.extras.functions.leaf_selection": ("Partition", "combine", "differentiate", "partition"),
+    "plimsoll.extras.functions.lora_adapters": (
+        "Adapter",
+        "QuantizedMatrix",
+        "lora_init",
+        "lora_merge",
+        "lora_quantize",
+        "lora_unmerge",
+    ),
+    "plimsoll.extras.functions.lora_interpreter": ("AdapterError",),
+    "plimsoll.extras.functions.reversible_scan": ("reconstruction_error", "reversible_scan"),
     "plimsoll.extras.functions.stream": ("stream",),
-    "plimsoll.extras.functions.trained": ("Trained",),
+    "plimsoll.extras.functions.trained_weights": ("Trained",),
     "plimsoll.extras.functions.value_and_update": ("value_and_update",),
     "plimsoll.extras.functions.with_lora": ("with_lora",),
     "plimsoll.framework.inference.generation": ("Generator", "stream_text"),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from plimsoll.extras.functions.encoding import decode, encode, select_floats, with_floats
+from plimsoll.extras.functions.trained_weights import decode, encode, select_floats, with_floats
 
 DTYPES = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "int4"]
 

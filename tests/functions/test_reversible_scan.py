@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import plimsoll as pl
-from plimsoll.extras.functions import reversible_layer
+from plimsoll.extras.functions.reversible_scan import make_layer
 
 LAYERS = 6
 DIM = 4
@@ -417,6 +417,6 @@ def test_coupling_inverse_must_match_its_forward() -> None:
     layers = linear()
     other = nonlinear()
     shapes = (layers.weights,)
-    mixed = reversible_layer.make_layer(layers.forward, other.inverse, shapes, layers.x)
-    matching = reversible_layer.make_layer(layers.forward, layers.inverse, shapes, layers.x)
+    mixed = make_layer(layers.forward, other.inverse, shapes, layers.x)
+    matching = make_layer(layers.forward, layers.inverse, shapes, layers.x)
     assert type(mixed) is not type(matching)

@@ -8,22 +8,17 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh
+from jax import core
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from plimsoll.extras.functions.leaves import is_key
-from plimsoll.extras.functions.stored_leaves import (
-    Note,
-    decode_leaf,
-    encode_leaves,
-    format_name,
-    get_sharding,
-    make_records,
-)
+from plimsoll.extras.functions.leaf_selection import is_key
 from plimsoll.framework.checkpoint.checkpointer import Checkpointer
 from plimsoll.framework.checkpoint.directory import (
     CheckpointCorruptError,
@@ -34,7 +29,7 @@ from plimsoll.framework.checkpoint.directory import (
     list_moved_aside,
     mismatch_table,
 )
-from plimsoll.framework.layout import flatten
+from plimsoll.framework.layout import PyTree, flatten
 from plimsoll.framework.processes import distributed
 
 # Key in a manifest's `extra` for the notes on leaves that are not plain arrays.
@@ -47,25 +42,25 @@ _KEEP_ALL = 1 << 30
 
 @jax.tree_util.register_pytree_with_keys_class
 class _Arrays:
-    """Arrays by path. This is not a dict because `Checkpointer` gives a meaning to the group names of a dict."""
+    """Arrays or their specs by path; not a dict, because `Checkpointer` gives a meaning to a dict's group names."""
 
-    def __init__(self, arrays: dict[str, Any]):
+    def __init__(self, arrays: Mapping[str, jax.Array | jax.ShapeDtypeStruct]):
         self.arrays = arrays
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[object, jax.Array | jax.ShapeDtypeStruct]], tuple[str, ...]]:
         pairs = [(jax.tree_util.DictKey(name), array) for name, array in self.arrays.items()]
         return pairs, tuple(self.arrays)
 
     @classmethod
-    def tree_unflatten(cls, names: tuple[str, ...], arrays: Any) -> _Arrays:
+    def tree_unflatten(cls, names: tuple[str, ...], arrays: Iterable[jax.Array]) -> _Arrays:
         return cls(dict(zip(names, arrays, strict=True)))
 
 
 def save(
     directory: str | os.PathLike[str],
     step: int,
-    tree: Any,
-    extra: Mapping[str, Any] | None = None,
+    tree: PyTree,
+    extra: Mapping[str, object] | None = None,
     *,
     keep: int | None = None,
     overwrite: bool = False,
@@ -111,7 +106,7 @@ def save(
         checkpointer.save(step, _Arrays(arrays), contents)
 
 
-def restore(directory: str | os.PathLike[str], like: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
+def restore(directory: str | os.PathLike[str], like: PyTree, step: int | None = None) -> tuple[PyTree, dict[str, Any]]:
     """Restore a tree that `save` or a `Checkpointer` saved, on any mesh. Every process of a job must call it.
 
     Complexity: each process reads the bytes of its own shards, at most 256 MiB at a time, or two of the largest leaf,
@@ -141,7 +136,10 @@ def restore(directory: str | os.PathLike[str], like: Any, step: int | None = Non
     if step is None:
         step = _find_newest_step(reader, saved_steps)
     location = f"step {step} of {directory}"
-    manifest = _read_manifest(reader, step, location)
+    manifest = reader.manifest(step)
+    if manifest.frozen is not None:
+        reason = "belongs to a run with frozen parameters, which are stored separately"
+        raise CheckpointMismatchError(f"{location} {reason}; use Checkpointer.restore, which reads both")
     extra = dict(manifest.extra)
     notes: dict[str, Note] = extra.pop(_NOTES, {})
     leaves = _flatten_leaves(like)
@@ -156,15 +154,6 @@ def restore(directory: str | os.PathLike[str], like: Any, step: int | None = Non
         raise CheckpointCorruptError(f"{error}; earlier steps: {earlier_steps or 'none'}") from error
     restored = [decode_leaf(leaf, notes.get(name), arrays.get(name)) for name, leaf in leaves.items()]
     return jax.tree.unflatten(jax.tree.structure(like), restored), extra
-
-
-def _read_manifest(reader: Checkpointer, step: int, location: str) -> Manifest:
-    """Return the manifest of a step. Raise CheckpointMismatchError if some of its leaves are stored elsewhere."""
-    manifest = reader.manifest(step)
-    if manifest.frozen is not None:
-        reason = "belongs to a run with frozen parameters, which are stored separately"
-        raise CheckpointMismatchError(f"{location} {reason}; use Checkpointer.restore, which reads both")
-    return manifest
 
 
 def steps(directory: str | os.PathLike[str]) -> list[int]:
@@ -184,7 +173,7 @@ def _find_newest_step(reader: Checkpointer, saved_steps: list[int]) -> int:
     raise CheckpointMissingError("\n  ".join([f"there is no complete checkpoint in {reader.directory}", *problems]))
 
 
-def _flatten_leaves(tree: Any) -> dict[str, Any]:
+def _flatten_leaves(tree: PyTree) -> dict[str, PyTree]:
     """Return a tree's leaves by path. Raise ValueError if two paths are equal, such as {"a": {"b": x}, "a/b": y}."""
     leaves = flatten(tree)
     if len(leaves) != len(jax.tree.leaves(tree)):
@@ -201,7 +190,7 @@ def _spec(array: np.ndarray) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
-def _specs(leaves: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+def _specs(leaves: Mapping[str, PyTree]) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the specs, with shardings, of the arrays to restore; for typed keys, the specs of their key data.
 
     Raises:
@@ -224,7 +213,7 @@ def _refuse_other_leaves(
     location: str,
     manifest: Manifest,
     notes: Mapping[str, Note],
-    leaves: Mapping[str, Any],
+    leaves: Mapping[str, PyTree],
     specs: Mapping[str, jax.ShapeDtypeStruct],
 ) -> None:
     """Raise CheckpointMismatchError if leaf names, shapes, dtypes or types differ from those in the checkpoint."""
@@ -242,3 +231,143 @@ def _refuse_other_leaves(
         for nearest_name in difflib.get_close_matches(name, extra_names, n=1):
             lines.append(f"  {name}: the nearest in the checkpoint is {nearest_name}")
     raise CheckpointMismatchError("\n".join(lines))
+
+
+# --- the stored form of a leaf ---------------------------------------------------------------------------------------
+
+NoteKind = Literal["key", "words", "scalar", "function"]
+
+
+class Note(TypedDict):
+    """JSON note on a leaf that is not a plain array.
+
+    Attributes:
+        kind: "key", a typed key; "words", a numpy array of 64-bit numbers; "scalar", a Python scalar; "function", a
+            function, which the tree to restore into has to supply.
+        type: the key's implementation, the dtype, or the scalar's class; "" for a function.
+        value: the scalar as text; "" for other kinds.
+    """
+
+    kind: NoteKind
+    type: str
+    value: str
+
+
+@dataclass
+class StoredLeaves:
+    """A tree's leaves by path: numeric arrays (or their specs), and the notes."""
+
+    arrays: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, Note] = field(default_factory=dict)
+
+
+# Text form of each scalar type, and its exact inverse.
+_WRITERS: dict[type, Callable[[Any], str]] = {bool: str, int: str, float: float.hex, str: str}
+_READERS: dict[str, Callable[[str], bool | int | float | str]] = {
+    "bool": lambda text: text == "True",
+    "int": int,
+    "float": float.fromhex,
+    "str": str,
+}
+_WORD_BYTES = 4
+
+
+def encode_leaves(leaves: Mapping[str, PyTree], to_array: Callable[[np.ndarray], Any]) -> StoredLeaves:
+    """Convert the leaves of a tree to their stored form.
+
+    Args:
+        leaves: jax.Arrays or jax.ShapeDtypeStructs, typed keys, numpy arrays and scalars, Python scalars, functions.
+        to_array: converts a numpy array to a jax.Array to save, or to a spec to restore into.
+
+    Raises:
+        TypeError: a leaf has another type; the message names the leaf.
+    """
+    stored = StoredLeaves()
+    for name, leaf in leaves.items():
+        if isinstance(leaf, core.Tracer):
+            raise TypeError(f"{format_name(name)} is being traced; call save and restore outside of jax.jit")
+        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            if is_key(leaf):
+                stored.notes[name] = Note(kind="key", type=key_implementation(leaf), value="")
+            stored.arrays[name] = leaf
+        elif isinstance(leaf, np.ndarray | np.generic):
+            array = np.asarray(leaf)
+            # JAX would round wider numbers unless 64-bit mode is enabled.
+            num_parts = 2 if array.dtype.kind == "c" else 1
+            is_wide = array.dtype.kind in "iufc" and array.dtype.itemsize > num_parts * _WORD_BYTES
+            if is_wide:
+                # Words along a new last axis.
+                array = np.ascontiguousarray(array[..., None]).view(np.uint32)
+            stored.arrays[name] = to_array(array)
+            if is_wide:
+                stored.notes[name] = Note(kind="words", type=str(leaf.dtype), value="")
+        elif type(leaf) in _WRITERS:
+            text = _WRITERS[type(leaf)](leaf)
+            stored.notes[name] = Note(kind="scalar", type=type(leaf).__name__, value=text)
+        elif callable(leaf):
+            stored.notes[name] = Note(kind="function", type="", value="")
+        else:
+            raise TypeError(
+                f"{format_name(name)}: expected an array, a key, a bool, int, float or str, got {type(leaf).__name__}; "
+                "register your own classes as pytrees (jax.tree_util.register_dataclass)"
+            )
+    return stored
+
+
+def decode_leaf(leaf: PyTree, note: Note | None, array: jax.Array | None) -> PyTree:
+    """Rebuild a leaf from the checkpoint's `array` and `note`, with the type of `leaf` in the target tree."""
+    kind = None if note is None else note["kind"]
+    if kind == "function":
+        return leaf
+    if note is not None and kind == "scalar":
+        return _READERS[note["type"]](note["value"])
+    if note is not None and kind == "key":
+        assert array is not None
+        keys = jax.random.wrap_key_data(array, impl=note["type"])
+        return jax.device_put(keys, get_sharding(leaf))
+    if isinstance(leaf, np.ndarray | np.generic):
+        numbers = np.array(array)
+        if note is not None:
+            # Wide numbers were split into words along the last axis.
+            numbers = numbers.view(note["type"])[..., 0]
+        return numbers[()] if isinstance(leaf, np.generic) else numbers
+    return array
+
+
+def make_records(stored: Mapping[str, LeafRecord], notes: Mapping[str, Note]) -> dict[str, LeafRecord]:
+    """Return user-facing records of the leaves: keys, wide numpy numbers and Python scalars by their own type names."""
+    named: dict[str, LeafRecord] = {}
+    for name in sorted({*stored, *notes}):
+        note = notes.get(name)
+        if note is None:
+            named[name] = LeafRecord(stored[name].shape, stored[name].dtype)
+        elif note["kind"] == "key":
+            named[name] = LeafRecord(stored[name].shape[:-1], f"key:{note['type']}")
+        elif note["kind"] == "words":
+            named[name] = LeafRecord(stored[name].shape[:-1], f"numpy:{note['type']}")
+        else:
+            named[name] = LeafRecord((), f"Python:{note['type'] or 'function'}")
+    return named
+
+
+def format_name(name: str) -> str:
+    """Return a leaf's path for messages. The path is empty if the tree is a single leaf."""
+    return name or "the tree itself"
+
+
+def key_implementation(leaf: PyTree) -> str:
+    """Return the name of the algorithm of typed keys, such as "threefry2x32"."""
+    # A spec has only a dtype, from which zeros can be made.
+    keys = leaf if isinstance(leaf, jax.Array) else jnp.empty((), leaf.dtype)
+    return str(jax.random.key_impl(keys))
+
+
+def get_sharding(leaf: PyTree) -> Sharding:
+    """Return a leaf's sharding; by default the first device, or replicated on all if there are several processes."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is not None:
+        return sharding
+    if jax.process_count() == 1:
+        return SingleDeviceSharding(jax.local_devices()[0])
+    every_device = Mesh(np.array(jax.devices()), ("device",))
+    return NamedSharding(every_device, PartitionSpec())

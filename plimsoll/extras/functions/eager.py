@@ -9,20 +9,19 @@ et al. 2023, arXiv 2306.09782) in one line around a part of the forward pass. Ch
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Unpack
 
 import jax
 
-from plimsoll.extras.functions.encoding import Tree, decode, encode, wrap_static
-from plimsoll.extras.functions.rules import RuleFunction
-from plimsoll.extras.functions.trained import Trained
-from plimsoll.extras.functions.update_options import UpdateOptions, make_updater
-from plimsoll.extras.functions.update_primitive import mark_update
-from plimsoll.extras.functions.updater import Updater
-from plimsoll.extras.functions.use_tracker import USE_TRACKER
+from plimsoll.extras.functions.module_updates import UpdateOptions, Updater, make_updater, mark_update
+from plimsoll.extras.functions.trained_weights import Trained, decode, encode, record_use, wrap_static
+from plimsoll.extras.functions.update_rules import Optimizer, RuleFunction
+from plimsoll.framework.layout import PyTree
 
 # (a `Trained`, its floats, inputs) -> outputs. Only the floats and inputs are differentiated.
-ForwardFunction = Callable[[Trained, Tree, Tree], Tree]
+ForwardFunction = Callable[[Trained, PyTree, PyTree], PyTree]
+# cotangents of the outputs -> (gradient of the floats, cotangents of the inputs)
+PullBack = Callable[[PyTree], tuple[PyTree, PyTree]]
 
 
 class _Eager:
@@ -33,7 +32,7 @@ class _Eager:
         self._updater = updater
         self._apply = _make_apply(forward, updater)
 
-    def init(self, weights: Tree, state: Tree | None = None) -> Trained:
+    def init(self, weights: PyTree, state: PyTree | None = None) -> Trained:
         """Return the weights with the initial state of their optimizer.
 
         Args:
@@ -48,23 +47,17 @@ class _Eager:
         state = self._updater.prepare_state(floats, state)
         return Trained(encoded_weights, encode(state), self.name)
 
-    def _record_use(self, trained: Trained) -> Trained:
-        if not isinstance(trained, Trained):
-            raise TypeError(f"{self.name}: expected the Trained of `init`, given {type(trained).__name__}")
-        USE_TRACKER.record(trained, self.name)
-        return trained
-
 
 class EagerModule(_Eager):
     """A part of a forward pass that is updated in the backward pass; made by `eager`."""
 
-    def __init__(self, function: Callable[..., Tree], updater: Updater):
-        def forward(trained: Trained, floats: Tree, inputs: Tree) -> Tree:
+    def __init__(self, function: Callable[..., PyTree], updater: Updater):
+        def forward(trained: Trained, floats: PyTree, inputs: PyTree) -> PyTree:
             return function(trained.weights_with(floats), *decode(inputs))
 
         super().__init__(forward, updater)
 
-    def __call__(self, trained: Trained, *inputs: Tree) -> Tree:
+    def __call__(self, trained: Trained, *inputs: PyTree) -> PyTree:
         """Return the module's outputs for its inputs.
 
         Args:
@@ -75,19 +68,20 @@ class EagerModule(_Eager):
         Raises:
             ValueError: the same weights are used twice in a function that is being differentiated.
         """
-        return self._apply(self._record_use(trained), wrap_static(inputs))
+        record_use(trained, self.name)
+        return self._apply(trained, wrap_static(inputs))
 
 
 class EagerWeights(_Eager):
     """Weights that are updated after the backward pass has covered all their uses; made by `eager_weights`."""
 
     def __init__(self, updater: Updater):
-        def forward(trained: Trained, floats: Tree, inputs: Tree) -> Tree:
+        def forward(trained: Trained, floats: PyTree, inputs: PyTree) -> PyTree:
             return floats
 
         super().__init__(forward, updater)
 
-    def __call__(self, trained: Trained) -> Tree:
+    def __call__(self, trained: Trained) -> PyTree:
         """Return the weights, to be used any number of times.
 
         Args:
@@ -96,11 +90,12 @@ class EagerWeights(_Eager):
         Raises:
             ValueError: called twice in a function that is being differentiated.
         """
-        return trained.weights_with(self._apply(self._record_use(trained), ()))
+        record_use(trained, self.name)
+        return trained.weights_with(self._apply(trained, ()))
 
 
 def eager(
-    function: Callable[..., Tree], optimizer_or_rule: Any | RuleFunction, **options: Unpack[UpdateOptions]
+    function: Callable[..., PyTree], optimizer_or_rule: Optimizer | RuleFunction, **options: Unpack[UpdateOptions]
 ) -> EagerModule:
     """Make a module: a part of a forward pass whose weights are updated inside the backward pass.
 
@@ -132,7 +127,7 @@ def eager(
     return EagerModule(function, make_updater(optimizer_or_rule, **options))
 
 
-def eager_weights(optimizer_or_rule: Any | RuleFunction, **options: Unpack[UpdateOptions]) -> EagerWeights:
+def eager_weights(optimizer_or_rule: Optimizer | RuleFunction, **options: Unpack[UpdateOptions]) -> EagerWeights:
     """Make weights that several parts of a forward pass share, updated once by the sum of their gradients.
 
         shared = pl.eager_weights(optax.adamw(1e-3), name="embedding")
@@ -148,22 +143,22 @@ def eager_weights(optimizer_or_rule: Any | RuleFunction, **options: Unpack[Updat
     return EagerWeights(make_updater(optimizer_or_rule, **options))
 
 
-def _make_apply(forward: ForwardFunction, updater: Updater) -> Callable[[Trained, Tree], Tree]:
+def _make_apply(forward: ForwardFunction, updater: Updater) -> Callable[[Trained, PyTree], PyTree]:
     """Return the function whose backward pass updates the weights."""
 
     @jax.custom_vjp
-    def apply(trained: Trained, inputs: Tree) -> Tree:
+    def apply(trained: Trained, inputs: PyTree) -> PyTree:
         return forward(trained, trained.floats, inputs)
 
-    def apply_forward(trained: Trained, inputs: Tree) -> tuple[Tree, Any]:
-        def call_with_floats(floats: Tree, inputs: Tree) -> Tree:
+    def apply_forward(trained: Trained, inputs: PyTree) -> tuple[PyTree, tuple[Trained, PullBack]]:
+        def call_with_floats(floats: PyTree, inputs: PyTree) -> PyTree:
             return forward(trained, floats, inputs)
 
         outputs, pull_back = jax.vjp(call_with_floats, trained.floats, inputs)
         # The update needs weights and state, so they are residuals too.
         return outputs, (trained, pull_back)
 
-    def apply_backward(residuals: Any, cotangents: Tree) -> tuple[Trained, Tree]:
+    def apply_backward(residuals: tuple[Trained, PullBack], cotangents: PyTree) -> tuple[Trained, PyTree]:
         trained, pull_back = residuals
         gradient, input_cotangents = pull_back(cotangents)
         # The backward pass of everything before the module waits for the update, so that gradients do not pile up.

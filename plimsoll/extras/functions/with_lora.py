@@ -1,6 +1,6 @@
 """`with_lora`: adds LoRA adapters to any function of a pytree, whatever library the model comes from.
 
-Hu et al. 2021, arXiv 2106.09685; with matrices in 4 bits QLoRA (Dettmers et al. 2023, arXiv 2305.14314). Imports jax.
+Hu et al. 2021, arXiv 2106.09685; with matrices in 4 bits QLoRA (Dettmers et al. 2023, arXiv 2305.14314).
 """
 
 from __future__ import annotations
@@ -9,20 +9,18 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from plimsoll.extras.functions.adapters import Adapters, check_adapters
-from plimsoll.extras.functions.factored import FactoredMatrix, to_factored
-from plimsoll.extras.functions.interpreter import Interpreter
-from plimsoll.extras.functions.leaves import is_array
-from plimsoll.extras.functions.nf4 import QuantizedMatrix, is_quantized
-from plimsoll.framework.layout import path_name
+from plimsoll.extras.functions.factored_matrix import FactoredMatrix
+from plimsoll.extras.functions.leaf_selection import is_array
+from plimsoll.extras.functions.lora_adapters import Adapters, check_adapters, is_quantized
+from plimsoll.extras.functions.lora_interpreter import Interpreter
+from plimsoll.framework.layout import PyTree, path_name
 
 
-def with_lora(function: Callable[..., Any], *, materialize: str | None = None) -> Callable[..., Any]:
+def with_lora(function: Callable[..., PyTree], *, materialize: str | None = None) -> Callable[..., PyTree]:
     """Return the function with W + scale * A B in place of each matrix W that has an adapter.
 
     Where such a matrix is multiplied, the function computes x W + scale * (x A) B. Where rows of it are looked up, it
@@ -62,27 +60,26 @@ def with_lora(function: Callable[..., Any], *, materialize: str | None = None) -
         raise ValueError(f"materialize = {materialize!r} is not a regular expression: {error}") from error
 
     @functools.wraps(function)
-    def with_adapters(params: Any, adapters: Adapters, *arguments: Any, **named_arguments: Any) -> Any:
+    def with_adapters(params: PyTree, adapters: Adapters, *arguments: PyTree, **named_arguments: PyTree) -> PyTree:
         check_adapters(params, adapters)
         return _interpret_call(interpreter, function, adapters, (params, arguments, named_arguments))
 
-    wrapped: Any = with_adapters
-    wrapped.__signature__ = _with_adapters_second(function)
-    return wrapped
+    with_adapters.__signature__ = _with_adapters_second(function)  # pyright: ignore[reportAttributeAccessIssue]
+    return with_adapters
 
 
 def _interpret_call(
     interpreter: Interpreter,
-    function: Callable[..., Any],
+    function: Callable[..., PyTree],
     adapters: Adapters,
-    call: tuple[Any, tuple[Any, ...], dict[str, Any]],
-) -> Any:
+    call: tuple[PyTree, tuple[PyTree, ...], dict[str, PyTree]],
+) -> PyTree:
     """Call the function with adapters and return its result; `call` is (params, arguments, named arguments)."""
     nodes, structure = jax.tree_util.tree_flatten_with_path(call, is_leaf=is_quantized)
     values = [node for _, node in nodes]
     traced_positions = [position for position, value in enumerate(values) if is_array(value) or is_quantized(value)]
 
-    def call_with_arrays(*arrays: jax.Array) -> Any:
+    def call_with_arrays(*arrays: jax.Array) -> PyTree:
         leaves = list(values)
         for position, array in zip(traced_positions, arrays, strict=True):
             leaves[position] = array
@@ -99,13 +96,18 @@ def _interpret_call(
     for position in traced_positions:
         keypath, value = nodes[position]
         # The first key separates the parameters from the other arguments.
-        is_parameter = keypath[0].idx == 0
-        operands.append(_operand(path_name(keypath[1:]), value, adapters) if is_parameter else value)
+        path = path_name(keypath[1:]) if keypath[0].idx == 0 else None
+        if path is not None and (path in adapters or is_quantized(value)):
+            weight = value if is_quantized(value) else jnp.asarray(value)
+            adapter = adapters.get(path)
+            left, right = (None, None) if adapter is None else adapter.factors(len(weight.shape))
+            value = FactoredMatrix(path, weight, left, right, 1.0 if adapter is None else adapter.scale)
+        operands.append(value)
     arrays = interpreter.arrays(interpreter.run(closed.jaxpr, closed.consts, operands), None)
     return jax.tree.unflatten(jax.tree.structure(results), arrays)
 
 
-def _with_adapters_second(function: Callable[..., Any]) -> inspect.Signature | None:
+def _with_adapters_second(function: Callable[..., PyTree]) -> inspect.Signature | None:
     """Return the function's signature with an `adapters` argument in second place; None if that is impossible."""
     try:
         signature = inspect.signature(function)
@@ -118,10 +120,3 @@ def _with_adapters_second(function: Callable[..., Any]) -> inspect.Signature | N
     # An argument without a default may not follow one that has it.
     required = [parameters[0].replace(default=inspect.Parameter.empty), adapters]
     return signature.replace(parameters=[*required, *parameters[1:]])
-
-
-def _operand(path: str, value: Any, adapters: Adapters) -> FactoredMatrix | jax.Array:
-    if path in adapters or isinstance(value, QuantizedMatrix):
-        weight = value if isinstance(value, QuantizedMatrix) else jnp.asarray(value)
-        return to_factored(path, weight, adapters.get(path))
-    return value

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from plimsoll.framework.layout import PyTree
+
 # (weights, stream) -> the update of the other stream; per-layer inputs, if any, are a third argument.
-Branch = Callable[..., Any]
+Branch = Callable[..., PyTree]
 # (first stream, second stream), as taken and returned by each direction of a coupling.
-Streams = tuple[Any, Any]
+Streams = tuple[PyTree, PyTree]
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,14 @@ class StreamCoupling:
     f: Branch
     g: Branch
 
-    def forward(self, weights: Any, x: Streams, *layer_xs: Any) -> Streams:
+    def forward(self, weights: PyTree, x: Streams, *layer_xs: PyTree) -> Streams:
         """Map (x1, x2) to (y1, y2)."""
         x1, x2 = _two_streams(x)
         y1 = add_branch(x1, self.f(weights, x2, *layer_xs))
         y2 = add_branch(x2, self.g(weights, y1, *layer_xs))
         return y1, y2
 
-    def inverse(self, weights: Any, y: Streams, *layer_xs: Any) -> Streams:
+    def inverse(self, weights: PyTree, y: Streams, *layer_xs: PyTree) -> Streams:
         """Map (y1, y2) to (x1, x2)."""
         y1, y2 = _two_streams(y)
         x2 = subtract_branch(y2, self.g(weights, y1, *layer_xs))
@@ -66,7 +67,7 @@ def additive_coupling(f: Branch, g: Branch) -> tuple[Callable[..., Streams], Cal
     return coupling.forward, coupling.inverse
 
 
-def find_coupling(forward: Callable[..., Any], inverse: Callable[..., Any]) -> StreamCoupling | None:
+def find_coupling(forward: Callable[..., PyTree], inverse: Callable[..., PyTree]) -> StreamCoupling | None:
     """Return the coupling that `forward` and `inverse` belong to; None if they are any other functions."""
     coupling = getattr(inverse, "__self__", None)
     if not isinstance(coupling, StreamCoupling):
@@ -75,12 +76,12 @@ def find_coupling(forward: Callable[..., Any], inverse: Callable[..., Any]) -> S
     return coupling if is_pair else None
 
 
-def add_branch(stream: Any, branch: Any) -> Any:
+def add_branch(stream: PyTree, branch: PyTree) -> PyTree:
     """Return the stream plus the branch, in the stream's dtype."""
     return jax.tree.map(lambda x, h: x + h.astype(x.dtype), stream, branch)
 
 
-def subtract_branch(stream: Any, branch: Any) -> Any:
+def subtract_branch(stream: PyTree, branch: PyTree) -> PyTree:
     """Return the stream minus the branch, in the stream's dtype."""
     return jax.tree.map(lambda y, h: y - h.astype(y.dtype), stream, branch)
 

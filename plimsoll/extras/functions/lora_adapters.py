@@ -2,23 +2,24 @@
 
     W + (alpha / rank) A B,    W [*stack, in, out] frozen, A [*stack, in, rank] random, B [*stack, rank, out] zeros
 
-Imports jax and `framework.layout`. `with_lora.py` computes with adapters that are not merged.
+The frozen matrices may be stored in 4 bits, as QLoRA does (Dettmers et al. 2023, arXiv 2305.14314); the quantizer is
+`framework.layers.quantize`. `with_lora.py` computes with adapters that are not merged.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from plimsoll.extras.functions.leaves import is_array, is_float
-from plimsoll.extras.functions.nf4 import find_arrays, is_quantized
-from plimsoll.extras.functions.paths import matching_paths, nearest_paths
-from plimsoll.framework.layout import fold_in_name, path_name
+from plimsoll.extras.functions.leaf_selection import is_array, is_float, matching_paths, nearest_paths
+from plimsoll.framework.layers.quantize import BLOCK, dequantize, quantize
+from plimsoll.framework.layout import PyTree, fold_in_name, path_name
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("a", "b"), meta_fields=("scale",))
@@ -66,7 +67,7 @@ class Adapter:
 Adapters = dict[str, Adapter]
 
 
-def find_matrices(params: Any) -> dict[str, Any]:
+def find_matrices(params: PyTree) -> dict[str, ArrayNode]:
     """Return {path: float array of two or more axes, or QuantizedMatrix}."""
     matrices = {}
     for path, node in find_arrays(params).items():
@@ -77,12 +78,12 @@ def find_matrices(params: Any) -> dict[str, Any]:
 
 def lora_init(
     key: jax.Array,
-    params: Any,
+    params: PyTree,
     target: str,
     *,
     rank: int = 16,
     alpha: float = 32.0,
-    dtype: Any = "float32",
+    dtype: jax.typing.DTypeLike = "float32",
     inputs_first: bool = True,
     matrix_axes: tuple[int, int] = (1, 1),
 ) -> Adapters:
@@ -121,35 +122,23 @@ def lora_init(
         num_stack = len(shape) - num_first - num_last
         if num_stack < 0:
             raise ValueError(f"{path} {list(shape)} has fewer axes than matrix_axes = {matrix_axes}")
-        sizes = _Sizes(shape[:num_stack], shape[num_stack : num_stack + num_first], shape[num_stack + num_first :])
-        a, b = _first_factors(fold_in_name(key, path), sizes, rank, dtype, inputs_first)
+        stack = shape[:num_stack]
+        first = shape[num_stack : num_stack + num_first]
+        last = shape[num_stack + num_first :]
+        a_shape = (*stack, *first, rank)
+        b_shape = (*stack, rank, *last)
+        bound = math.prod(first if inputs_first else last) ** -0.5
+        # One factor is zero, so the adapters change nothing at first; the other one is random, so that they get a
+        # gradient.
+        random_shape = a_shape if inputs_first else b_shape
+        random = jax.random.uniform(fold_in_name(key, path), random_shape, dtype, -bound, bound)
+        a = random if inputs_first else jnp.zeros(a_shape, dtype)
+        b = jnp.zeros(b_shape, dtype) if inputs_first else random
         adapters[path] = Adapter(a, b, alpha / rank)
     return adapters
 
 
-class _Sizes(NamedTuple):
-    """Axis sizes of a matrix: those of its stack, and those of its first and last side."""
-
-    stack: tuple[int, ...]
-    first: tuple[int, ...]
-    last: tuple[int, ...]
-
-
-def _first_factors(
-    key: jax.Array, sizes: _Sizes, rank: int, dtype: Any, inputs_first: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Return the initial A and B: the factor on the input side is random, the other one zero."""
-    bound = math.prod(sizes.first if inputs_first else sizes.last) ** -0.5
-    a_shape = (*sizes.stack, *sizes.first, rank)
-    b_shape = (*sizes.stack, rank, *sizes.last)
-    # One factor is zero, so the adapters change nothing at first; the other one is random, so that they get a gradient.
-    random = jax.random.uniform(key, a_shape if inputs_first else b_shape, dtype, -bound, bound)
-    if inputs_first:
-        return random, jnp.zeros(b_shape, dtype)
-    return jnp.zeros(a_shape, dtype), random
-
-
-def lora_merge(params: Any, adapters: Adapters) -> Any:
+def lora_merge(params: PyTree, adapters: Adapters) -> PyTree:
     """Return the parameters with W + scale * A B for each W that has an adapter.
 
     The sum is computed in float32 (float64 if W is float64) and cast to W's dtype. It takes 2 rank n m operations for
@@ -162,7 +151,7 @@ def lora_merge(params: Any, adapters: Adapters) -> Any:
     return _with_products(params, adapters, 1.0)
 
 
-def lora_unmerge(params: Any, adapters: Adapters) -> Any:
+def lora_unmerge(params: PyTree, adapters: Adapters) -> PyTree:
     """Undo `lora_merge`, up to rounding: W - scale * A B. A matrix that was in NF4 stays a plain array.
 
     Raises:
@@ -171,21 +160,21 @@ def lora_unmerge(params: Any, adapters: Adapters) -> Any:
     return _with_products(params, adapters, -1.0)
 
 
-def _with_products(params: Any, adapters: Adapters, sign: float) -> Any:
+def _with_products(params: PyTree, adapters: Adapters, sign: float) -> PyTree:
     check_adapters(params, adapters)
 
-    def merge(keypath: tuple[Any, ...], node: Any) -> Any:
+    def merge(keypath: tuple[object, ...], node: PyTree) -> PyTree:
         adapter = adapters.get(path_name(keypath))
         if adapter is None:
             return node
-        matrix = node.dense() if is_quantized(node) else jnp.asarray(node)
+        matrix = node.dense() if isinstance(node, QuantizedMatrix) else jnp.asarray(node)
         dtype = jnp.promote_types(matrix.dtype, jnp.float32)
         return (matrix.astype(dtype) + sign * adapter.product(matrix.ndim).astype(dtype)).astype(matrix.dtype)
 
     return jax.tree_util.tree_map_with_path(merge, params, is_leaf=is_quantized)
 
 
-def check_adapters(params: Any, adapters: Adapters) -> None:
+def check_adapters(params: PyTree, adapters: Adapters) -> None:
     """Raise ValueError if an adapter's path names no matrix, or its factors do not fit the matrix's shape."""
     matrices = find_matrices(params)
     for path, adapter in adapters.items():
@@ -210,3 +199,99 @@ def _fits(adapter: Adapter, shape: tuple[int, ...]) -> bool:
     has_stack = adapter.b.shape[:num_stack] == shape[:num_stack]
     has_rank = adapter.b.shape[num_stack] == adapter.a.shape[-1]
     return has_stack and has_rank and (*adapter.a.shape[:-1], *adapter.b.shape[num_stack + 1 :]) == shape
+
+
+# --- matrices in 4 bits ----------------------------------------------------------------------------------------------
+
+View = Callable[[jax.Array], jax.Array]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("codes", "scales"), meta_fields=("dtype", "views"))
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """A matrix [*stack, inputs, outputs] that is stored in NF4 and replaces an array of a tree.
+
+    Attributes:
+        codes: uint32 [*stack, inputs / 8, outputs], eight values per word.
+        scales: float32 [*stack, inputs / 64, outputs].
+        dtype: dtype of the dequantized matrix.
+        views: operations (such as a transposition) applied to the matrix, in order, each time it is dequantized.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    dtype: np.dtype
+    views: tuple[View, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix, after its views."""
+        # Views are arbitrary functions, so their shape is found by tracing; nothing is dequantized.
+        return jax.eval_shape(QuantizedMatrix.dense, self).shape
+
+    @property
+    def num_stack_axes(self) -> int:
+        """Number of leading axes along which codes and scales can be sliced like the matrix; 0 if there are views."""
+        return 0 if self.views else self.codes.ndim - 2
+
+    def dense(self) -> jax.Array:
+        """Return the dequantized matrix: an array as large as the one that was quantized."""
+        matrix = dequantize({"codes": self.codes, "scales": self.scales}, "nf4", self.dtype)
+        for view in self.views:
+            matrix = view(matrix)
+        return matrix
+
+    def apply_view(self, view: View) -> QuantizedMatrix:
+        """Return the same matrix with `view` applied after dequantization."""
+        return replace(self, views=(*self.views, view))
+
+    def slice_stack(self, view: View) -> QuantizedMatrix:
+        """Return the same matrix with `view` applied to codes and scales; only for views of leading stack axes."""
+        return replace(self, codes=view(self.codes), scales=view(self.scales))
+
+
+def is_quantized(node: object) -> bool:
+    """Return whether a node of a tree is a QuantizedMatrix."""
+    return isinstance(node, QuantizedMatrix)
+
+
+# An array, the shape of one, or a matrix in 4 bits.
+ArrayNode = jax.Array | jax.ShapeDtypeStruct | QuantizedMatrix
+
+
+def find_arrays(tree: PyTree) -> dict[str, ArrayNode]:
+    """Return {path: array, or its shape, or a QuantizedMatrix} for any pytree, in its own order."""
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized)
+    return {path_name(keypath): node for keypath, node in nodes if is_array(node) or is_quantized(node)}
+
+
+def lora_quantize(params: PyTree, target: str) -> PyTree:
+    """Quantize the matrices whose path matches to NF4, for `with_lora`; all other leaves stay as they are.
+
+    Complexity: 4.5 bits per weight: half a byte, and a float32 scale for every 64 weights. Each weight is compared with
+    15 numbers in float32, so outside of `jax.jit` several arrays of a matrix's size exist during quantization.
+
+    Args:
+        params: any pytree. A leaf of two axes or more is a matrix, or a stack of them, [*stack, inputs, outputs].
+        target: a regex, searched in paths such as "layers/attention/query".
+
+    Raises:
+        ValueError: the regex matches no matrix, or one whose `inputs` (the second-to-last axis) is not divisible by 64.
+    """
+    leaves = find_arrays(params)
+    matrices = [path for path, leaf in leaves.items() if is_float(leaf) and len(leaf.shape) >= 2]
+    targets = set(matching_paths(target, matrices, "target"))
+    for path in targets:
+        if leaves[path].shape[-2] % BLOCK:
+            raise ValueError(
+                f"{path} {list(leaves[path].shape)}: nf4 has blocks of {BLOCK} rows, which do not divide the "
+                "second-to-last axis; exclude it from target"
+            )
+
+    def quantize_leaf(keypath: tuple[object, ...], leaf: PyTree) -> PyTree:
+        if path_name(keypath) not in targets:
+            return leaf
+        quantized = quantize(leaf, "nf4")
+        return QuantizedMatrix(quantized["codes"], quantized["scales"], jnp.dtype(leaf.dtype))
+
+    return jax.tree_util.tree_map_with_path(quantize_leaf, params)

@@ -9,16 +9,17 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from plimsoll.extras.functions.leaves import is_array
-from plimsoll.extras.functions.nf4 import find_arrays, is_quantized
-from plimsoll.extras.functions.paths import matching_paths
+from plimsoll.extras.functions.leaf_selection import is_array, matching_paths
+from plimsoll.extras.functions.lora_adapters import ArrayNode, QuantizedMatrix, find_arrays
+from plimsoll.framework.layout import PyTree
 from plimsoll.framework.plan.hlo.arrays import VMEM, Array, parse_stored_arrays
 from plimsoll.framework.plan.hlo.computations import Instruction
 from plimsoll.framework.plan.hlo.module import Module
@@ -35,7 +36,8 @@ _MAX_LISTED_BUFFERS = 8
 _NAME_DISTANCE = 8
 
 
-class FrozenBuffer(NamedTuple):
+@dataclass(frozen=True)
+class FrozenBuffer:
     """A buffer as large as a frozen leaf.
 
     Attributes:
@@ -68,7 +70,7 @@ class FrozenBufferError(AssertionError):
         self.buffers = buffers
 
 
-def check_frozen(step: Callable[..., Any], *arguments: Any, frozen: Any, target: str | None = None) -> None:
+def check_frozen(step: Callable[..., PyTree], *arguments: PyTree, frozen: PyTree, target: str | None = None) -> None:
     """Compile a step, and raise an error if it allocates another buffer of the size of a frozen leaf.
 
     Such a buffer is a gradient, a cast, a transposed copy or a result. Nothing is run. Sizes are compared by number of
@@ -106,7 +108,7 @@ def check_frozen(step: Callable[..., Any], *arguments: Any, frozen: Any, target:
         raise FrozenBufferError(buffers)
 
 
-def _flatten_arguments(step: Callable[..., Any], arguments: tuple[Any, ...]) -> dict[str, Any]:
+def _flatten_arguments(step: Callable[..., PyTree], arguments: tuple[PyTree, ...]) -> dict[str, ArrayNode]:
     """Return {path: array} of all arguments; a path begins with the parameter's name, or its number if unknown."""
     try:
         parameters = list(inspect.signature(step).parameters.values())
@@ -114,7 +116,7 @@ def _flatten_arguments(step: Callable[..., Any], arguments: tuple[Any, ...]) -> 
         parameters = []
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [parameter.name for parameter in parameters if parameter.kind in positional]
-    leaves: dict[str, Any] = {}
+    leaves: dict[str, ArrayNode] = {}
     for number, argument in enumerate(arguments):
         name = names[number] if number < len(names) else str(number)
         for path, leaf in find_arrays(argument).items():
@@ -122,14 +124,23 @@ def _flatten_arguments(step: Callable[..., Any], arguments: tuple[Any, ...]) -> 
     return leaves
 
 
-def _frozen_leaves(named_arguments: dict[str, Any], frozen: Any) -> dict[str, Any]:
+def _frozen_leaves(named_arguments: dict[str, ArrayNode], frozen: PyTree) -> dict[str, ArrayNode]:
     """Return {path: frozen leaf} for the leaves that can be identified by their size."""
     if isinstance(frozen, str):
         paths = matching_paths(frozen, named_arguments, "frozen")
         leaves = {path: named_arguments[path] for path in paths}
     else:
         leaves = find_arrays(frozen)
-    matrices = {path: leaf for path, leaf in leaves.items() if _is_identifiable(leaf)}
+    matrices = {}
+    for path, leaf in leaves.items():
+        if isinstance(leaf, QuantizedMatrix):
+            # Without a stack, the whole matrix is dequantized, which is allowed.
+            is_identifiable = leaf.num_stack_axes > 0
+        else:
+            # Many other arrays have the size of a vector.
+            is_identifiable = sum(size > 1 for size in leaf.shape) >= 2
+        if is_identifiable:
+            matrices[path] = leaf
     if not matrices:
         shapes = ", ".join(f"{path} {list(leaf.shape)}" for path, leaf in list(leaves.items())[:3])
         raise ValueError(
@@ -139,16 +150,8 @@ def _frozen_leaves(named_arguments: dict[str, Any], frozen: Any) -> dict[str, An
     return matrices
 
 
-def _is_identifiable(leaf: Any) -> bool:
-    """Return whether a buffer of the leaf's size can be attributed to the leaf. A vector's cannot."""
-    if is_quantized(leaf):
-        # Without a stack, the whole matrix is dequantized, which is allowed.
-        return leaf.num_stack_axes > 0
-    return sum(size > 1 for size in leaf.shape) >= 2
-
-
 def _check_others(
-    named_arguments: dict[str, Any], frozen_leaves: dict[str, Any], paths_by_elements: dict[int, list[str]]
+    named_arguments: dict[str, ArrayNode], frozen_leaves: dict[str, ArrayNode], paths_by_elements: dict[int, list[str]]
 ) -> None:
     """Raise ValueError if an argument that is not frozen has the size of a frozen one."""
     frozen_ids = {id(array) for leaf in frozen_leaves.values() for array in jax.tree.leaves(leaf)}
@@ -162,17 +165,17 @@ def _check_others(
                 )
 
 
-def _paths_by_elements(frozen_leaves: dict[str, Any]) -> dict[int, list[str]]:
+def _paths_by_elements(frozen_leaves: dict[str, ArrayNode]) -> dict[int, list[str]]:
     """Return {number of elements: paths of the frozen leaves that have as many, whole or on one device}."""
     paths: dict[int, list[str]] = {}
     for path, leaf in frozen_leaves.items():
         # The scales of a quantized matrix are left out: many other arrays have their size.
-        array = leaf.codes if is_quantized(leaf) else leaf
+        array = leaf.codes if isinstance(leaf, QuantizedMatrix) else leaf
         # A set, because an unsharded array is its own shard.
         sharding = getattr(array, "sharding", None)
         shard_shape = array.shape if sharding is None else sharding.shard_shape(array.shape)
         counts = {math.prod(array.shape), math.prod(shard_shape)}
-        if is_quantized(leaf):
+        if isinstance(leaf, QuantizedMatrix):
             # One matrix at a time may be dequantized, not the stack.
             counts.add(math.prod(leaf.shape))
         for count in counts:
@@ -180,7 +183,7 @@ def _paths_by_elements(frozen_leaves: dict[str, Any]) -> dict[int, list[str]]:
     return paths
 
 
-def _on_target(arguments: tuple[Any, ...], target: str) -> tuple[Any, ...]:
+def _on_target(arguments: tuple[PyTree, ...], target: str) -> tuple[PyTree, ...]:
     """Return the arguments as shapes, replicated on each device of a machine."""
     # Imported here because only a call with a target needs the machine tables.
     from plimsoll.framework.plan.targets import resolve, set_environment
@@ -189,7 +192,7 @@ def _on_target(arguments: tuple[Any, ...], target: str) -> tuple[Any, ...]:
     devices = np.array(resolve(target).devices())
     replicated = NamedSharding(Mesh(devices, ("devices",)), PartitionSpec())
 
-    def shape(leaf: Any) -> Any:
+    def shape(leaf: PyTree) -> PyTree:
         if not is_array(leaf):
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated)
@@ -202,7 +205,13 @@ def _on_target(arguments: tuple[Any, ...], target: str) -> tuple[Any, ...]:
 
 def _buffers(module: Module, paths_by_elements: dict[int, list[str]]) -> Iterator[FrozenBuffer]:
     """Yield the buffers as large as a frozen leaf, in the order of the program's text."""
-    inner_computations = set(_without_buffers(module))
+    # Computations whose values are not buffers: fusions, and the scalar functions of reductions.
+    inner_computations = set()
+    for instruction in module.instructions.values():
+        if instruction.opcode == "fusion":
+            inner_computations.add(instruction.get_called_computation("calls"))
+        elif instruction.opcode != "call":
+            inner_computations.add(instruction.get_called_computation("to_apply"))
     for instruction in module.instructions.values():
         # The start of an asynchronous transfer returns its operand as well; its end returns only the result.
         is_async_start = instruction.opcode.endswith(("-start", "-update"))
@@ -213,17 +222,10 @@ def _buffers(module: Module, paths_by_elements: dict[int, list[str]]) -> Iterato
             leaves = tuple(paths_by_elements.get(math.prod(placed_array.array.dims), ()))
             is_prefetch = placed_array.space == VMEM and instruction.opcode in _PREFETCHES
             if leaves and not is_prefetch:
-                source = _source(module, instruction)
+                line = module.source(instruction)
+                # This file compiles the step but computes nothing in it.
+                source = "" if line is None or line.file == __file__ else f"{Path(line.file).name}:{line.line}"
                 yield FrozenBuffer(leaves, placed_array.array, _operation(module, instruction), source)
-
-
-def _without_buffers(module: Module) -> Iterator[str]:
-    """Yield the computations whose values are not buffers: fusions, and the scalar functions of reductions."""
-    for instruction in module.instructions.values():
-        if instruction.opcode == "fusion":
-            yield instruction.get_called_computation("calls")
-        elif instruction.opcode != "call":
-            yield instruction.get_called_computation("to_apply")
 
 
 def _operation(module: Module, instruction: Instruction) -> str:
@@ -237,11 +239,3 @@ def _operation(module: Module, instruction: Instruction) -> str:
     if operand is instruction and name:
         return name
     return f"{instruction.opcode} of {name}" if name else instruction.opcode
-
-
-def _source(module: Module, instruction: Instruction) -> str:
-    line = module.source(instruction)
-    # This file compiles the step but computes nothing in it.
-    if line is None or line.file == __file__:
-        return ""
-    return f"{Path(line.file).name}:{line.line}"
