@@ -6,14 +6,14 @@ RevNets, arXiv 1707.04585; Kitaev et al. 2020, Reformer, arXiv 2001.04451).
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from plimsoll.framework.layers.base import Carry, Context, Layer, Out
-from plimsoll.framework.layout import Nested, fill_none, floats
+from plimsoll.framework.layout import Nested, PyTree, fill_none, floats
 
 # The cotangents of a layer's output carry and of its loss (None for no loss).
 Cotangents = tuple[Carry, jax.Array | None]
@@ -23,12 +23,28 @@ Streams = tuple[jax.Array, jax.Array]
 FRACTION_BITS = 12
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ReversedLayer:
+    """Result of a layer that ran in reverse.
+
+    Attributes:
+        carry: the input carry of `apply`.
+        grads: gradients of the weights, in their structure.
+        ct: cotangent of that input carry.
+    """
+
+    carry: Carry
+    grads: PyTree
+    ct: Carry
+
+
 class Reversible(Layer):
     """A layer whose input can be computed from its output."""
 
     def reverse(
         self, weights: Nested, carry: Carry, cts: Cotangents, ctx: Context, layer_state: Nested
-    ) -> tuple[Carry, Nested, Carry]:
+    ) -> ReversedLayer:
         """Run the layer in reverse. Inverse and gradient share one evaluation of the expensive part.
 
         Args:
@@ -37,8 +53,6 @@ class Reversible(Layer):
             cts: the cotangents of that carry and of Out.loss (None if there is no loss).
             ctx, layer_state: the same as in `apply`; the same keys repeat the random draws.
 
-        Returns:
-            (the input carry of `apply`, the gradients of the weights, the cotangent of that input).
         """
         raise NotImplementedError(f"{type(self).__name__}.reverse")
 
@@ -110,7 +124,7 @@ class TwoStream(Reversible):
 
     def reverse(
         self, weights: Nested, carry: Carry, cts: Cotangents, ctx: Context, layer_state: Nested
-    ) -> tuple[Carry, Nested, Carry]:
+    ) -> ReversedLayer:
         """See `Reversible.reverse`."""
         streams = list(carry)
         stream_cts = list(cts[0])
@@ -135,7 +149,7 @@ class TwoStream(Reversible):
             barrier_inputs = (streams, stream_cts, floats(weights_ct))
             streams, stream_cts, float_cts = jax.lax.optimization_barrier(barrier_inputs)
             grads |= fill_none(float_cts, weights_ct)
-        return tuple(streams), grads, tuple(stream_cts)
+        return ReversedLayer(tuple(streams), grads, tuple(stream_cts))
 
 
 @jax.custom_jvp

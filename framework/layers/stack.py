@@ -21,7 +21,7 @@ from plimsoll.framework.config import Config, PositiveInt, component
 from plimsoll.framework.layers import grad_accumulation, remat
 from plimsoll.framework.layers.base import Carry, Context, Layer, Out
 from plimsoll.framework.layers.layer_range import LayerRange
-from plimsoll.framework.layers.reversible import Cotangents, Reversible, TwoStream
+from plimsoll.framework.layers.reversible import Cotangents, ReversedLayer, Reversible, TwoStream
 from plimsoll.framework.layout import Nested, fill_none, floats
 
 # Runs one layer: (carry, its own parameters, the parameters that all layers share ({} for none), its buffers, its
@@ -58,7 +58,7 @@ class LayerPattern(Reversible):
 
     def reverse(
         self, weights: Nested, carry: Carry, cts: Cotangents, ctx: Context, layer_state: Nested
-    ) -> tuple[Carry, Nested, Carry]:
+    ) -> ReversedLayer:
         """Run the layers in reverse, from the last to the first; see `Reversible.reverse`."""
         ct, loss_ct = cts
         grads = {}
@@ -68,11 +68,13 @@ class LayerPattern(Reversible):
             buffers = layer_state.get(name, {})
             # The losses of layers are summed, so every layer gets the cotangent of the sum.
             layer_cts = (ct, loss_ct)
-            carry, grad, ct = layer.reverse(layer_weights, carry, layer_cts, ctx.fold(name), buffers)
+            result = layer.reverse(layer_weights, carry, layer_cts, ctx.fold(name), buffers)
+            carry = result.carry
+            ct = result.ct
             # Gradients have the structure of the weights: a layer without weights has no entry.
             if name in weights:
-                grads[name] = grad
-        return carry, grads, ct
+                grads[name] = result.grads
+        return ReversedLayer(carry, grads, ct)
 
 
 @jax.tree_util.register_dataclass
@@ -354,9 +356,9 @@ class Stack(Layer):
 
                 trained = (floats(layer_params), floats(shared))
                 layer_ctx = self.layer_context(ctx, index)
-                layer_input, grads, ct = self.reverse_layer(output, trained, join, state, layer_ctx, (ct, loss_ct))
-                layer_grads, shared_grads = grads
-                return (layer_input, ct, grad_accumulation.add(shared_sum, shared_grads)), layer_grads
+                result = self.reverse_layer(output, trained, join, state, layer_ctx, (ct, loss_ct))
+                layer_grads, shared_grads = result.grads
+                return (result.carry, result.ct, grad_accumulation.add(shared_sum, shared_grads)), layer_grads
 
             output_ct, outs_ct = cts
             # The sum over layers is in float32: see `grad_accumulation`.
@@ -385,8 +387,8 @@ class Stack(Layer):
         state: Nested,
         ctx: Context,
         cts: Cotangents,
-    ) -> tuple[Carry, tuple[Nested, Nested], Carry]:
-        """Run one layer in reverse and return (its input, gradients of `trained`, cotangent of the input).
+    ) -> ReversedLayer:
+        """Run one layer in reverse; the gradients of the result are a pair, like `trained`.
 
         Args:
             carry: the layer's output.
@@ -397,8 +399,8 @@ class Stack(Layer):
         """
         # The layer returns gradients of prepared weights; `pull` takes them through casts and gathers.
         weights, pull = jax.vjp(lambda *trained: self.pattern.prepare(join(*trained), ctx), *trained)
-        carry, grads, ct = self.pattern.reverse(weights, carry, cts, ctx, state)
-        return carry, pull(grads), ct
+        result = self.pattern.reverse(weights, carry, cts, ctx, state)
+        return replace(result, grads=pull(result.grads))
 
     @staticmethod
     def combine(outs: Out) -> Out:

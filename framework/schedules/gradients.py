@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +101,9 @@ def shard_as_parameter(grad: jax.Array, axes: MeshAxes, mesh: Mesh) -> jax.Array
 # --- statistics ------------------------------------------------------------------------------------------------------
 
 
-class GradStats(TypedDict):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class GradStats:
     """Statistics of the gradients so far; scalars on the device.
 
     Attributes:
@@ -147,11 +148,11 @@ def add_grad_stats(grad_stats: GradStats, finite_check: FiniteCheck) -> GradStat
 
     The squared norms of the layers add up to the square of the global norm.
     """
-    squares = grad_stats["squares"] + finite_check.squares
-    updated = grad_stats["updated"] + finite_check.ok
+    squares = grad_stats.squares + finite_check.squares
+    updated = grad_stats.updated + finite_check.ok
     return GradStats(ok=finite_check.ok, squares=squares, updated=updated)
 
 
 def with_grad_stats(decision: Decision, grad_stats: GradStats) -> Decision:
     """Return the decision of a step that updates during its backward pass, with the norm and `ok` of the statistics."""
-    return replace(decision, norm=jnp.sqrt(grad_stats["squares"]), ok=grad_stats["ok"])
+    return replace(decision, norm=jnp.sqrt(grad_stats.squares), ok=grad_stats.ok)

@@ -101,7 +101,7 @@ def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memo
         backward_state = result.pull(backward_state, hooks)
         grad_stats = _get_grad_stats(backward_state)
         decision = with_grad_stats(decision, grad_stats)
-        metrics = {**result.out.metrics, "updated_units": grad_stats["updated"]}
+        metrics = {**result.out.metrics, "updated_units": grad_stats.updated}
         update = LayerUpdate(backward_state.parameter, backward_state.optimizer, backward_state.ema)
         out = replace(result.out, metrics=metrics)
         return finish(learner, state, update, decision, loss, out, frozen=backward_state.frozen)
@@ -148,7 +148,7 @@ class _UpdateHook:
         """Update the stage or layer; see `BackwardHooks`."""
         learner = self.learner
         grad_stats = _get_grad_stats(backward_state)
-        finite_check = check_finite(learner, grad_stats["ok"], grads)
+        finite_check = check_finite(learner, grad_stats.ok, grads)
         staged_layer = backward_state.staged_layer
         leaving: dict[str, GroupLeaves[jax.Array]] = {}
 
@@ -177,11 +177,14 @@ class _UpdateHook:
         # The new state waits here until the next iteration of the loop stores it.
         if leaving and index is not None:
             staged_layer = StagedLayer(leaving, index)
+        grad_stats = add_grad_stats(grad_stats, finite_check)
         return replace(
             backward_state,
             parameter=new.weights,
             optimizer=new.entry,
             ema=new.average,
             staged_layer=staged_layer,
-            **add_grad_stats(grad_stats, finite_check),
+            ok=grad_stats.ok,
+            squares=grad_stats.squares,
+            updated=grad_stats.updated,
         )

@@ -229,10 +229,11 @@ class LayerComputation:
             return {**weights, **shared_weights}
 
         with jax.named_scope(self.name):
-            x, (grads, shared_grads), ct = self.stack.reverse_layer(
+            result = self.stack.reverse_layer(
                 y, (arguments.params, arguments.shared), join, constants.buffers, constants.ctx, (ct, loss_ct)
             )
-        return LayerBackward(x, grads, shared_grads, ct)
+        grads, shared_grads = result.grads
+        return LayerBackward(result.carry, grads, shared_grads, result.ct)
 
 
 def run_stage(

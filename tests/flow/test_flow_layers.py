@@ -126,7 +126,8 @@ def test_reverse_equals_the_gradient_through_apply(name: str, dtype: str):
         cts = {"x": images("ct", dtype, 1).reshape(after["x"].shape), **jax.tree.map(lambda s: 0.5 - s, sums)}
         return pull(cts), layer.reverse(weights, after, (cts, None), ctx, {})
 
-    (grads, ct), (before, layer_grads, layer_ct) = jax.jit(both)(init_params(layer, dtype), carry)
+    (grads, ct), result = jax.jit(both)(init_params(layer, dtype), carry)
+    before, layer_grads, layer_ct = result.carry, result.grads, result.ct
     tolerance = 3e-5 if dtype == "float32" else 1e-11
     small.assert_close(small.arrays(before), small.arrays(carry), tolerance)
     small.assert_close(small.arrays(layer_ct), small.arrays(ct), tolerance)

@@ -355,7 +355,7 @@ class BackwardPass:
             self._runner.loaded = None
         # Its frozen weights are not needed.
         del loaded
-        self._updates.update(unit, grads, replace(self._decision, ok=self._grad_stats["ok"]), params)
+        self._updates.update(unit, grads, replace(self._decision, ok=self._grad_stats.ok), params)
 
     # --- layers of the stack -----------------------------------------------------------------------------------------
 

@@ -172,20 +172,20 @@ def _run_step(
         _, grad_stats = decide(total.loss, squares, counter)
         grad_stats = BackwardPass(runner, updates, microbatch, grad_stats, measures=True).run()
         assert grad_stats is not None
-        squares = grad_stats["squares"]
+        squares = grad_stats.squares
     decision, grad_stats = decide(total.loss, squares, counter)
     immediate = decision if updates_at_once else None
     grad_stats = BackwardPass(runner, updates, microbatch, grad_stats, immediate).run()
     assert grad_stats is not None
     if not updates_at_once:
-        decision, _ = decide(total.loss, grad_stats["squares"], counter)
+        decision, _ = decide(total.loss, grad_stats.squares, counter)
         runner.loaded = None
         updates.update_all(decision)
 
     finish = partial(functions.updates.finish, at_once=updates_at_once)
     new_counter, metrics = run("finish", finish, counter, decision, total, grad_stats, out=replicated_specs)
     updates.finalize()
-    ok = grad_stats["ok"] if updates_at_once else decision.ok
+    ok = grad_stats.ok if updates_at_once else decision.ok
     for stage, new_buffers in microbatch.new_buffers.items():
         select = partial(run, f"buffer {stage}", select_updated, ok, out=replicated_specs)
         old_buffers = state.buffer[stage]

@@ -112,7 +112,7 @@ class UpdateFunctions:
         """Add these gradients to the statistics; None, which means that more microbatches follow, stays None."""
         if grad_stats is None or not grads:
             return grad_stats
-        return add_grad_stats(grad_stats, check_finite(self.learner, grad_stats["ok"], grads))
+        return add_grad_stats(grad_stats, check_finite(self.learner, grad_stats.ok, grads))
 
     def total(self, outs: dict[str, Out], earlier: Out | None) -> Out:
         """Add a microbatch's loss and metrics to those of earlier ones; a stack's metrics are means over its layers.
@@ -142,35 +142,32 @@ class UpdateFunctions:
         decision = self.learner.decide(loss, jnp.sqrt(squares), counter)
         return decision, GradStats(ok=decision.ok, squares=jnp.zeros_like(squares), updated=jnp.int32(0))
 
-    def update(
-        self, stage: str, old: tuple[Nested, Nested, Nested], grads: Nested, decision: Decision
-    ) -> tuple[Nested, Nested, Nested]:
+    def update(self, stage: str, old: LayerUpdate, grads: Nested, decision: Decision) -> LayerUpdate:
         """Return new parameters, optimizer state and averages of one stage, or of one layer of the stack.
 
         Args:
             stage: name of the stage.
-            old: its parameters, optimizer state and averages, on the device.
+            old: the arrays that the new ones replace, on the device.
             grads: its gradients, on the device.
             decision: see `Learner.decide`.
         """
-        weight_specs, entry_specs, average_specs = self.update_specs(stage)
+        stage_specs = self.update_specs(stage)
 
         def run(
             group: ParamGroup, update: LayerUpdateFn, train_state: LayerTrainState, decision: Decision
         ) -> LayerUpdate:
-            weights = self.learner.select({stage: weight_specs}, group)
-            entry = entry_specs[group.label]
-            average = self.learner.select({stage: average_specs}, group) if average_specs else {}
+            weights = self.learner.select({stage: stage_specs.weights}, group)
+            entry = stage_specs.entry[group.label]
+            average = self.learner.select({stage: stage_specs.average}, group) if stage_specs.average else {}
             # Gradients are on the device, as are the weights here.
             specs = LayerTrainState(weights, weights, entry, average)
             return update_group(self.learner, self.layout.mesh, group, train_state, specs, decision)
 
-        old_params, old_optimizer, old_ema = old
         with jax.named_scope("update"):
             new = self.learner.update(
-                {stage: old_params}, {stage: grads}, {stage: old_optimizer}, {stage: old_ema}, decision, run, stage
+                {stage: old.weights}, {stage: grads}, {stage: old.entry}, {stage: old.average}, decision, run, stage
             )
-        return new.weights[stage], new.entry[stage], new.average.get(stage, {})
+        return LayerUpdate(new.weights[stage], new.entry[stage], new.average.get(stage, {}))
 
     def finish(
         self, counter: Nested, decision: Decision, total: Out, grad_stats: GradStats, *, at_once: bool
@@ -187,7 +184,7 @@ class UpdateFunctions:
         metrics = total.metrics
         if at_once:
             decision = with_grad_stats(decision, grad_stats)
-            metrics = {**metrics, "updated_units": grad_stats["updated"]}
+            metrics = {**metrics, "updated_units": grad_stats.updated}
         assert total.loss is not None
         # This program only returns counters and metrics; other programs return parameters and buffers.
         state = TrainState(counter=counter)
@@ -202,13 +199,13 @@ class UpdateFunctions:
         spec_by_path = flatten(_device_specs(self.layout.specs.parameter, stage))
         return unflatten({path: spec_by_path[path] for path in flatten(grads)})
 
-    def update_specs(self, stage: str) -> tuple[Nested, Nested, Nested]:
+    def update_specs(self, stage: str) -> LayerUpdate:
         """Return the specs of the results of `update`."""
         specs = self.layout.specs
-        return (
-            _device_specs(specs.parameter, stage),
-            _device_specs(specs.optimizer, stage),
-            _device_specs(specs.ema, stage),
+        return LayerUpdate(
+            weights=_device_specs(specs.parameter, stage),
+            entry=_device_specs(specs.optimizer, stage),
+            average=_device_specs(specs.ema, stage),
         )
 
 
@@ -295,20 +292,27 @@ class Updates:
         if unit.index is not None:
             decision = replace(decision, layer=self._numbers[unit.index])
         run = self._run
-        stored_params = unit.select(self._state.parameter)
-        stored_state = unit.select(self._state.optimizer), unit.select(self._state.ema)
-        if params is None:
-            params = run.take(unit.key("home"), stored_params)
+        stored = LayerUpdate(
+            weights=unit.select(self._state.parameter),
+            entry=unit.select(self._state.optimizer),
+            average=unit.select(self._state.ema),
+        )
+        weights = run.take(unit.key("home"), stored.weights) if params is None else params
+        entry, average = run.take(unit.key("state"), (stored.entry, stored.average))
+        old = LayerUpdate(weights, entry, average)
+        # Only `old` keeps them alive, until the program takes them over.
+        del weights, entry, average
         new = run(
             f"update {unit.stage}",
             partial(self._functions.update, unit.stage),
-            (params, *run.take(unit.key("state"), stored_state)),
+            old,
             grads,
             decision,
             donate=(0,),
             out=self._functions.update_specs(unit.stage),
         )
-        run.put(unit.key("new"), new, (stored_params, *stored_state))
+        del old
+        run.put(unit.key("new"), new, stored)
         self._updated.append(unit)
         if unit.index is None:
             # The state of a table is as large as that of several layers: it is moved right away, so that nothing else
@@ -336,10 +340,10 @@ class Updates:
 
     def finalize(self) -> None:
         """Put the updated arrays into the state, in the memory in which they are stored."""
-        groups = ("parameter", "optimizer", "ema")
+        state = self._state
         for unit in self._updated:
-            old = tuple(unit.select(self._state[group]) for group in groups)
+            old = LayerUpdate(unit.select(state.parameter), unit.select(state.optimizer), unit.select(state.ema))
             new = self._run.get_stored(unit.key("new"), old)
-            for group, tree in zip(groups, new, strict=True):
+            for group, tree in ((state.parameter, new.weights), (state.optimizer, new.entry), (state.ema, new.average)):
                 if tree:
-                    unit.put(self._state[group], tree)
+                    unit.put(group, tree)

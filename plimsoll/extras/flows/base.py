@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from plimsoll.framework.layers.base import Context, Layer, Out, prepare_params
-from plimsoll.framework.layers.reversible import Reversible
+from plimsoll.framework.layers.reversible import ReversedLayer, Reversible
 from plimsoll.framework.layout import Nested, fold_in_name
 
 # x [B, H, W, C], log_det [B] and log_prior [B], float32 or wider.
@@ -61,7 +61,7 @@ class Bijection(Invertible, Reversible):
 
     def reverse(
         self, weights: Nested, carry: Carry, cts: tuple[Any, Any], ctx: Context, layer_state: Nested
-    ) -> tuple[Carry, Nested, Carry]:
+    ) -> ReversedLayer:
         """Compute the inverse, then the gradient of `forward` there; see `Reversible.reverse`."""
         carry_ct, _ = cts
         x, _ = self.inverse(weights, carry["x"], ctx)
@@ -74,7 +74,7 @@ class Bijection(Invertible, Reversible):
         grads, x_ct = pull((carry_ct["x"], carry_ct["log_det"]))
         input_carry = {**carry, "x": x, "log_det": carry["log_det"] - log_det}
         input_ct = {**carry_ct, "x": x_ct}
-        return input_carry, grads, input_ct
+        return ReversedLayer(input_carry, grads, input_ct)
 
 
 def check_outputs(layer: Layer, x: jax.Array, y: jax.Array, log_det: jax.Array) -> tuple[jax.Array, jax.Array]:

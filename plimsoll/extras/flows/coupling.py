@@ -14,6 +14,7 @@ from plimsoll.extras.flows.base import Bijection, Carry, sum_each
 from plimsoll.extras.flows.nets import ConvNet
 from plimsoll.framework.config import Config, PositiveFloat, PositiveInt, component, config_for
 from plimsoll.framework.layers.base import Context, Layer
+from plimsoll.framework.layers.reversible import ReversedLayer
 from plimsoll.framework.layout import Nested
 
 
@@ -88,7 +89,7 @@ class AdditiveCoupling(Bijection):
 
     def reverse(
         self, weights: Nested, carry: Carry, cts: tuple[Any, Any], ctx: Context, layer_state: Nested
-    ) -> tuple[Carry, Nested, Carry]:
+    ) -> ReversedLayer:
         """See `Reversible.reverse`. The net is evaluated once."""
         # The net's input is the same before and after the layer, so one pass through the net gives both the inverse
         # and the residuals of the gradient.
@@ -109,7 +110,7 @@ class AdditiveCoupling(Bijection):
         # The half that stays is both returned and read by the net.
         input_x_ct = self._join(fixed_ct + net_input_ct, x_ct)
         input_ct = {**carry_ct, "x": input_x_ct}
-        return input_carry, {"net": net_grads}, input_ct
+        return ReversedLayer(input_carry, {"net": net_grads}, input_ct)
 
 
 @component
