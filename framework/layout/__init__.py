@@ -9,11 +9,13 @@ from plimsoll.framework.layout.specs import (
     ParameterSpec,
     TensorSpec,
     copy_partition,
+    fetch_leaf,
+    fetch_tree,
     move_to_host,
+    store_leaf,
 )
 from plimsoll.framework.layout.table import StateLayout, StateLeaf, nearest_divisors
 from plimsoll.framework.layout.train_state import GROUPS, Group, TrainState
-from plimsoll.framework.layout.transfers import fetch_leaf, fetch_tree, store_leaf
 from plimsoll.framework.layout.trees import (
     Nested,
     PyTree,

@@ -1,10 +1,10 @@
-"""Specs, which describe arrays of the training state before the arrays exist."""
+"""Specs, which describe arrays of the training state before the arrays exist, and the transfers that they cause."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from plimsoll.framework.layout.trees import PyTree, flatten
+from plimsoll.framework.layout.trees import PyTree, flatten, path_name
 
 MemoryKind = Literal["device", "pinned_host"]
 # The mesh axis or axes over which a dimension is sharded; None if it is replicated.
@@ -55,6 +55,11 @@ class TensorSpec:
     def num_bytes(self) -> int:
         """Return the logical bytes of all shards together; copies of a shard are not counted."""
         return self.size * self.dtype.itemsize
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Return whether the leaf is stored in host memory."""
+        return self.memory_kind != "device"
 
 
 @dataclass(frozen=True)
@@ -187,3 +192,31 @@ def move_to_host(specs: PyTree, memory_kind: MemoryKind, *, stacked: bool = Fals
         return spec
 
     return jax.tree.map(tag, specs)
+
+
+# --- transfers between device and host memory, inside jit ------------------------------------------------------------
+
+
+def fetch_leaf(spec: TensorSpec, x: jax.Array) -> jax.Array:
+    """Inside jit: move a leaf's array, or a part of it, to the device. See `StateLayout.fetch`."""
+    # Decided by the spec, because a tracer does not know where its array is.
+    if not spec.is_offloaded:
+        return x
+    return jax.device_put(x, jax.memory.Space.Device)
+
+
+def fetch_tree(specs: Mapping[str, TensorSpec], tree: PyTree) -> PyTree:
+    """Inside jit: apply `fetch_leaf` to nested dicts, or to a part of them.
+
+    Args:
+        specs: {path: TensorSpec}.
+        tree: arrays, at paths that are in `specs`.
+    """
+    return jax.tree_util.tree_map_with_path(lambda keypath, x: fetch_leaf(specs[path_name(keypath)], x), tree)
+
+
+def store_leaf(spec: TensorSpec, x: jax.Array) -> jax.Array:
+    """Inside jit: move a leaf's array to the memory of its spec; the inverse of `fetch_leaf`."""
+    if not spec.is_offloaded:
+        return x
+    return jax.device_put(x, jax.memory.Space.Host)

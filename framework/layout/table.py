@@ -15,9 +15,16 @@ from dataclasses import dataclass, replace
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from plimsoll.framework.layout.specs import MemoryKind, MeshAxis, OptStateSpec, ParameterSpec, TensorSpec
+from plimsoll.framework.layout.specs import (
+    MemoryKind,
+    MeshAxis,
+    OptStateSpec,
+    ParameterSpec,
+    TensorSpec,
+    fetch_leaf,
+    store_leaf,
+)
 from plimsoll.framework.layout.train_state import GROUPS, Group, TrainState
-from plimsoll.framework.layout.transfers import fetch_leaf, store_leaf
 from plimsoll.framework.layout.trees import Nested, PyTree, flatten
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from plimsoll.framework.layout import Nested, TensorSpec
-from plimsoll.framework.learner.optimizer_instances import LearningRate
+from plimsoll.framework.learner.rules import LearningRate
 from plimsoll.framework.optimizers.clipping import limit_norm_growth, limit_update_rms
 from plimsoll.framework.optimizers.rounding import BlockOrigin
 from plimsoll.framework.optimizers.update_locality import UpdateLocality

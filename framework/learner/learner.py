@@ -1,16 +1,16 @@
 """The learner turns gradients into new parameters. Configs name this component, and schedules call it.
 
-Each layer of a stack, and each stage that is not stacked, has its own optimizer instance. `make_layer_update` returns
-the update of one layer (`update.py`), which works on its weights, gradients, optimizer state (`state.py`) and average.
-Updating a whole stage is a vmap of that update, so schedules that update layers in another order compute the same
-numbers. Decisions that depend on all gradients (norm, finiteness, clip factor) are made first, in `decide`
+Each layer of a stack, and each stage that is not stacked, has its own optimizer instance. `get_layer_update` returns
+the update of one layer (`update.py`), which works on its weights, gradients, optimizer state (`group_optimizer.py`) and
+average. Updating a whole stage is a vmap of that update, so schedules that update layers in another order compute the
+same numbers. Decisions that depend on all gradients (norm, finiteness, clip factor) are made first, in `decide`
 (`decisions.py`), and are passed to the updates as scalars.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Literal
 
@@ -21,28 +21,20 @@ import optax
 
 from plimsoll.framework.config import Config, DType, Fraction, PositiveFloat, PositiveInt, component
 from plimsoll.framework.layers.layer_range import LayerRange
-from plimsoll.framework.layout import (
-    Nested,
-    OptStateSpec,
-    ParameterSpec,
-    PyTree,
-    TensorSpec,
-    flatten,
-    move_to_host,
-    unflatten,
-)
-from plimsoll.framework.learner import optimizer_instances
+from plimsoll.framework.layout import Nested, OptStateSpec, ParameterSpec, PyTree, TensorSpec, flatten, unflatten
 from plimsoll.framework.learner.decisions import ClipMode, Clipping, Decision, SpikeDetector
+from plimsoll.framework.learner.group_optimizer import GroupOptimizer, Precision, fit_optimizers, unflatten_like
 from plimsoll.framework.learner.rules import (
     FROZEN,
     Optimizer,
     ParamGroup,
+    distinct_learning_rates,
+    get_learning_rate,
     label,
     make_groups,
     split_stack_specs,
     unstack,
 )
-from plimsoll.framework.learner.state import GroupState, Precision, make_layer_specs, unflatten_like
 from plimsoll.framework.learner.update import LayerTrainState, LayerUpdate, LayerUpdateFn, update_all_layers
 from plimsoll.framework.optimizers.rounding import Rounding, check_dtypes, fold
 from plimsoll.framework.optimizers.update_locality import UpdateLocality
@@ -149,16 +141,22 @@ class Learner:
         self.groups = make_groups(self.specs, labels, across_stages=scope == "model")
 
         # The optimizers, each fitted to the parameters of its groups.
-        learning_rates = {name: optimizer_instances.get_learning_rate(config) for name, config in configs.items()}
+        learning_rates = {name: get_learning_rate(config) for name, config in configs.items()}
         labels_in_use = {group.label for group in self.groups}
-        self.learning_rates = optimizer_instances.distinct_learning_rates(configs, learning_rates, labels_in_use)
-        specs_by_group = {}
-        for group in self.groups:
-            group_specs = self.select(self.specs, group)
-            specs_by_group[group.stage, group.label] = make_layer_specs(group_specs, group, self._precision)
-        self._instances = optimizer_instances.make_instances(configs, learning_rates, specs_by_group)
-        draws = any(instance.optimizer.draws for instance in self._instances.values())
-        self.draws = self._precision.draws or draws
+        self.learning_rates = distinct_learning_rates(configs, learning_rates, labels_in_use)
+        keeps_norms = self.clip_mode == "norm_growth"
+        fitted: list[GroupOptimizer] = []
+        for name, config in configs.items():
+            specs_by_group = {group: self.select(self.specs, group) for group in self.groups if group.label == name}
+            fitted += fit_optimizers(
+                config, learning_rates[name], specs_by_group, self._precision, keeps_norms=keeps_norms
+            )
+        self.draws = self._precision.draws or any(group_optimizer.transformation.draws for group_optimizer in fitted)
+        # The update of one layer, by stage and label of the group.
+        self._updates: dict[tuple[str, str], LayerUpdateFn] = {}
+        for group_optimizer in fitted:
+            group = group_optimizer.group
+            self._updates[group.stage, group.label] = LayerUpdateFn(group_optimizer, self.clipping, ema, self.draws)
 
     def split_into_ranges(self, layer_ranges: Iterable[LayerRange]) -> Learner:
         """Return the learner for stacks that are split into layer ranges, which keep the stack's optimizers.
@@ -170,7 +168,7 @@ class Learner:
         learner.specs = split_stack_specs(self.specs, layer_ranges)
         learner.frozen_specs = split_stack_specs(self.frozen_specs, layer_ranges)
         learner.groups = []
-        learner._instances = dict(self._instances)
+        learner._updates = dict(self._updates)
         for group in self.groups:
             group_ranges = [layer_range for layer_range in layer_ranges if layer_range.home == group.stage]
             if not group_ranges:
@@ -179,7 +177,10 @@ class Learner:
                 name = layer_range.name
                 range_group = replace(group, stage=name, length=layer_range.count, layer_range=layer_range)
                 learner.groups.append(range_group)
-                learner._instances[name, group.label] = self._instances[group.stage, group.label]
+                update = self.get_layer_update(group)
+                range_specs = learner.select(learner.specs, range_group)
+                range_optimizer = replace(update.optimizer, group=range_group, specs=range_specs)
+                learner._updates[name, group.label] = replace(update, optimizer=range_optimizer)
         return learner
 
     # --- state: specs and initialization -----------------------------------------------------------------------------
@@ -188,74 +189,33 @@ class Learner:
         """Return the dtype in which gradients are summed over microbatches: that of the update, at least float32."""
         return self._precision.sum_dtype(spec)
 
-    def gradient_specs(self, offloaded: Container[str] = ()) -> Nested:
-        """Return the specs of buffers for all gradients.
+    def gradient_specs(self) -> Nested:
+        """Return the specs of buffers for all gradients, on the device.
 
         Without gradient accumulation nothing is summed, and the buffers have the dtypes of the parameters.
-
-        Args:
-            offloaded: names of the stages whose large buffers are in host memory.
         """
         buffers = {}
         for path, spec in flatten(self.specs).items():
             dtype = spec.dtype if self.accumulate == 1 else self.gradient_dtype(spec)
             buffers[path] = TensorSpec(spec.shape, dtype, spec.mesh_axes)
-        return self._offload_stages(unflatten(buffers), offloaded)
+        return unflatten(buffers)
 
-    def _offload_stages(self, tree: Nested, offloaded: Container[str]) -> Nested:
-        """Move the large leaves of some stages to host memory.
-
-        Args:
-            tree: specs by stage, in the structure of the parameters.
-            offloaded: names of the stages to offload.
-        """
-        placed = {}
-        for stage, specs in tree.items():
-            if stage in offloaded:
-                is_stack = any(spec.num_layers is not None for spec in jax.tree.leaves(self.specs[stage]))
-                specs = move_to_host(specs, "pinned_host", stacked=is_stack)
-            placed[stage] = specs
-        return placed
-
-    def optimizer_specs(self, offloaded: Container[str] = ()) -> Nested:
-        """Return OptStateSpecs as {stage: {label: {"state": ..., "master": ...}}}.
-
-        Args:
-            offloaded: names of the stages whose large leaves are in host memory.
-        """
+    def optimizer_specs(self) -> Nested:
+        """Return OptStateSpecs as {stage: {label: {"state": ..., "master": ...}}}, on the device."""
         tree: Nested = {}
         for group in self.groups:
-            specs = self.get_group_state(group).entry_specs()
-            if group.stage in offloaded:
-                specs = move_to_host(specs, "pinned_host", stacked=group.length is not None)
+            specs = self.get_layer_update(group).optimizer.entry_specs()
             tree.setdefault(group.stage, {})[group.label] = specs
         return tree
 
-    def ema_specs(self, offloaded: Container[str] = ()) -> Nested:
-        """Return the specs of the averages of trainable parameters; {} without `ema`.
-
-        Args:
-            offloaded: names of the stages whose large averages are in host memory.
-        """
+    def ema_specs(self) -> Nested:
+        """Return the specs of the averages of trainable parameters, on the device; {} without `ema`."""
         if self.ema is None:
             return {}
-
         averages = {}
         for path, spec in flatten(self.specs).items():
             averages[path] = OptStateSpec(spec.shape, self._precision.sum_dtype(spec), spec.mesh_axes)
-        return self._offload_stages(unflatten(averages), offloaded)
-
-    def get_group_state(self, group: ParamGroup) -> GroupState:
-        """Return the optimizer state of a group, or of some of a group's parameters."""
-        specs = self.select(self.specs, group)
-        return GroupState(
-            group=group,
-            specs=specs,
-            layer_specs=make_layer_specs(specs, group, self._precision),
-            optimizer=self._instances[group.stage, group.label].optimizer,
-            precision=self._precision,
-            keeps_norms=self.clipping.mode == "norm_growth",
-        )
+        return unflatten(averages)
 
     def init(self, precise: Nested) -> LayerUpdate:
         """Return the initial parameters, optimizer state and averages.
@@ -293,9 +253,9 @@ class Learner:
             paths = tuple(path for path in group.paths if f"{group.path_prefix}{path}" in precise)
             if not paths:
                 continue
-            part = replace(group, paths=paths)
+            part = self.get_layer_update(group).optimizer.restrict(paths)
             is_stacked = group.length is not None and not single_layer
-            optimizer |= self.get_group_state(part).init(self.select(unflatten(weights), part), stacked=is_stacked)
+            optimizer |= part.init(self.select(unflatten(weights), part.group), stacked=is_stacked)
         params = {path: x.astype(flat_specs[path].dtype) for path, x in precise.items()}
         averages = {}
         if self.ema is not None:
@@ -307,7 +267,7 @@ class Learner:
         parts = []
         for group in self.groups:
             paths = tuple(f"{group.path_prefix}{path}" for path in group.paths)
-            if self.get_group_state(group).separable():
+            if self.get_layer_update(group).optimizer.separable():
                 parts += [(path,) for path in paths]
             else:
                 parts.append(paths)
@@ -324,9 +284,12 @@ class Learner:
             tree: arrays or specs of all trainable parameters, or at least of the group's stage.
             group: the group to select.
         """
-        if not group.spans_stages:
-            leaves = flatten(tree[group.stage])
-            return unflatten({path: leaves[path] for path in group.paths})
+        if group.spans_stages:
+            return self._select_across_stages(tree, group)
+        leaves = flatten(tree[group.stage])
+        return unflatten({path: leaves[path] for path in group.paths})
+
+    def _select_across_stages(self, tree: Nested, group: ParamGroup) -> Nested:
         leaves = flatten(tree)
         flat_specs = flatten(self.specs)
         selected = {}
@@ -349,8 +312,11 @@ class Learner:
             group: the selected group.
         """
         leaves = flatten(tree)
-        if not group.spans_stages or not leaves:
-            return {f"{group.stage}/{path}": leaf for path, leaf in leaves.items()}
+        if group.spans_stages and leaves:
+            return self._unselect_across_stages(leaves, group)
+        return {f"{group.stage}/{path}": leaf for path, leaf in leaves.items()}
+
+    def _unselect_across_stages(self, leaves: dict[str, PyTree], group: ParamGroup) -> dict[str, PyTree]:
         flat_specs = flatten(self.specs)
         model_leaves = {}
         for path in group.paths:
@@ -361,14 +327,9 @@ class Learner:
                 model_leaves[path] = jnp.stack([leaves[f"{path}/{index}"] for index in range(num_layers)])
         return model_leaves
 
-    def layer_specs(self, group: ParamGroup) -> Nested:
-        """Return the parameter specs of one layer of a group, in the dtype in which the update is computed."""
-        return self.get_group_state(group).layer_specs
-
     def update_locality(self, group: ParamGroup) -> UpdateLocality:
         """Return the smallest part of a layer of the group that can be updated independently; measured on first use."""
-        instance = self._instances[group.stage, group.label]
-        return self.clipping.adjust_locality(instance.measure_locality())
+        return self.get_layer_update(group).measure_locality()
 
     def measure_localities(self) -> None:
         """Measure the update locality of each optimizer, for schedules that split a layer into chunks.
@@ -388,7 +349,7 @@ class Learner:
         if self.scope != "layer":
             return
         for group in self.groups:
-            self._instances[group.stage, group.label].check_independent_updates(group.label)
+            self.get_layer_update(group).optimizer.check_independent_updates()
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
@@ -422,7 +383,7 @@ class Learner:
         optimizer: Nested,
         ema: Nested,
         decision: Decision,
-        run: Callable[[ParamGroup, LayerUpdateFn, LayerTrainState, Decision], LayerUpdate] = update_all_layers,
+        run: Callable[[LayerUpdateFn, LayerTrainState, Decision], LayerUpdate] = update_all_layers,
         stage: str | None = None,
     ) -> LayerUpdate:
         """Return the new parameters, optimizer state and averages, unchanged if the decision is not ok.
@@ -451,19 +412,13 @@ class Learner:
             group_decision = decision
             if group.layer_range is not None and group.layer_range.first:
                 group_decision = replace(decision, layer=decision.layer + group.layer_range.first)
-            updated = run(group, self.make_layer_update(group), train_state, group_decision)
+            updated = run(self.get_layer_update(group), train_state, group_decision)
             new_params |= self._unselect(updated.weights, group)
             new_ema |= self._unselect(updated.average, group)
             # Copied, so that the caller's dict of the stage does not change.
             new_optimizer[group.stage] = {**new_optimizer[group.stage], group.label: updated.entry}
         return LayerUpdate(unflatten_like(params, new_params), new_optimizer, unflatten_like(ema, new_ema))
 
-    def make_layer_update(self, group: ParamGroup) -> LayerUpdateFn:
+    def get_layer_update(self, group: ParamGroup) -> LayerUpdateFn:
         """Return the update of one layer of a group."""
-        return LayerUpdateFn(
-            state=self.get_group_state(group),
-            learning_rate=self._instances[group.stage, group.label].learning_rate,
-            clipping=self.clipping,
-            ema=self.ema,
-            draws=self.draws,
-        )
+        return self._updates[group.stage, group.label]

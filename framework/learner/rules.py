@@ -1,11 +1,15 @@
-"""Which parameters are trained, and by which optimizer: rules by path, and the groups of parameters that they make."""
+"""Which parameters are trained, and by which optimizer: rules by path, groups of parameters, and learning rates."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from plimsoll.framework.config import Config, component
 from plimsoll.framework.config.schema import ShortNames
@@ -18,6 +22,8 @@ Optimizer = Annotated[Config, ShortNames(OPTIMIZERS)]
 # Labels of parameters: frozen ones, and those that keep the learner's optimizer because no rule applies.
 FROZEN = "frozen"
 DEFAULT = "default"
+# The learning rate as a function of the number of previous updates.
+LearningRate = Callable[[ArrayLike], jax.Array]
 # The stage name of a group that spans all stages.
 ALL_STAGES = "model"
 
@@ -188,3 +194,45 @@ def unstack(spec: ParameterSpec, length: int | None) -> ParameterSpec:
     if length is None:
         return spec
     return replace(spec, shape=spec.shape[1:], mesh_axes=spec.mesh_axes[1:], roles=spec.roles[1:])
+
+
+def get_learning_rate(optimizer: Config) -> LearningRate | None:
+    """Return the learning rate in an optimizer's config; None if it has none.
+
+    It is shown in reports, and clip_mode update_rms multiplies its bound by it. The optimizer itself gets the rate
+    from its own arguments.
+    """
+    rate = _learning_rate_field(optimizer)
+    if isinstance(rate, Config):
+        return rate.instantiate()
+    if rate is None:
+        return None
+    return lambda count: jnp.asarray(rate, jnp.float32)
+
+
+def distinct_learning_rates(
+    configs: dict[str, Config], learning_rates: dict[str, LearningRate | None], labels: Iterable[str]
+) -> dict[str, LearningRate]:
+    """Return the learning rates to report, by label: the default one, and those of rules with a different rate.
+
+    Args:
+        configs, learning_rates: configs and learning rates of the optimizers, by label.
+        labels: labels of the optimizers that update something.
+    """
+    default_field = _learning_rate_field(configs[DEFAULT])
+    rates = {}
+    for label in (DEFAULT, *sorted(set(labels) - {DEFAULT})):
+        rate = learning_rates[label]
+        # Most rules set another field, such as the weight decay.
+        is_same = label != DEFAULT and _learning_rate_field(configs[label]) == default_field
+        if rate is not None and not is_same:
+            rates[label] = rate
+    return rates
+
+
+def _learning_rate_field(optimizer: Config) -> Config | float | None:
+    """Return the field `learning_rate` of an optimizer's config; None if it has none."""
+    # A wrapper, such as offload_optimizer, holds the optimizer with the learning rate in its field `optimizer`.
+    while "optimizer" in optimizer:
+        optimizer = optimizer.optimizer
+    return optimizer.get("learning_rate") if "learning_rate" in optimizer else None

@@ -10,19 +10,21 @@ A "layer" of a stack is one period of its pattern. An "update unit" is a layer, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.tree_util import tree_map_with_path
 
-from plimsoll.framework.layout import Nested, PyTree, path_name
+from plimsoll.framework.layout import Nested, PyTree, flatten, path_name
 from plimsoll.framework.learner.decisions import Clipping, Decision
-from plimsoll.framework.learner.optimizer_instances import LearningRate
-from plimsoll.framework.learner.rules import ParamGroup
-from plimsoll.framework.learner.state import COMPENSATION, MASTER, NORM, STATE, GroupState
+from plimsoll.framework.learner.group_optimizer import COMPENSATION, MASTER, NORM, STATE, GroupOptimizer
 from plimsoll.framework.optimizers.rounding import fold, fold_name, round_weights, upcast
+from plimsoll.framework.optimizers.update_locality import UpdateLocality
+
+Leaf = TypeVar("Leaf")
 
 
 @jax.tree_util.register_dataclass
@@ -36,7 +38,7 @@ class LayerTrainState:
     Attributes:
         weights: weights in the parameters' shapes and dtypes.
         grads: gradients in the parameters' shapes, in their dtype or in that of sums over microbatches.
-        entry: the group's entry of the optimizer state, see `framework.learner.state`.
+        entry: the group's entry of the optimizer state, see `framework.learner.group_optimizer`.
         average: moving averages of the weights, float32 or wider; {} if the learner keeps none.
     """
 
@@ -62,29 +64,64 @@ class LayerUpdate:
     average: Nested
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class GroupLeaves(Generic[Leaf]):
+    """The four parts of a `LayerTrainState`, or some of their leaves, by path: arrays or specs.
+
+    Attributes:
+        weights: trainable parameters.
+        grads: their gradients; {} where gradients take no part.
+        entry: optimizer state.
+        average: moving averages of the parameters.
+    """
+
+    weights: dict[str, Leaf]
+    grads: dict[str, Leaf] = field(default_factory=dict)
+    entry: dict[str, Leaf] = field(default_factory=dict)
+    average: dict[str, Leaf] = field(default_factory=dict)
+
+    @staticmethod
+    def from_train_state(train_state: LayerTrainState) -> GroupLeaves[Leaf]:
+        """Return the leaves of a train state, or of its specs."""
+        return GroupLeaves(
+            flatten(train_state.weights),
+            flatten(train_state.grads),
+            flatten(train_state.entry),
+            flatten(train_state.average),
+        )
+
+    @property
+    def parts(self) -> dict[str, dict[str, Leaf]]:
+        """Return the four parts by name."""
+        return {"weights": self.weights, "grads": self.grads, "entry": self.entry, "average": self.average}
+
+
 @dataclass(frozen=True, eq=False)
 class LayerUpdateFn:
     """The update of one layer of a group, or of a stage that is not stacked.
 
     Attributes:
-        state: describes the group's optimizer state.
-        learning_rate: the learning rate in the optimizer's config.
+        optimizer: the group's optimizer.
         clipping: clipping of gradients and updates.
         ema: decay of the moving averages; None keeps none.
         draws: whether updates of the model draw noise, here or in another group.
     """
 
-    state: GroupState
-    learning_rate: LearningRate | None
+    optimizer: GroupOptimizer
     clipping: Clipping
     ema: float | None
     draws: bool
 
+    def measure_locality(self) -> UpdateLocality:
+        """Return the smallest part of a layer that can be updated independently; measured on first use."""
+        return self.clipping.adjust_locality(self.optimizer.measure_locality())
+
     def __call__(self, train_state: LayerTrainState, decision: Decision) -> LayerUpdate:
         """Return the new values of one layer; if the decision is not ok, everything keeps its old value."""
-        optimizer = self.state.optimizer
-        precision = self.state.precision
-        group = self.state.group
+        optimizer = self.optimizer.transformation
+        precision = self.optimizer.precision
+        group = self.optimizer.group
         weights = train_state.weights
         entry = train_state.entry
         ok = decision.ok
@@ -105,7 +142,7 @@ class LayerUpdateFn:
         optimizer_state = precision.widen(entry[STATE], precise_weights)
         extra = {"seed": seed} if optimizer.draws else {}
         updates, new_state = optimizer.update(clipped_grads, optimizer_state, precise_weights, **extra)
-        updates = self.clipping.clip_updates(updates, self.learning_rate, decision.count)
+        updates = self.clipping.clip_updates(updates, self.optimizer.learning_rate, decision.count)
         updated_weights: PyTree = optax.apply_updates(precise_weights, updates)
 
         # New weights.
@@ -144,23 +181,20 @@ class LayerUpdateFn:
         return LayerUpdate(new_weights, new_entry, new_average)
 
 
-def update_all_layers(
-    group: ParamGroup, update: LayerUpdateFn, train_state: LayerTrainState, decision: Decision
-) -> LayerUpdate:
+def update_all_layers(update: LayerUpdateFn, train_state: LayerTrainState, decision: Decision) -> LayerUpdate:
     """Update a whole group at once: the update of one layer, vmapped over the layers if there are several.
 
     Args:
-        group: the parameter group.
         update: the update of one layer.
         train_state: weights, gradients, optimizer state and averages, stacked like the group.
         decision: see `Learner.decide`.
     """
-    if group.length is None:
+    if update.optimizer.group.length is None:
         return update(train_state, decision)
     # The layers' update counters, which are equal, are replaced by one number. If vmap mapped over them, the learning
     # rate and Adam's bias corrections would become vectors over the layers, and XLA for TPU would transpose whole
     # stacks of weights to multiply by them: 24 copies, 2.9% of Llama-2-7B's peak on 16 chips.
-    counters = update.state.counters()
+    counters = update.optimizer.counters()
     entry_axes = tree_map_with_path(lambda path, _: None if path_name(path) in counters else 0, train_state.entry)
     entry = tree_map_with_path(lambda path, leaf: leaf[0] if path_name(path) in counters else leaf, train_state.entry)
     axes = LayerTrainState(weights=0, grads=0, entry=entry_axes, average=0)  # pyright: ignore[reportArgumentType]

@@ -119,7 +119,7 @@ def _move_state(state: PyTree, pattern: str, kind: MemoryKind) -> PyTree:
     state_specs = jax.tree.map(lambda x: TensorSpec(x.shape, x.dtype), state)
     host_specs = tag_large_matches(state_specs, pattern, "pinned_host")
     return jax.tree.map(
-        lambda spec, x: x if spec.memory_kind == "device" else jax.device_put(x, _SPACES[kind]), host_specs, state
+        lambda spec, x: x if not spec.is_offloaded else jax.device_put(x, _SPACES[kind]), host_specs, state
     )
 
 

@@ -74,7 +74,7 @@ def name_buffers(buffers: Buffers, layout: StateLayout) -> list[NamedBuffer]:
     """
     module = buffers.module
     shapes = _group_paths(layout)
-    offloaded_paths = {leaf.path for leaf in layout if leaf.spec.memory_kind != "device"}
+    offloaded_paths = {leaf.path for leaf in layout if leaf.spec.is_offloaded}
     named_buffers = []
     for name, size in buffers.parameters.items():
         group, path = parse_argument(module.parameters.get(name, ""))
@@ -107,7 +107,7 @@ def _group_paths(layout: StateLayout) -> _PathsByShape:
         shard_shape = layout.sharding(leaf.spec).shard_shape(leaf.spec.shape)
         shard_dims = _dims(shard_shape)
         path = leaf.path.partition("/")[2]
-        if leaf.spec.memory_kind != "device":
+        if leaf.spec.is_offloaded:
             shapes.offloaded.setdefault(shard_dims, []).append(leaf.path)
         if leaf.group == "parameter":
             is_stacked = getattr(leaf.spec, "roles", ())[:1] == ("layer",)

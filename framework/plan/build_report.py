@@ -322,7 +322,7 @@ def _add_step(report: PlanReport, program: Program, step: CompiledProgram) -> Pl
     breakdown = dict.fromkeys(BREAKDOWN_KEYS, 0)
     host_breakdown = dict.fromkeys(BREAKDOWN_KEYS, 0)
     for leaf in layout:
-        if leaf.spec.memory_kind != "device":
+        if leaf.spec.is_offloaded:
             host_breakdown[REPORT_GROUPS[leaf.group]] += leaf.bytes_per_device
     host_breakdown["activations"] += step.host_temp
     named_buffers: list[NamedBuffer] = []
@@ -334,7 +334,7 @@ def _add_step(report: PlanReport, program: Program, step: CompiledProgram) -> Pl
         # total are known.
         unnamed_group = "activations"
         for leaf in layout:
-            if leaf.spec.memory_kind == "device":
+            if not leaf.spec.is_offloaded:
                 shape = f"{Array(str(leaf.spec.dtype), leaf.spec.shape)}, all shards"
                 buffer = NamedBuffer(leaf.path, REPORT_GROUPS[leaf.group], leaf.bytes_per_device, shape)
                 named_buffers.append(buffer)

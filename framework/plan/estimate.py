@@ -336,7 +336,7 @@ def _whole_update(layout: StateLayout, spec: AcceleratorSpec, resident: int) -> 
     new values. For the largest arrays this happens after both exist, unless the device is too small for that; then the
     arrays are handled one at a time.
     """
-    offloaded_sizes = [leaf.bytes_per_device for leaf in layout if leaf.spec.memory_kind != "device"]
+    offloaded_sizes = [leaf.bytes_per_device for leaf in layout if leaf.spec.is_offloaded]
     # GPUs read and write host memory directly.
     if spec.platform == "gpu" or not offloaded_sizes:
         return Counter()
@@ -359,7 +359,7 @@ def _chunked_update(layout: StateLayout, split_experiment: SplitExperiment) -> C
     stacks = split_experiment.stacks
     bytes_by_chunk: Counter[str] = Counter()
     for leaf in layout:
-        if leaf.group == "frozen" or leaf.spec.memory_kind == "device":
+        if leaf.group == "frozen" or not leaf.spec.is_offloaded:
             continue
         _, stage, path = leaf.path.split("/", 2)
         # A tensor's optimizer state moves together with the tensor.

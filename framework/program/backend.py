@@ -178,7 +178,7 @@ class StepBackend(ABC):
         part_stages = {part.stage for part in self.parts.parts}
         total = 0
         for leaf in self.layout:
-            if leaf.spec.memory_kind == "device" and leaf.path.split("/")[1] in part_stages:
+            if not leaf.spec.is_offloaded and leaf.path.split("/")[1] in part_stages:
                 total += leaf.bytes_per_device
         return total
 

@@ -14,7 +14,7 @@ from plimsoll.framework.data.batches import Pipeline, Shapes
 from plimsoll.framework.devices.compiler import Compiler
 from plimsoll.framework.devices.mesh import MeshShape
 from plimsoll.framework.layers.base import batch_shards
-from plimsoll.framework.layout import TensorSpec, TrainState, move_to_host, nearest_divisors
+from plimsoll.framework.layout import Nested, TensorSpec, TrainState, move_to_host, nearest_divisors
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.rules import ALL_STAGES
 from plimsoll.framework.models.causal_lm import CausalLM
@@ -218,10 +218,9 @@ class Experiment:
     def state_specs(self) -> TrainState:
         """Return the specs of the training state, in checkpoint form."""
         learner = self.learner
-        offloaded_stages = self._find_offloaded_stages("optimizer_state")
         # Gradients are part of the state only in host memory. On the device they exist only within a step.
         offloaded_gradients = self._find_offloaded_stages("gradients")
-        gradients = learner.gradient_specs(offloaded_gradients)
+        gradients = {stage: tree for stage, tree in learner.gradient_specs().items() if stage in offloaded_gradients}
         # step and skipped are counts; grad_norm is that of the last update; rng is the run's key data (threefry: two
         # words).
         counters = {
@@ -230,20 +229,22 @@ class Experiment:
             "grad_norm": TensorSpec((), "float32"),
             "rng": TensorSpec((2,), "uint32"),
         }
-        offloaded_weights = self._find_offloaded_stages("parameters")
-        weights = {"parameter": dict(learner.specs), "frozen": dict(learner.frozen_specs)}
-        for tree in weights.values():
-            for stage in offloaded_weights & tree.keys():
-                tree[stage] = move_to_host(tree[stage], "pinned_host", stacked=stage in self.model.stacks)
         return TrainState(
-            gradient={stage: tree for stage, tree in gradients.items() if stage in offloaded_gradients},
-            parameter=weights["parameter"],
-            frozen=weights["frozen"],
+            gradient=self._place("gradients", gradients),
+            parameter=self._place("parameters", learner.specs),
+            frozen=self._place("parameters", learner.frozen_specs),
             buffer=self.model.buffer_specs(),
-            optimizer=learner.optimizer_specs(offloaded_stages),
-            ema=learner.ema_specs(offloaded_stages),
+            optimizer=self._place("optimizer_state", learner.optimizer_specs()),
+            ema=self._place("optimizer_state", learner.ema_specs()),
             counter=counters | learner.spikes.counter_specs(),
         )
+
+    def _place(self, field: str, tree: Nested) -> Nested:
+        """Return specs, by stage, in the memory that a field of the memory section says; small leaves stay."""
+        placed = dict(tree)
+        for stage in self._find_offloaded_stages(field) & tree.keys():
+            placed[stage] = move_to_host(tree[stage], "pinned_host", stacked=stage in self.model.stacks)
+        return placed
 
     def _find_offloaded_stages(self, field: str) -> set[str]:
         """Return the stages that a placement of the memory section offloads, at least in part.

@@ -14,7 +14,7 @@ import numpy as np
 
 from plimsoll.framework.config import Config, ConfigError, diff, get_target
 from plimsoll.framework.config.names import join
-from plimsoll.framework.learner.optimizer_instances import LearningRate
+from plimsoll.framework.learner.rules import LearningRate
 from plimsoll.framework.optimizers.learning_rates import warmup_cosine, warmup_linear, warmup_stable_decay
 from plimsoll.framework.optimizers.schedule_steps import (
     following,

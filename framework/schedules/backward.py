@@ -189,7 +189,7 @@ class StagePass:
             device_leaves = {}
             for path, leaf in flatten(weights).items():
                 spec = self.specs[name][path]
-                if spec.memory_kind != "device":
+                if spec.is_offloaded:
                     # Viewed as a stack of one and indexed: a plain copy would not depend on the index.
                     leaf = fetch_leaf(spec, slice_layer(leaf[None], first))
                 device_leaves[path] = leaf

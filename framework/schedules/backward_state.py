@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import jax
 
 from plimsoll.framework.layout import Nested
-from plimsoll.framework.schedules.group_leaves import GroupLeaves
+from plimsoll.framework.learner.update import GroupLeaves
 
 
 @jax.tree_util.register_dataclass

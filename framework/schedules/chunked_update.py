@@ -23,22 +23,32 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from plimsoll.framework.layout import Nested, OptStateSpec, TensorSpec, fetch_leaf, flatten, store_leaf, unflatten
+from plimsoll.framework.layout import (
+    Nested,
+    OptStateSpec,
+    StateLayout,
+    TensorSpec,
+    fetch_leaf,
+    flatten,
+    store_leaf,
+    unflatten,
+)
 from plimsoll.framework.learner.decisions import Decision
+from plimsoll.framework.learner.group_optimizer import unflatten_like
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.rules import ParamGroup
-from plimsoll.framework.learner.state import unflatten_like
 from plimsoll.framework.learner.update import (
+    GroupLeaves,
     LayerTrainState,
     LayerUpdate,
     LayerUpdateFn,
+    Leaf,
     slice_layer,
     update_all_layers,
     write_layer,
 )
 from plimsoll.framework.optimizers.rounding import BlockOrigin
 from plimsoll.framework.optimizers.update_locality import UpdateLocality
-from plimsoll.framework.schedules.group_leaves import GroupLeaves, Leaf, is_offloaded
 
 # Maximum number of elements in a row block.
 BLOCK = 1 << 21
@@ -65,25 +75,25 @@ class UpdateChunk:
     by: Literal["all", "layer", "rows"]
 
 
-def split_into_chunks(learner: Learner, group: ParamGroup, specs: GroupLeaves[TensorSpec]) -> list[UpdateChunk]:
+def split_into_chunks(update: LayerUpdateFn, specs: GroupLeaves[TensorSpec]) -> list[UpdateChunk]:
     """Split a group into chunks.
 
     Args:
-        learner: the learner, which knows the update locality of the group's optimizer.
-        group: the parameter group to split.
+        update: the update of one layer of the group.
         specs: specs of the weights, gradients, optimizer state and averages to update.
     """
-    update_locality = learner.update_locality(group)
+    group = update.optimizer.group
+    update_locality = update.measure_locality()
     # Some optimizers name their state differently when they see only part of their parameters.
-    if update_locality == "layer" or not learner.get_group_state(group).separable():
+    if update_locality == "layer" or not update.optimizer.separable():
         return [UpdateChunk(group.paths, "layer")]
     # Offloaded leaves always go through a loop; otherwise all of them would be on the device at the same time.
     offloaded_paths = {
-        spec.owner for spec in specs.entry.values() if isinstance(spec, OptStateSpec) and is_offloaded(spec)
+        spec.owner for spec in specs.entry.values() if isinstance(spec, OptStateSpec) and spec.is_offloaded
     }
     for part in (specs.weights, specs.grads, specs.average):
-        offloaded_paths |= {path for path, spec in part.items() if is_offloaded(spec)}
-    layer_specs: dict[str, TensorSpec] = flatten(learner.layer_specs(group))
+        offloaded_paths |= {path for path, spec in part.items() if spec.is_offloaded}
+    layer_specs: dict[str, TensorSpec] = flatten(update.optimizer.layer_specs)
     small_paths = []
     large_chunks = []
     for path in group.paths:
@@ -129,10 +139,24 @@ def num_blocks(shape: tuple[int, ...]) -> int:
 # --- the update of a group -------------------------------------------------------------------------------------------
 
 
+def train_state_specs(layout: StateLayout, learner: Learner, group: ParamGroup, gradients: Nested) -> LayerTrainState:
+    """Return the specs of a group's weights, gradients, optimizer state and averages.
+
+    Args:
+        layout, learner, group: the layout of the training state, the learner, and the parameter group.
+        gradients: specs of the group's gradients, which are returned unchanged.
+    """
+    specs = layout.specs
+    weights = learner.select(specs.parameter, group)
+    # Optimizer state is already keyed by stage and group; the others are selected from trees of all parameters.
+    entry = specs.optimizer[group.stage][group.label]
+    average = learner.select(specs.ema, group) if specs.ema else {}
+    return LayerTrainState(weights, gradients, entry, average)
+
+
 def update_group(
-    learner: Learner,
+    update: LayerUpdateFn,
     mesh: Mesh,
-    group: ParamGroup,
     train_state: LayerTrainState,
     specs: LayerTrainState,
     decision: Decision,
@@ -141,7 +165,8 @@ def update_group(
     """Update a group, with the same numbers as `update_all_layers`.
 
     Args:
-        learner, mesh, group: the learner, the device mesh, and the parameter group to update.
+        update: the update of one layer of the group.
+        mesh: the device mesh.
         train_state: weights, gradients, optimizer state and averages, each in the memory of its spec.
         specs: TensorSpecs in the structure of `train_state`.
         decision: see `Learner.decide`.
@@ -155,36 +180,36 @@ def update_group(
     average = old.average
     # New weights of the chunks that were updated in a loop so far.
     looped_weights: list[Arrays] = []
-    for chunk in split_into_chunks(learner, group, flat_specs):
-        chunk_entry = learner.get_group_state(group).part(chunk.paths, train_state.entry)
-        update = ChunkUpdate(
-            update=learner.make_layer_update(group),
+    for chunk in split_into_chunks(update, flat_specs):
+        chunk_entry = update.optimizer.part(chunk.paths, train_state.entry)
+        chunk_update = ChunkUpdate(
+            update=update,
             entry=chunk_entry,
             specs=_select_leaves(flat_specs, chunk.paths, tuple(flatten(chunk_entry))),
-            stacked=group.length is not None,
+            stacked=update.optimizer.group.length is not None,
             rows=chunk.by == "rows",
             single=index is not None,
             writes_first=mesh.devices.flat[0].platform == "cpu",
         )
-        leaves = _select_leaves(old, chunk.paths, tuple(update.specs.entry))
+        leaves = _select_leaves(old, chunk.paths, tuple(chunk_update.specs.entry))
         if chunk.by == "all" and index is None:
-            chunk_group = replace(group, paths=chunk.paths)
-            new = update.apply(partial(update_all_layers, chunk_group, update.update), leaves, decision)
+            new = chunk_update.apply(partial(update_all_layers, update), leaves, decision)
         else:
             # Double buffering: a chunk is fetched while the previous one is updated, and no earlier. The compiler
             # would fetch everything as early as possible. State is fetched at the index `start`, which the barrier
             # makes available only when the chunk's gradients are ready and the chunk before the previous one is done.
             start = jnp.int32(0) if index is None else index
             done = looped_weights[-2] if len(looped_weights) > 1 else {}
-            device_grads = {path: x for path, x in leaves.grads.items() if not is_offloaded(update.specs.grads[path])}
+            grad_specs = chunk_update.specs.grads
+            device_grads = {path: x for path, x in leaves.grads.items() if not grad_specs[path].is_offloaded}
             start, (device_grads, done) = jax.lax.optimization_barrier((start, (device_grads, done)))
             weights = weights | done
             leaves = replace(leaves, grads=leaves.grads | device_grads)
             # Row blocks are taken from each device's own rows; the partitioner would all-gather the leaf to slice it.
-            if update.rows and mesh.size > 1:
-                new = _update_in_shards(update, mesh, leaves, decision, start)
+            if chunk_update.rows and mesh.size > 1:
+                new = _update_in_shards(chunk_update, mesh, leaves, decision, start)
             else:
-                new = _update_in_loop(update, leaves, decision, start)
+                new = _ChunkLoop(chunk_update, leaves, decision, start).run()
             looped_weights.append(new.weights)
         weights = weights | new.weights
         entry = entry | new.entry
@@ -264,24 +289,26 @@ def _update_in_shards(
     Args:
         chunk: the chunk's update.
         mesh: the device mesh of the layout.
-        leaves, decision, start: see `_update_in_loop`.
+        leaves, decision, start: see `_ChunkLoop`.
     """
     axes = jax.tree.map(lambda spec: PartitionSpec(*spec.mesh_axes), chunk.specs)
     replicated = PartitionSpec()
-    update = jax.shard_map(
-        partial(_update_in_loop, chunk, in_shards=True),
+
+    def update_shard(leaves: GroupLeaves[jax.Array], decision: Decision, start: jax.Array) -> GroupLeaves[jax.Array]:
+        return _ChunkLoop(chunk, leaves, decision, start, in_shards=True).run()
+
+    update_shards = jax.shard_map(
+        update_shard,
         mesh=mesh,
         in_specs=(axes, replicated, replicated),
         out_specs=replace(axes, grads={}),
         check_vma=False,
     )
-    return update(leaves, decision, start)
+    return update_shards(leaves, decision, start)
 
 
-def _update_in_loop(
-    chunk: ChunkUpdate, leaves: GroupLeaves[jax.Array], decision: Decision, start: jax.Array, *, in_shards: bool = False
-) -> GroupLeaves[jax.Array]:
-    """Update a chunk layer by layer, or row block by row block; return its new leaves, without gradients.
+class _ChunkLoop:
+    """The update of a chunk layer by layer, or row block by row block.
 
     Args:
         chunk: the chunk's update.
@@ -291,60 +318,48 @@ def _update_in_loop(
             XLA would simplify a slice of host memory at a constant index to a slice in two dimensions.
         in_shards: whether arrays are a device's own shards.
     """
-    weight_path = next(iter(leaves.weights))
-    # A chunk that is split by rows has one parameter, whose shape determines the number of blocks.
-    shape = leaves.weights[weight_path].shape[chunk.stacked :]
-    blocks = num_blocks(shape) if chunk.rows else 1
-    # In row blocks, state that is not shaped like the parameter (a counter) belongs to the layer: each block reads
-    # and writes it.
-    layer_leaves = {}
-    if chunk.rows:
-        layer_leaves = {path: x for path, x in leaves.entry.items() if x.shape[chunk.stacked :] != shape}
-    split = partial(_split_into_blocks, blocks=blocks, stacked=chunk.stacked)
-    weights = {path: split(x) for path, x in leaves.weights.items()}
-    # The gradients of a single layer have no layer axis.
-    split_grad = partial(split, stacked=chunk.stacked and not chunk.single)
-    grads = {path: split_grad(x) for path, x in leaves.grads.items()}
-    entry = {path: x if path in layer_leaves else split(x) for path, x in leaves.entry.items()}
-    average = {path: split(x) for path, x in leaves.average.items()}
-    loop = _ChunkLoop(chunk, weight_path, shape, blocks, start, decision, grads, layer_leaves, in_shards)
-    new = loop.run(GroupLeaves(weights, {}, entry, average))
-    # Undo the split.
-    joined: dict[str, Arrays] = {}
-    for part, new_leaves in new.parts.items():
-        joined[part] = {path: x.reshape(leaves.parts[part][path].shape) for path, x in new_leaves.items()}
-    return GroupLeaves(**joined)
 
+    def __init__(
+        self,
+        chunk: ChunkUpdate,
+        leaves: GroupLeaves[jax.Array],
+        decision: Decision,
+        start: jax.Array,
+        *,
+        in_shards: bool = False,
+    ):
+        self.chunk = chunk
+        self.leaves = leaves
+        self.decision = decision
+        self.start = start
+        self.in_shards = in_shards
+        # A chunk that is split by rows has one parameter, whose shape determines the number of blocks; in shards, it is
+        # the shape of the shard.
+        self.weight_path = next(iter(leaves.weights))
+        self.shape = leaves.weights[self.weight_path].shape[chunk.stacked :]
+        self.blocks = num_blocks(self.shape) if chunk.rows else 1
+        # In row blocks, state that is not shaped like the parameter (a counter) belongs to the layer. All blocks of a
+        # layer read its old value, not the one that the previous block wrote.
+        self.layer_leaves: Arrays = {}
+        if chunk.rows:
+            self.layer_leaves = {p: x for p, x in leaves.entry.items() if x.shape[chunk.stacked :] != self.shape}
+        # The gradients [layers * blocks, ...]; those of a single layer have no layer axis.
+        grads_are_stacked = chunk.stacked and not chunk.single
+        self.grads = {path: self._split(x, stacked=grads_are_stacked) for path, x in leaves.grads.items()}
 
-@dataclass(frozen=True)
-class _ChunkLoop:
-    """The loop over the layers of a chunk, or over the blocks of their rows.
-
-    Attributes:
-        chunk: the chunk's update.
-        weight_path: path of the chunk's first parameter, which is the only one when it is split by rows.
-        shape: shape of that parameter without the layer axis; the shard's shape when in shards.
-        blocks: number of row blocks per layer.
-        start: index of the first layer.
-        decision: see `Learner.decide`.
-        grads: the gradients, [layers * blocks, ...].
-        layer_leaves: old leaves of the optimizer state that are not split into blocks. All blocks of a layer read
-            these old values, not the values that the previous block wrote.
-        in_shards: whether arrays are a device's own shards.
-    """
-
-    chunk: ChunkUpdate
-    weight_path: str
-    shape: tuple[int, ...]
-    blocks: int
-    start: jax.Array
-    decision: Decision
-    grads: Arrays
-    layer_leaves: Arrays
-    in_shards: bool
-
-    def run(self, state: GroupLeaves[jax.Array]) -> GroupLeaves[jax.Array]:
-        """Run all steps on `state`: leaves [layers * blocks, ...] of weights, optimizer state and averages."""
+    def run(self) -> GroupLeaves[jax.Array]:
+        """Update all layers or blocks; return the chunk's new leaves, without gradients."""
+        stacked = self.chunk.stacked
+        leaves = self.leaves
+        entry = {}
+        for path, x in leaves.entry.items():
+            entry[path] = x if path in self.layer_leaves else self._split(x, stacked=stacked)
+        # Leaves [layers * blocks, ...].
+        state: GroupLeaves[jax.Array] = GroupLeaves(
+            weights={path: self._split(x, stacked=stacked) for path, x in leaves.weights.items()},
+            entry=entry,
+            average={path: self._split(x, stacked=stacked) for path, x in leaves.average.items()},
+        )
         steps = next(iter(self.grads.values())).shape[0]
         prefetched = self._fetch_leaves(state, jnp.int32(0), prefetched=True)
         # With prefetching, the last step runs after the loop: inside the loop it would prefetch leaves that nothing
@@ -354,7 +369,19 @@ class _ChunkLoop:
             state, prefetched = jax.lax.fori_loop(0, num_iterations, self._body, (state, prefetched))
         if num_iterations < steps:
             state = self._step(jnp.int32(num_iterations), state, prefetched)
-        return state
+        joined: dict[str, Arrays] = {}
+        for part, new_leaves in state.parts.items():
+            joined[part] = {path: x.reshape(leaves.parts[part][path].shape) for path, x in new_leaves.items()}
+        return GroupLeaves(**joined)
+
+    def _split(self, x: jax.Array, *, stacked: bool) -> jax.Array:
+        """View a leaf [layers, rows, ...], or [rows, ...] if not stacked, as [layers * blocks, rows per block, ...]."""
+        num_layers = x.shape[0] if stacked else 1
+        layer_shape = x.shape[1:] if stacked else x.shape
+        # Splitting a leading dimension moves no data.
+        if self.blocks == 1:
+            return x.reshape(num_layers, *layer_shape)
+        return x.reshape(num_layers * self.blocks, layer_shape[0] // self.blocks, *layer_shape[1:])
 
     def _body(
         self, step: jax.Array, carry: tuple[GroupLeaves[jax.Array], GroupLeaves[jax.Array]]
@@ -401,7 +428,7 @@ class _ChunkLoop:
         for part, specs in self.chunk.specs.parts.items():
             fetched[part] = {}
             for path, spec in specs.items():
-                is_prefetched = is_offloaded(spec) and spec.dtype.itemsize > 1
+                is_prefetched = spec.is_offloaded and spec.dtype.itemsize > 1
                 if is_prefetched != prefetched:
                     continue
                 index = self._index(part, path, step)
@@ -418,7 +445,7 @@ class _ChunkLoop:
             step: the step.
         """
         # On the device there are only the gradients of one layer if only one layer is updated.
-        if part == "grads" and not is_offloaded(self.chunk.specs.grads[path]):
+        if part == "grads" and not self.chunk.specs.grads[path].is_offloaded:
             return step
         if part == "entry" and path in self.layer_leaves:
             return self.start + step // self.blocks if self.chunk.stacked else None
@@ -449,13 +476,3 @@ class _ChunkLoop:
             offset = jax.lax.axis_index(names) * self.shape[dim] if names else 0
             first[dim] += offset
         return BlockOrigin(tuple(first), spec.shape[self.chunk.stacked :])
-
-
-def _split_into_blocks(x: jax.Array, *, blocks: int, stacked: bool) -> jax.Array:
-    """View a leaf [layers, rows, ...], or [rows, ...] if not stacked, as [layers * blocks, rows per block, ...]."""
-    num_layers = x.shape[0] if stacked else 1
-    layer_shape = x.shape[1:] if stacked else x.shape
-    # Splitting a leading dimension moves no data.
-    if blocks == 1:
-        return x.reshape(num_layers, *layer_shape)
-    return x.reshape(num_layers * blocks, layer_shape[0] // blocks, *layer_shape[1:])

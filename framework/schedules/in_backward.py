@@ -17,14 +17,12 @@ import jax.numpy as jnp
 from plimsoll.framework.layout import Nested, StateLayout, TrainState
 from plimsoll.framework.learner.decisions import Decision
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.rules import ParamGroup
-from plimsoll.framework.learner.update import LayerTrainState, LayerUpdate, LayerUpdateFn
+from plimsoll.framework.learner.update import GroupLeaves, LayerTrainState, LayerUpdate, LayerUpdateFn
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.schedules.backward import forward
 from plimsoll.framework.schedules.backward_state import BackwardHooks, BackwardState, StagedLayer
-from plimsoll.framework.schedules.chunked_update import update_group
+from plimsoll.framework.schedules.chunked_update import train_state_specs, update_group
 from plimsoll.framework.schedules.gradients import GradStats, add_grad_stats, check_finite, with_grad_stats
-from plimsoll.framework.schedules.group_leaves import GroupLeaves, train_state_specs
 from plimsoll.framework.schedules.memory import Memory
 from plimsoll.framework.schedules.optimizer_prefetch import OptimizerPrefetch
 from plimsoll.framework.schedules.step import Metrics, Step, finish, training_context
@@ -152,17 +150,14 @@ class _UpdateHook:
         staged_layer = backward_state.staged_layer
         leaving: dict[str, GroupLeaves[jax.Array]] = {}
 
-        def run(
-            group: ParamGroup, update: LayerUpdateFn, train_state: LayerTrainState, decision: Decision
-        ) -> LayerUpdate:
+        def run(update: LayerUpdateFn, train_state: LayerTrainState, decision: Decision) -> LayerUpdate:
+            group = update.optimizer.group
             # Stages outside stacks have no layer whose state could be prefetched.
             if self.prefetcher is not None and staged_layer is not None:
-                new_stacks, leaving[group.label] = self.prefetcher.update(
-                    group, update, train_state, decision, staged_layer
-                )
+                new_stacks, leaving[group.label] = self.prefetcher.update(update, train_state, decision, staged_layer)
                 return new_stacks
-            specs = train_state_specs(self.layout, learner, group, learner.layer_specs(group))
-            return update_group(learner, self.layout.mesh, group, train_state, specs, decision, index)
+            specs = train_state_specs(self.layout, learner, group, update.optimizer.layer_specs)
+            return update_group(update, self.layout.mesh, train_state, specs, decision, index)
 
         with jax.named_scope("update"):
             new = learner.update(

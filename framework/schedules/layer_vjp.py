@@ -303,7 +303,7 @@ class LayerPass:
         layer_leaves = {}
         for stack in (stacks.trainable, stacks.frozen):
             for path, leaf in flatten(stack).items():
-                if self.specs[path].memory_kind != "device":
+                if self.specs[path].is_offloaded:
                     layer_leaves[path] = fetch_leaf(self.specs[path], slice_layer(leaf, index))
         return layer_leaves
 

@@ -15,15 +15,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import jax
+from plimsoll.framework.learner.state import unflatten_like
 
 from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, fetch_leaf, flatten, store_leaf
 from plimsoll.framework.learner.decisions import Decision
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.rules import ParamGroup
-from plimsoll.framework.learner.state import unflatten_like
-from plimsoll.framework.learner.update import LayerTrainState, LayerUpdate, LayerUpdateFn, slice_layer, write_layer
+from plimsoll.framework.learner.update import (
+    GroupLeaves,
+    LayerTrainState,
+    LayerUpdate,
+    LayerUpdateFn,
+    slice_layer,
+    write_layer,
+)
 from plimsoll.framework.schedules.backward_state import BackwardState, StagedLayer
-from plimsoll.framework.schedules.group_leaves import GroupLeaves, is_offloaded, train_state_specs
+from plimsoll.framework.schedules.chunked_update import train_state_specs
 
 Arrays = dict[str, jax.Array]  # leaves by path
 Specs = dict[str, TensorSpec]
@@ -104,18 +111,12 @@ class OptimizerPrefetch:
         return replace(_replace_stacks(backward_state, stack, new_stacks), staged_layer=None)
 
     def update(
-        self,
-        group: ParamGroup,
-        update: LayerUpdateFn,
-        train_state: LayerTrainState,
-        decision: Decision,
-        staged_layer: StagedLayer,
+        self, update: LayerUpdateFn, train_state: LayerTrainState, decision: Decision, staged_layer: StagedLayer
     ) -> tuple[LayerUpdate, GroupLeaves[jax.Array]]:
         """Update one layer whose state has arrived, with the same numbers as `update_all_layers`.
 
         Args:
-            group: parameters of a stack.
-            update: the update of one layer.
+            update: the update of one layer of a group of the stack.
             train_state: stacked weights, the gradients of only that layer, stacked optimizer state and averages.
             decision: see `Learner.decide`.
             staged_layer: the layer's moved state.
@@ -124,6 +125,7 @@ class OptimizerPrefetch:
             (new stacks of weights, optimizer state and averages, in which moved leaves still have their old values;
             the layer's new moved leaves, to be stored later).
         """
+        group = update.optimizer.group
         weights = train_state.weights
         entry = train_state.entry
         average = train_state.average
@@ -159,8 +161,8 @@ class OptimizerPrefetch:
             if not self.moves_all:
                 specs = GroupLeaves(
                     weights={},
-                    entry={path: spec for path, spec in specs.entry.items() if is_offloaded(spec)},
-                    average={path: spec for path, spec in specs.average.items() if is_offloaded(spec)},
+                    entry={path: spec for path, spec in specs.entry.items() if spec.is_offloaded},
+                    average={path: spec for path, spec in specs.average.items() if spec.is_offloaded},
                 )
             groups.append((group, specs))
         return groups

@@ -30,14 +30,12 @@ from plimsoll.framework.layout import (
 )
 from plimsoll.framework.learner.decisions import Decision
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.rules import ParamGroup
 from plimsoll.framework.learner.update import LayerTrainState, LayerUpdate, LayerUpdateFn, slice_layer, write_layer
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.schedules import after_backward
 from plimsoll.framework.schedules.backward import forward
 from plimsoll.framework.schedules.backward_state import BackwardHooks, BackwardState
-from plimsoll.framework.schedules.chunked_update import update_group
-from plimsoll.framework.schedules.group_leaves import train_state_specs
+from plimsoll.framework.schedules.chunked_update import train_state_specs, update_group
 from plimsoll.framework.schedules.memory import Memory
 from plimsoll.framework.schedules.stack_layout import PLACED_FIELDS
 from plimsoll.framework.schedules.step import Metrics, Step, finish, microbatches, training_context
@@ -56,10 +54,10 @@ def update_in_chunks(
     """
     grad_specs = _gradient_specs(learner, layout)
 
-    def run(group: ParamGroup, update: LayerUpdateFn, train_state: LayerTrainState, decision: Decision) -> LayerUpdate:
-        group_grad_specs = learner.select(grad_specs, group)
-        specs = train_state_specs(layout, learner, group, group_grad_specs)
-        return update_group(learner, layout.mesh, group, train_state, specs, decision)
+    def run(update: LayerUpdateFn, train_state: LayerTrainState, decision: Decision) -> LayerUpdate:
+        group = update.optimizer.group
+        specs = train_state_specs(layout, learner, group, learner.select(grad_specs, group))
+        return update_group(update, layout.mesh, train_state, specs, decision)
 
     return learner.update(state.parameter, grads, state.optimizer, state.ema, decision, run)
 
@@ -75,7 +73,7 @@ def check(layout: StateLayout, memory: Memory, platform: str) -> None:
     Raises:
         ValueError: state or activations are in host memory, and the platform is a GPU.
     """
-    offloaded = any(leaf.spec.memory_kind != "device" for leaf in layout) or memory.activations.uses_host
+    offloaded = any(leaf.spec.is_offloaded for leaf in layout) or memory.activations.uses_host
     if offloaded and platform == "gpu":
         placements = {name: getattr(memory, name) for name in PLACED_FIELDS}
         offloaded_placements = {name: placement for name, placement in placements.items() if placement.uses_host}
@@ -91,7 +89,7 @@ def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memo
     platform = layout.mesh.devices.flat[0].platform
     check(layout, memory, platform)
     learner.measure_localities()
-    offloaded_groups = {leaf.group for leaf in layout if leaf.spec.memory_kind != "device"}
+    offloaded_groups = {leaf.group for leaf in layout if leaf.spec.is_offloaded}
     weights_are_offloaded = bool(offloaded_groups & {"parameter", "frozen"})
     gradients_are_offloaded = "gradient" in offloaded_groups
     # If nothing has to move during the backward pass, jax.value_and_grad computes the gradients.
@@ -259,7 +257,7 @@ class _GradientAccumulation:
             return grad, write_layer(buffer, store_leaf(spec, grad), index)
         shard_rows = self.layout.sharding(spec).shard_shape(spec.shape)[0]
         has_halves = shard_rows >= max(2, spec.shape[0])
-        if spec.memory_kind == "device" or not has_halves:
+        if not spec.is_offloaded or not has_halves:
             return grad, store_leaf(spec, grad)
         # Written in two halves, at an index that is not a constant: a single write would create a new array in
         # addition to the old one.

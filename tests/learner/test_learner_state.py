@@ -222,7 +222,7 @@ def test_nonfinite_step_changes_no_bit_and_leaves_no_trace(guarded_step, name):
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_updating_one_layer_equals_updating_all(name):
-    """Streamed updates rely on this: the update of a whole stage is the vmap of `make_layer_update`."""
+    """Streamed updates rely on this: the update of a whole stage is the vmap of `get_layer_update`."""
     ours = learner(OPTIMIZERS[name], master_dtype="float32", dtype="bfloat16", ema=0.9, clip=0.5)
     grads = cast(updates.draw(7), "bfloat16")
     kept = updates.start(ours, updates.draw(0))
@@ -230,7 +230,7 @@ def test_updating_one_layer_equals_updating_all(name):
     (group,) = [group for group in ours.groups if group.stage == "stack"]
     assert group.length == updates.LAYERS
     decision = updates.decide(ours, jnp.float32(1.0), grads)
-    unit = jax.jit(ours.make_layer_update(group))
+    unit = jax.jit(ours.get_layer_update(group))
     for index in range(updates.LAYERS):
         train_state = LayerTrainState(
             kept.params["stack"], grads["stack"], kept.optimizer["stack"]["default"], kept.ema["stack"]

@@ -12,7 +12,7 @@ from optax import contrib
 from plimsoll import configs
 from plimsoll.framework.config import config_for
 from plimsoll.framework.layout import ParameterSpec, unflatten
-from plimsoll.framework.learner import optimizer_instances
+from plimsoll.framework.learner import group_optimizer
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.optimizers.update_locality import probe, proves_independence
 from plimsoll.framework.program.program import Program
@@ -107,14 +107,14 @@ def test_text_analysis_never_misses_a_dependence(name: str, specs: Any) -> None:
 
 @pytest.mark.pairs
 def test_named_configs_are_checked_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_instances, "probe", lambda *_: pytest.fail("a trial compiles"))
+    monkeypatch.setattr(group_optimizer, "probe", lambda *_: pytest.fail("a trial compiles"))
     for name in ("nanogpt-cpu", "stdlib-tiny", "llama2-7b", "digits-glow"):
         configs.load(name).instantiate().learner.check_update_locality()
 
 
 def test_probing_works_while_a_step_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Startup runs no trial if it can read the optimizer; schedules with chunked updates then run it while traced."""
-    monkeypatch.setattr(optimizer_instances, "_localities", {})
+    monkeypatch.setattr(group_optimizer, "_localities", {})
     learner = config_for(Learner, optimizer=config_for(optax.adamw, learning_rate=0.1)).instantiate(
         specs=updates.specs()
     )
@@ -159,17 +159,17 @@ def test_schedules_probe_before_tracing(update: str, monkeypatch: pytest.MonkeyP
     config.memory.update = update
     config.learner.clip_mode = "update_rms"
     program = Program(config.instantiate(), jax.devices()[:1])
-    monkeypatch.setattr(optimizer_instances, "_localities", {})
+    monkeypatch.setattr(group_optimizer, "_localities", {})
     _ = program.jit_step.step_jit
-    monkeypatch.setattr(optimizer_instances, "probe", lambda *_: pytest.fail("tried while the step is traced"))
+    monkeypatch.setattr(group_optimizer, "probe", lambda *_: pytest.fail("tried while the step is traced"))
     _ = program.jit_step.traced_step
 
 
 @pytest.mark.pairs
 def test_learner_probes_each_layer_type_once_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr(optimizer_instances, "probe", lambda one, specs: calls.append(specs) or probe(one, specs))
-    monkeypatch.setattr(optimizer_instances, "_localities", {})
+    monkeypatch.setattr(group_optimizer, "probe", lambda one, specs: calls.append(specs) or probe(one, specs))
+    monkeypatch.setattr(group_optimizer, "_localities", {})
     config = config_for(Learner, optimizer=config_for(contrib.muon, learning_rate=0.1))
     for _ in range(2):
         learner = config.copy().instantiate(specs=updates.specs())

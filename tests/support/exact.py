@@ -368,7 +368,7 @@ def train(case: ExactnessCase) -> tuple[Any, list[float], list[float], list[Any]
     for group, field in (("optimizer", "optimizer_state"), ("parameter", "parameters")):
         leaves = [leaf for leaf in program.layout if leaf.path.startswith(f"{group}/stack")]
         vectors = group == "optimizer" and case.optimizer in ("adafactor", "adalomo", "apollo_mini")  # factors
-        offloaded = any(leaf.spec.memory_kind != "device" for leaf in leaves)
+        offloaded = any(leaf.spec.is_offloaded for leaf in leaves)
         assert offloaded == (field in PLACEMENTS[case.placement] and not vectors)
     if isinstance(program.backend, PerLayerStep):
         program.backend.jit = partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
@@ -472,7 +472,7 @@ def build_update(model: str, optimizer: str, precision: str) -> Any:
 def update_per_layer(optimizer: PartitionedGradientTransformation, program: Program, first: Any) -> Any:
     """Apply one of Plimsoll's optimizers per stage and layer, with its parameters' roles, its own state and a seed."""
     learner, run = program.experiment.learner, fold(*first["counter"]["rng"])
-    specs = {group.stage: learner.layer_specs(group) for group in learner.groups}
+    specs = {group.stage: learner.get_layer_update(group).optimizer.layer_specs for group in learner.groups}
     own = {
         stage: optimizer.fit_to_specs(tree) if optimizer.fit_to_specs else optimizer for stage, tree in specs.items()
     }

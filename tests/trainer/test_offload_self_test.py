@@ -96,7 +96,7 @@ def test_reversible_flow_has_a_self_test() -> None:
 def test_self_test_offloads_like_the_run(memory: dict[str, Any]) -> None:
     config, program = build_run(memory)
     ours = Program(offload_self_test.shrink_config(config, program).instantiate(), jax.devices()[:1])
-    offloaded = [{leaf.group for leaf in p.layout if leaf.spec.memory_kind != "device"} for p in (program, ours)]
+    offloaded = [{leaf.group for leaf in p.layout if leaf.spec.is_offloaded} for p in (program, ours)]
     assert offloaded[0] == offloaded[1] != set()
 
 
@@ -128,9 +128,7 @@ def test_wrong_gradient_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("memory", "module"), [(OFFLOADED, layout.table), (STREAMED, chunked_update)])
 def test_wrong_transfer_is_detected(monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any], module: Any) -> None:
     fetch = module.fetch_leaf
-    monkeypatch.setattr(
-        module, "fetch_leaf", lambda spec, x: fetch(spec, x) * (1 - 0.01 * (spec.memory_kind != "device"))
-    )
+    monkeypatch.setattr(module, "fetch_leaf", lambda spec, x: fetch(spec, x) * (1 - 0.01 * (spec.is_offloaded)))
     with pytest.raises(offload_self_test.SelfTestError, match=r" of a small model differs by"):
         offload_self_test.check(*build_run(memory))
 
@@ -177,9 +175,7 @@ def test_launch_train_runs_the_self_test(
     lines = "offload self-test: offloaded and resident agree.*dry run: the step compiles"
     assert re.search(lines, output(capfd), re.DOTALL)
     fetch = layout.fetch_leaf
-    monkeypatch.setattr(
-        layout.table, "fetch_leaf", lambda spec, x: fetch(spec, x) * (1 - 0.01 * (spec.memory_kind != "device"))
-    )
+    monkeypatch.setattr(layout.table, "fetch_leaf", lambda spec, x: fetch(spec, x) * (1 - 0.01 * (spec.is_offloaded)))
     assert train(tmp_path / "run", *flags) == 2
     said = output(capfd)
     assert "error: offload self-test: offloaded values are computed wrong" in said

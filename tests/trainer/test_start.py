@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from plimsoll import configs
-from plimsoll.framework.learner import optimizer_instances
+from plimsoll.framework.learner import group_optimizer
 from plimsoll.framework.program.compile_thread import EVALUATION, CompileThread
 from plimsoll.framework.program.jit_step import JitStep
 from plimsoll.framework.program.program import Program
@@ -34,7 +34,7 @@ def small() -> Program:
 
 @pytest.mark.pairs
 def test_background_compilation_gives_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_instances, "probe", lambda *_: pytest.fail("a trial of the optimizer compiles"))
+    monkeypatch.setattr(group_optimizer, "probe", lambda *_: pytest.fail("a trial of the optimizer compiles"))
     ahead, plain = small(), small()
     ahead.backend.begin_init()
     ahead.backend.begin_evaluation()

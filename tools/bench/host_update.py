@@ -41,7 +41,7 @@ def build_step(way: str, specs: Any) -> Any:
     def on_the_host(grads: Any, state: Any, params: Any) -> Any:
         with compute_on("device_host"):
             updates, state = ADAMW.update(*(put(tree, HOST) for tree in (grads, state, params)))
-        back = lambda x, spec: jax.device_put(x, DEVICE) if spec.memory_kind == "device" else x  # noqa: E731
+        back = lambda x, spec: jax.device_put(x, DEVICE) if not spec.is_offloaded else x  # noqa: E731
         return put(updates, DEVICE), jax.tree.map(back, state, specs)
 
     update = dict(zip(WAYS, (ADAMW.update, HOSTED.update, on_the_host), strict=True))[way]
@@ -72,7 +72,7 @@ def main() -> None:
             lambda s, leaf_sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=leaf_sharding), trees, shardings
         )
         lowered = jax.jit(build_step(way, specs), donate_argnums=(0, 1), out_shardings=shardings[:2]).lower(*abstract)
-        offloaded = sum(spec.num_bytes for spec in jax.tree.leaves(specs) if spec.memory_kind != "device")
+        offloaded = sum(spec.num_bytes for spec in jax.tree.leaves(specs) if spec.is_offloaded)
         bytes_, compiled[way] = compile_for(lowered, target.platform, HostBytes.in_place(offloaded)), lowered.compile()
         calls = str(compiled[way].as_text().count('custom_call_target="HostExecute"'))
         rows[way] = [*map(human_bytes, (offloaded, bytes_.peak, bytes_.temp)), calls]

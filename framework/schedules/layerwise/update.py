@@ -14,7 +14,6 @@ from plimsoll.framework.layers.base import Out
 from plimsoll.framework.layout import Nested, PyTree, StateLayout, TensorSpec, TrainState, flatten, unflatten
 from plimsoll.framework.learner.decisions import Decision
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.rules import ParamGroup
 from plimsoll.framework.learner.update import LayerTrainState, LayerUpdate, LayerUpdateFn
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.schedules.chunked_update import update_group
@@ -153,15 +152,14 @@ class UpdateFunctions:
         """
         stage_specs = self.update_specs(stage)
 
-        def run(
-            group: ParamGroup, update: LayerUpdateFn, train_state: LayerTrainState, decision: Decision
-        ) -> LayerUpdate:
+        def run(update: LayerUpdateFn, train_state: LayerTrainState, decision: Decision) -> LayerUpdate:
+            group = update.optimizer.group
             weights = self.learner.select({stage: stage_specs.weights}, group)
             entry = stage_specs.entry[group.label]
             average = self.learner.select({stage: stage_specs.average}, group) if stage_specs.average else {}
             # Gradients are on the device, as are the weights here.
             specs = LayerTrainState(weights, weights, entry, average)
-            return update_group(self.learner, self.layout.mesh, group, train_state, specs, decision)
+            return update_group(update, self.layout.mesh, train_state, specs, decision)
 
         with jax.named_scope("update"):
             new = self.learner.update(

@@ -277,7 +277,7 @@ class StreamedUpdater(Updater):
         """Raise ValueError if a state leaf for host memory is not an array of floats."""
         for path, spec in self.stream.planner.plan(floats).specs.items():
             is_encoded = not is_real_float(jax.ShapeDtypeStruct(spec.shape, spec.dtype))
-            if spec.memory_kind != "device" and is_encoded:
+            if spec.is_offloaded and is_encoded:
                 raise ValueError(
                     f"{self.name}: its state {path} is {spec.dtype}, which a module stores as floats and cannot keep "
                     "in host memory; exclude it by the pattern= of `stream`"

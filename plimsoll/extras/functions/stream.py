@@ -199,7 +199,7 @@ class StreamedUpdate:
         """Return a parameter's update and its new state."""
         param = jax.tree.leaves(self.params)[chunk.number]
         stacks = {path: _reshape_to_slices(leaf, self._slice_shape(chunk, path)) for path, leaf in state.items()}
-        is_offloaded = any(self.plan.specs[path].memory_kind != "device" for path in state)
+        is_offloaded = any(self.plan.specs[path].is_offloaded for path in state)
         # A loop is only needed to transfer state, or to update slices in turn.
         if chunk.slices == 1 and not is_offloaded:
             layer_state = {path: slice_layer(stack, self.layer) for path, stack in stacks.items()}

@@ -1,4 +1,4 @@
-"""The optimizer state of one parameter group: its dtypes, its specs, its initialization, and how it splits into parts.
+"""The optimizer of one parameter group: its dtypes, the specs and initialization of its state, and how that splits.
 
 The group's entry in the training state is {"state": the optimizer's own, "master": ..., "compensation": ..., "norm":
 ...}. All but the first have the structure of the parameters, and exist only if the learner needs them. The state of a
@@ -16,10 +16,12 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
+from plimsoll.framework.config import Config
 from plimsoll.framework.layout import Nested, OptStateSpec, ParameterSpec, PyTree, flatten, path_name, unflatten
-from plimsoll.framework.learner.rules import ParamGroup, unstack
-from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation, mirrors_parameter
+from plimsoll.framework.learner.rules import LearningRate, ParamGroup, unstack
+from plimsoll.framework.optimizers.partition import PartitionedGradientTransformation, add_partition, mirrors_parameter
 from plimsoll.framework.optimizers.rounding import (
     BlockOrigin,
     Rounding,
@@ -28,12 +30,16 @@ from plimsoll.framework.optimizers.rounding import (
     round_stochastically,
     split_rounding_error,
 )
+from plimsoll.framework.optimizers.update_locality import UpdateLocality, probe, proves_independence
 
 # The parts of an entry, under the names that checkpoints use.
 STATE = "state"
 MASTER = "master"
 COMPENSATION = "compensation"
 NORM = "norm"
+# Results of `probe` in this process, by the optimizer's config as JSON, and paths and shapes of a layer's parameters. A
+# process builds the same experiment more than once, to plan it and to run it, and a measurement compiles programs.
+_localities: dict[tuple[str, tuple[tuple[str, tuple[int, ...]], ...]], UpdateLocality] = {}
 
 
 @dataclass(frozen=True)
@@ -114,26 +120,17 @@ class Precision:
         return jax.tree_util.tree_map_with_path(round_leaf, state, in_storage)
 
 
-def make_layer_specs(specs: Nested, group: ParamGroup, precision: Precision) -> Nested:
-    """Return the parameter specs of one layer of a group, in the dtype in which the update is computed.
-
-    Args:
-        specs: specs of the group's parameters, stacked if the stage is a stack.
-        group: the parameter group.
-        precision: dtypes of the update.
-    """
-    return jax.tree.map(lambda spec: replace(unstack(spec, group.length), dtype=precision.update_dtype(spec)), specs)
-
-
-@dataclass(frozen=True)
-class GroupState:
-    """The optimizer state of one parameter group.
+@dataclass(frozen=True, eq=False)
+class GroupOptimizer:
+    """The optimizer of one parameter group, with a separate instance and state for each layer.
 
     Attributes:
         group: the parameter group.
         specs: specs of the group's parameters, stacked if the stage is a stack.
         layer_specs: specs of one layer's parameters, in the dtype in which the update is computed.
-        optimizer: the optimizer, fitted to one layer of the group.
+        transformation: the optimizer, fitted to one layer of the group.
+        config: the optimizer's config, as JSON.
+        learning_rate: the learning rate in the config; None if it has none.
         precision: dtypes of the update.
         keeps_norms: whether the state has gradient norms, one per tensor and layer.
     """
@@ -141,13 +138,45 @@ class GroupState:
     group: ParamGroup
     specs: Nested
     layer_specs: Nested
-    optimizer: PartitionedGradientTransformation
+    transformation: PartitionedGradientTransformation
+    config: str
+    learning_rate: LearningRate | None
     precision: Precision
     keeps_norms: bool
 
+    # --- how the update can be split ---------------------------------------------------------------------------------
+
+    def measure_locality(self) -> UpdateLocality:
+        """Return the smallest part of a layer that the optimizer can update independently; measured on first use."""
+        shapes = tuple((path, spec.shape) for path, spec in flatten(self.layer_specs).items())
+        key = (self.config, shapes)
+        if key not in _localities:
+            _localities[key] = probe(self.transformation, self.layer_specs)
+        return _localities[key]
+
+    def check_independent_updates(self) -> None:
+        """Check that the update of one parameter does not depend on gradients of other parameters.
+
+        Raises:
+            ValueError: the update depends on them.
+        """
+        # The measurement compiles programs; for most optimizers, inspecting the update is enough.
+        if proves_independence(self.transformation, self.layer_specs):
+            return
+        if self.measure_locality() == "global":
+            raise ValueError(
+                f"learner.optimizer ({self.group.label}): the update of one parameter depends on the gradients of "
+                "others, for example through a global norm or a finiteness test inside a chain. Each layer has its own "
+                "optimizer instance, which would see only the gradients of that layer. Use learner.clip and "
+                "learner.nonfinite for that, or learner.scope = model, which has one instance for all parameters (with "
+                "memory.update = after_backward)"
+            )
+
+    # --- the state ---------------------------------------------------------------------------------------------------
+
     def counters(self) -> frozenset[str]:
         """Return the paths of update counters in the entry, which are the same in all layers."""
-        specs = flatten({STATE: self.optimizer.partition(self.layer_specs)})
+        specs = flatten({STATE: self.transformation.partition(self.layer_specs)})
         return frozenset(path for path, spec in specs.items() if spec.counts_updates)
 
     def entry_specs(self) -> Nested:
@@ -163,7 +192,7 @@ class GroupState:
                 return spec
             return replace(spec, shape=(length, *spec.shape), mesh_axes=(None, *spec.mesh_axes))
 
-        entry: Nested = {STATE: jax.tree.map(make_storage_spec, self.optimizer.partition(self.layer_specs))}
+        entry: Nested = {STATE: jax.tree.map(make_storage_spec, self.transformation.partition(self.layer_specs))}
         if precision.keeps_master(flat_specs.values()):
             masters = {}
             for path, spec in flat_specs.items():
@@ -195,7 +224,7 @@ class GroupState:
         abstract = {
             path: jax.ShapeDtypeStruct(flat_layer_specs[path].shape, flat_layer_specs[path].dtype) for path in paths
         }
-        state_of_paths = jax.eval_shape(self.optimizer.init, unflatten(abstract))
+        state_of_paths = jax.eval_shape(self.transformation.init, unflatten(abstract))
         state = flatten(entry[STATE])
         state_leaves = {path: state[path] for path in flatten(state_of_paths)}
         part: Nested = {STATE: unflatten_like(state_of_paths, state_leaves)}
@@ -204,6 +233,19 @@ class GroupState:
             leaves = flatten(entry[name])
             part[name] = unflatten({path: leaves[path] for path in paths})
         return part
+
+    def restrict(self, paths: tuple[str, ...]) -> GroupOptimizer:
+        """Return the optimizer of some of the group's parameters, given by their paths within the group."""
+        if paths == self.group.paths:
+            return self
+        specs = flatten(self.specs)
+        layer_specs = flatten(self.layer_specs)
+        return replace(
+            self,
+            group=replace(self.group, paths=paths),
+            specs=unflatten({path: specs[path] for path in paths}),
+            layer_specs=unflatten({path: layer_specs[path] for path in paths}),
+        )
 
     def separable(self) -> bool:
         """Return whether the optimizer's state for one parameter is a part of its state for the whole group."""
@@ -224,7 +266,7 @@ class GroupState:
             weights: the group's weights in the dtype of their update: freshly initialized, not cast.
             stacked: whether they have a leading layer axis.
         """
-        init = self.optimizer.init
+        init = self.transformation.init
         specs = jax.tree.leaves(self.specs)
         # Each layer has its own optimizer instance, counters included, so the state is initialized layer by layer.
         entry: Nested = {STATE: jax.vmap(init)(weights) if stacked else init(weights)}
@@ -242,6 +284,52 @@ class GroupState:
         for path, x in flatten(entry).items():
             leaves[f"{self.group.stage}/{self.group.label}/{path}"] = x.astype(entry_specs[path].dtype)
         return leaves
+
+
+def fit_optimizers(
+    config: Config,
+    learning_rate: LearningRate | None,
+    specs_by_group: Mapping[ParamGroup, Nested],
+    precision: Precision,
+    *,
+    keeps_norms: bool,
+) -> list[GroupOptimizer]:
+    """Instantiate an optimizer, and fit it to each group that it updates.
+
+    Args:
+        config, learning_rate: the optimizer's config, and the learning rate in it.
+        specs_by_group: for each group, the specs of its parameters, stacked if the stage is a stack.
+        precision: dtypes of the updates.
+        keeps_norms: whether the state has gradient norms, one per tensor and layer.
+
+    Raises:
+        ValueError: the config does not build an optax transformation, or it offloads state that none of its groups has.
+    """
+    built = config.instantiate()
+    if not isinstance(built, PartitionedGradientTransformation | optax.GradientTransformation):
+        raise ValueError(f"learner.optimizer: expected an optax transformation, given {type(built).__name__}")
+    optimizer = add_partition(built)
+    layer_specs = {}
+    for group, specs in specs_by_group.items():
+        layer_specs[group.stage] = jax.tree.map(
+            lambda spec, length=group.length: replace(unstack(spec, length), dtype=precision.update_dtype(spec)), specs
+        )
+    # An optimizer that offloads its state checks its pattern in `partition`. The pattern is written for the whole
+    # model: it must match in at least one stage, not in each. `without_transfers`, used below, does not check it.
+    if optimizer.without_transfers is not None and layer_specs:
+        optimizer.partition(layer_specs)
+    fitted_optimizers = []
+    for group, specs in specs_by_group.items():
+        stage_specs = layer_specs[group.stage]
+        fitted = optimizer.fit_to_specs(stage_specs) if optimizer.fit_to_specs is not None else optimizer
+        # The layout, not the optimizer, moves the state.
+        transformation = fitted.without_transfers or fitted
+        fitted_optimizers.append(
+            GroupOptimizer(
+                group, specs, stage_specs, transformation, config.to_json(), learning_rate, precision, keeps_norms
+            )
+        )
+    return fitted_optimizers
 
 
 def unflatten_like(like: PyTree, flat: Mapping[str, PyTree]) -> PyTree:
