@@ -97,6 +97,14 @@ def test_without_a_file_list_missing_files_may_exist(cache: Path, repository: Re
     assert snapshot.missing(["config.json", "generation_config.json", "tokenizer.json"]) == ["tokenizer.json"]
 
 
+def test_a_commit_is_found_by_its_file_list(cache: Path, repository: Repository):
+    """The library finds no commit of which it has downloaded no file."""
+    fill_cache(cache, repository, []).rmdir()
+    snapshot = find_snapshot(MODEL)
+    assert snapshot is not None
+    assert snapshot.missing(["*"]) == ["config.json", "sub/a.txt", "weights[1].bin"]
+
+
 def test_a_link_without_its_content_is_no_file(cache: Path, repository: Repository):
     folder = fill_cache(cache, repository)
     (folder / "config.json").resolve().unlink()
