@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from plimsoll.framework.files.hub_cache import Snapshot, find_snapshot, get_cache_folder, is_offline
+from plimsoll.framework.files.hub_cache import Snapshot, find_snapshot, get_cache_folder
 from plimsoll.framework.files.hub_names import HubRepo, parse_url
 from plimsoll.framework.terminal.tables import human_bytes
 
@@ -136,12 +136,10 @@ def local_paths(paths: Iterable[str]) -> list[str]:
 
 def explain_unreachable() -> str:
     """Returns the reason why the Hub cannot be reached; empty if it can."""
-    if is_offline():
+    from huggingface_hub import __version__, constants
+
+    if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    try:
-        from huggingface_hub import __version__, constants
-    except ImportError:
-        return f"downloads need the library huggingface_hub ({INSTALL})"
     if int(__version__.partition(".")[0]) < _OLDEST_LIBRARY:
         return f"downloads need huggingface_hub {_OLDEST_LIBRARY}, this is {__version__} ({INSTALL})"
     return _unreachable.get(constants.ENDPOINT, "")

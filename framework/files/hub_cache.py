@@ -1,17 +1,17 @@
-"""The Hub's cache on this machine, in huggingface_hub's layout; read without that library and without a network.
+"""The Hub's cache on this machine, in huggingface_hub's layout; read without a network.
 
     models--ORG--NAME/refs/main                      the commit that a branch pointed to when last requested
     models--ORG--NAME/snapshots/COMMIT/config.json   the files that were downloaded
     models--ORG--NAME/trees/COMMIT.json              the names and sizes of all files of the commit
     models--ORG--NAME/.no_exist/COMMIT/NAME          a file that was requested, but does not exist in the commit
 
-Layout: huggingface_hub 2.4, its documentation's page "Understand caching" and `_tree_cache.py`.
+Layout: huggingface_hub 2.4, its documentation's page "Understand caching" and `_tree_cache.py`. The library's own
+functions for this take half a second to import, and do not find a commit of which no file was downloaded.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -22,23 +22,13 @@ from plimsoll.framework.files.text_files import parse_json
 
 # Version of the file list that this module reads; a list of another version counts as missing.
 _TREE_FORMAT = 1
-# Values of an environment variable that huggingface_hub reads as true.
-_TRUE = ("1", "ON", "YES", "TRUE")
 
 
 def get_cache_folder() -> Path:
-    """Returns the cache folder, from the environment variables that huggingface_hub reads."""
-    user_cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    home = os.environ.get("HF_HOME", os.path.join(user_cache, "huggingface"))
-    former = os.environ.get("HUGGINGFACE_HUB_CACHE", os.path.join(home, "hub"))
-    folder = os.environ.get("HF_HUB_CACHE", former)
-    return Path(os.path.expandvars(os.path.expanduser(folder)))
+    """Returns the cache folder, which huggingface_hub derives from the environment variables."""
+    from huggingface_hub import constants
 
-
-def is_offline() -> bool:
-    """Returns whether the environment forbids requests to the Hub."""
-    value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
-    return value.upper() in _TRUE
+    return Path(constants.HF_HUB_CACHE)
 
 
 @dataclass(frozen=True)

@@ -158,20 +158,17 @@ class Mirror:
         """
         prefix_len = len(self.root) + 1
         with explain_errors(self.url), self._turn:
-            entries = self.fs.ls(self.root, detail=False) if self.fs.exists(self.root) else []
-            for entry in entries:
-                if entry[prefix_len:].startswith(_NOT_FETCHED):
-                    continue
-                for remote_path in self.fs.find(entry):
-                    name = remote_path[prefix_len:]
+            remote_paths: list[str] = []
+            for entry in self.fs.ls(self.root, detail=False) if self.fs.exists(self.root) else []:
+                if not entry[prefix_len:].startswith(_NOT_FETCHED):
                     # A file that is already in sync may have changed locally since.
-                    if name in self._synced:
-                        continue
-                    local_path = self.folder / name
-                    local_path.parent.mkdir(parents=True, exist_ok=True)
-                    self.fs.get_file(remote_path, str(local_path))
-                    self._synced[name] = _state(local_path)
-                    self._fetched.add(name)
+                    remote_paths += [path for path in self.fs.find(entry) if path[prefix_len:] not in self._synced]
+            names = [path[prefix_len:] for path in remote_paths]
+            # Downloads them concurrently, and creates their folders.
+            self.fs.get(remote_paths, [str(self.folder / name) for name in names])
+            for name in names:
+                self._synced[name] = _state(self.folder / name)
+            self._fetched.update(names)
 
     def withdraw(self) -> None:
         """Deletes the uploaded files from the URL that are no longer in the folder.

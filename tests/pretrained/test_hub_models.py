@@ -169,7 +169,7 @@ def test_a_plan_downloads_no_weights(model: Repository, tmp_path: Path):
         assert again.returncode == 0, again.stderr
         assert "model.param_dtype = float32" in again.stdout
         for spec, message in [
-            ("acme/gated", "acme/gated@main is gated: ask for access at"),
+            ("acme/gated", "acme/gated@main is gated: request access at"),
             ("acme/none", f"no model acme/none at {server.url}/acme/none, or it is private"),
             ("acme/tiny@v9", f"{server.url}/acme/tiny has no revision 'v9'"),
         ]:

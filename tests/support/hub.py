@@ -161,6 +161,10 @@ def serving(repositories: list[Repository]) -> Iterator[HubServer]:
 
 def empty_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Point the Hub's cache to a new folder under `folder`, forbid requests, and return the cache folder."""
-    monkeypatch.setenv("HF_HUB_CACHE", str(folder / "cache"))
+    cache = folder / "cache"
+    # The variables are for child processes: in this one, the library may have read them already.
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    return folder / "cache"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return cache
