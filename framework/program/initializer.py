@@ -23,8 +23,8 @@ from plimsoll.framework.layout import (
     store_leaf,
     unflatten,
 )
+from plimsoll.framework.learner.group_optimizer import unflatten_like
 from plimsoll.framework.learner.learner import Learner
-from plimsoll.framework.learner.state import unflatten_like
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.schedules.step import training_context
 

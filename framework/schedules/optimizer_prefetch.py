@@ -15,10 +15,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import jax
-from plimsoll.framework.learner.state import unflatten_like
 
 from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, fetch_leaf, flatten, store_leaf
 from plimsoll.framework.learner.decisions import Decision
+from plimsoll.framework.learner.group_optimizer import unflatten_like
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.rules import ParamGroup
 from plimsoll.framework.learner.update import (

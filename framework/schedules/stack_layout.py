@@ -21,7 +21,7 @@ from plimsoll.framework.layers import remat
 from plimsoll.framework.layers.layer_range import LayerRange
 from plimsoll.framework.layers.stack import Stack
 from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, TrainState, flatten
-from plimsoll.framework.learner.state import unflatten_like
+from plimsoll.framework.learner.group_optimizer import unflatten_like
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.schedules.memory import Memory, Placement, count_repeats
 

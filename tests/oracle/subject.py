@@ -13,7 +13,7 @@ import numpy as np
 
 from plimsoll.framework.checkpoint.checkpointer import Checkpointer
 from plimsoll.framework.layout import TrainState, flatten
-from plimsoll.framework.learner.state import unflatten_like
+from plimsoll.framework.learner.group_optimizer import unflatten_like
 from plimsoll.framework.program.program import Program
 from tests.oracle import experiments as plain
 from tests.oracle.batches import host_batch

@@ -27,7 +27,7 @@ def test_previous_time_is_shown_only_for_the_same_program(phase_output: io.Strin
     monkeypatch.setattr(compile_times, "_MIN_SECONDS", 0.0)
     for program in (lower_scaling(2.0), lower_scaling(2.0), lower_scaling(3.0)):
         with compile_times.compiling("the step", program, times=tmp_path):
-            program.backend.compile()
+            program.compile()
     first, second, third = phase_output.getvalue().splitlines()
     assert first.startswith("compiling the step ... done in ")
     assert second.startswith("compiling the step (0.")
