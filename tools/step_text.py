@@ -41,7 +41,7 @@ SETTINGS = {
     "layer_programs": {"update": "layer_programs", "optimizer_state": "pinned_host", "remat": "full"},
 }
 # Names of Python functions, in jaxprs and in StableHLO, and memory addresses.
-_FUNCTION_NAME = re.compile(r"<(function|bound method) [^>]*>| at 0x[0-9a-f]+|\bname=[\w<>.]+")
+_FUNCTION_NAME = re.compile(r"<(function|bound method) [^>]*>| at 0x[0-9a-f]+|\b(name|fwd|bwd)=[\w<>.]+")
 _SYMBOL = re.compile(r"@[\w.$]+")
 # Names of results in StableHLO: the path of each in the Python object that the function returns.
 _RESULT_NAME = re.compile(r'jax\.result_info = "[^"]*"')
