@@ -69,7 +69,9 @@ class StepBackend(ABC):
         self.compiler_options = experiment.compiler.options_for(self.mesh)
         jit_options = self.compiler_options or None
         self.jit: Any = functools.partial(jax.jit, compiler_options=jit_options)
-        self.initializer = StateInitializer(experiment.model, experiment.learner, checkpoint_layout, self.layout)
+        self.initializer = StateInitializer(
+            experiment.model, experiment.learner, checkpoint_layout, self.layout, self.parts
+        )
 
     def compile_here(self, lowered: jax.stages.Lowered, offloaded: executables.HostBytes) -> LayerProgram:
         """Compile a lowered program for the mesh; return it with the peak memory of one device in bytes.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, TrainState, flatten, store_leaf
+from plimsoll.framework.layout import GROUPS, Nested, StateLayout, TensorSpec, TrainState, flatten, store_leaf
 from plimsoll.framework.program.backend import StepBackend
 from plimsoll.framework.program.compile_thread import CompileThread
 from plimsoll.framework.program.experiment import Experiment
@@ -88,25 +88,24 @@ class PerLayerStep(StepBackend):
             words: uint32[2], the raw data of the key.
             number: int32[], the index of the first layer: 0.
         """
-        init_params = partial(self.initializer.init_params, given_paths=given_paths)
-        specs = {name: flatten(tree) for name, tree in self.layout.specs.items()}
-        flat: GroupedArrays = {name: {} for name in specs}
-        for part in self.initializer.parts():
+        initializer = self.initializer
+        init_params = partial(initializer.init_params, given_paths=given_paths)
+        flat: GroupedArrays = {name: {} for name in GROUPS}
+        for part in initializer.parts():
             paths = part.paths
-            stacked = part.num_layers is not None
+            stacked = part.layer_ranges != [None]
             layer = jnp.int32(0) if stacked else None
             key = jax.random.key(0)
             abstract = jax.eval_shape(lambda k, i, p=paths: init_params(k, p, i), key, layer)
-            for index in range(part.num_layers or 1):
+            for layers in part.layer_ranges:
                 storage_specs: dict[str, dict[str, TensorSpec]] = {}
                 paths_in_state = {}
                 for name, values in abstract.items():
                     storage_specs[name] = {}
                     for path in values:
-                        paths_in_state[path] = self.parts.place(path, index)[0] if stacked else path
-                        # Gradients that stay on the device are not part of the state.
-                        if paths_in_state[path] in specs[name]:
-                            storage_specs[name][path] = specs[name][paths_in_state[path]]
+                        paths_in_state[path], spec = initializer.find_leaf(name, path, layers)
+                        if spec is not None:
+                            storage_specs[name][path] = spec
                 memory_kinds = tuple(spec.memory_kind for spec in jax.tree.leaves(storage_specs))
                 run = partial(_init_layer, init_params, paths, storage_specs, stacked)
                 # The layer index is an argument on the device, so all layers whose leaves use the same kinds of
