@@ -49,19 +49,15 @@ class PerLayerStep(StepBackend):
     ):
         schedule.check(experiment.learner, experiment.memory)
         super().__init__(experiment, checkpoint_layout, rows, ahead, layout)
+        self._init_programs = Programs(self.jit, self.layout)
 
     # --- the state at step 0 ------------------------------------------------------------------------------------------
 
-    @cached_property
-    def _init_programs(self) -> Programs:
-        return Programs(self.jit, self.compile_here, self.layout)
-
     def dry_run_init(self, compile: Compile, given_paths: Collection[str] = ()) -> MemoryTracker:
         """See `StepBackend`; parameters in `given_paths` are zeros."""
-        self._init_programs.compile = compile
         words = TensorSpec((2,), "uint32")
         number = TensorSpec((), "int32")
-        return self._init_programs.dry_run(lambda *args: self._init_params(given_paths, *args), words, number)
+        return self._init_programs.dry_run(compile, partial(self._init_params, given_paths), words, number)
 
     def init(self, seed: int | None, given_paths: Collection[str]) -> TrainState:
         """See `StepBackend`. The values equal those of `JitStep`, but each kind of leaf has its own program."""
@@ -129,15 +125,13 @@ class PerLayerStep(StepBackend):
     def layers(self) -> LayerPrograms:
         """The programs of a step and of an evaluation; `compile` compiles those of the step."""
         experiment = self.experiment
-        return LayerPrograms(
-            experiment.language_model, experiment.learner, self.layout, experiment.memory, self.jit, self.compile_here
-        )
+        return LayerPrograms(experiment.language_model, experiment.learner, self.layout, experiment.memory, self.jit)
 
     @cached_property
     def step_memory(self) -> MemoryTracker:
         """The memory that a step needs. Computing it compiles all programs of the step."""
         with phase("compiling the programs of the training step"):
-            return self.layers.dry_run(self.layout.specs, self.rows.specs)
+            return self.layers.dry_run(self.layout.specs, self.rows.specs, self.compile_here)
 
     def compile(self) -> list[jax.stages.Compiled]:
         """See `StepBackend`."""
@@ -152,7 +146,7 @@ class PerLayerStep(StepBackend):
     def evaluate(self, state: TrainState, batch: Batch, group: str) -> Metrics:
         """See `StepBackend`."""
         weights = Weights(frozen=state.frozen, trainable=state[group])
-        return self.layers.evaluate(weights, state.buffer, batch)
+        return self.layers.evaluate(weights, state.buffer, batch, self.compile_here)
 
     # --- information about the programs -------------------------------------------------------------------------------
 
