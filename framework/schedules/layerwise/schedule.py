@@ -32,7 +32,7 @@ from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.schedules import in_backward
 from plimsoll.framework.schedules.backward_state import Weights
 from plimsoll.framework.schedules.layerwise.layer_functions import Inputs, LayerFunctions
-from plimsoll.framework.schedules.layerwise.passes import BackwardPass, Microbatch, Runner, forward, run_head
+from plimsoll.framework.schedules.layerwise.passes import BackwardPass, Microbatch, Runner
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker, Programs
 from plimsoll.framework.schedules.layerwise.update import Updates, UpdateUnit, replicated_specs
 from plimsoll.framework.schedules.memory import Memory
@@ -174,7 +174,7 @@ def _run_step(
     assert grad_stats is not None
     if not updates_at_once:
         decision, _ = decide(total.loss, grad_stats.squares, counter)
-        runner.loaded = None
+        runner.unload()
         updates.update_all(decision)
 
     finish = partial(functions.updates.finish, at_once=updates_at_once)
@@ -208,7 +208,7 @@ def _run_microbatches(runner: Runner, updates: Updates, state: TrainState, batch
         buffers = state.buffer if microbatch is None else microbatch.new_buffers
         inputs = Inputs(batch, state.counter, runner.numbers[number])
         microbatch = Microbatch(inputs, buffers, copy_containers(buffers))
-        x, outs = forward(runner, microbatch)
+        x, outs = runner.forward(microbatch)
         residuals = microbatch.residuals
         # Where layers are inverted, only the last layer's output is saved.
         if f.residual_plan.inverts:
@@ -216,7 +216,7 @@ def _run_microbatches(runner: Runner, updates: Updates, state: TrainState, batch
             residuals[-1] = residuals[-1].with_leaves(jax.tree.leaves(x))
         last_group = f.residual_plan.groups[-1][0]
         runner.run.request(UpdateUnit(STACK, last_group).key("kept"), residuals[last_group])
-        outs["head"] = run_head(runner, updates, microbatch, x)
+        outs["head"] = runner.run_head(updates, microbatch, x)
         del x
         total = runner.run("total", f.updates.total, outs, total, out=replicated_specs)
     assert microbatch is not None
@@ -241,7 +241,7 @@ def _evaluate(
     sums: Metrics = {}
     for number in range(functions.learner.accumulate):
         microbatch = Microbatch(Inputs(batch, {}, numbers[number]), buffers, copy_containers(buffers))
-        x, _ = forward(runner, microbatch)
+        x, _ = runner.forward(microbatch)
         variables = runner.take_variables(head, microbatch.buffers)
         scores = runner.run("score", functions.score, variables, x, microbatch.inputs, out=replicated_specs)
         # Dropped, because the next microbatch needs their memory.
