@@ -55,6 +55,9 @@ class InitPart:
 class StateInitializer:
     """Initializes the values of a state at step 0.
 
+    `init` goes through the parts of the model. `init_params` initializes a part's parameters by their specs,
+    `build_arrays` adds their optimizer state and averages, and `_init_layer` moves all of them to their memory.
+
     Args:
         model: model whose parameters are initialized.
         learner: learner that creates the optimizer state and averages of the parameters.
@@ -95,7 +98,7 @@ class StateInitializer:
         key, run_key = jax.random.split(jax.random.key(seed))
         flat: GroupedArrays = {name: {} for name in GROUPS}
         stored_values: GroupedArrays = {}
-        for part in self.parts():
+        for part in self.init_parts():
             for layers in part.layer_ranges:
                 # The barrier makes each part wait for the previous one. Otherwise XLA may compute several at once,
                 # with float32 copies of all of them alive at the same time.
@@ -115,7 +118,7 @@ class StateInitializer:
         flat["counter"]["rng"] = jax.random.key_data(run_key)
         return self.to_state_tree(flat)
 
-    def parts(self) -> Iterator[InitPart]:
+    def init_parts(self) -> Iterator[InitPart]:
         """Yield all parameters in initialization order."""
         learner = self._learner
         frozen_parts = [(path,) for path in self.groups["frozen"]]

@@ -87,14 +87,14 @@ class JitStep(StepBackend):
 
     def init(self, seed: int | None, given_paths: Collection[str]) -> TrainState:
         """See `StepBackend`."""
-        initializer = None
+        init = None
         # The thread compiles initialization only for the config's seed and with no parameters given.
         if not given_paths and seed is None:
-            initializer = self.ahead.program((INIT,))
+            init = self.ahead.program((INIT,))
         with phase("initializing the state", patience=SHORT):
-            if initializer is None:
-                initializer = self.init_jit(seed, given_paths)
-            return initializer()
+            if init is None:
+                init = self.init_jit(seed, given_paths)
+            return init()
 
     # --- programs that a thread compiles ------------------------------------------------------------------------------
 

@@ -87,7 +87,7 @@ class PerLayerStep(StepBackend):
         initializer = self.initializer
         init_params = partial(initializer.init_params, given_paths=given_paths)
         flat: GroupedArrays = {name: {} for name in GROUPS}
-        for part in initializer.parts():
+        for part in initializer.init_parts():
             paths = part.paths
             stacked = part.layer_ranges != [None]
             layer = jnp.int32(0) if stacked else None
