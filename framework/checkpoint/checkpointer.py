@@ -5,7 +5,7 @@ flipped bits. Arrays are restored directly into the shardings and memory kinds o
 without a second copy. docs/checkpoints.md describes the files.
 
 This file has the `Checkpointer`. The other files are directory.py (names, manifests, errors), integrity.py (checksums),
-storage.py (orbax) and object_store.py (object stores).
+storage.py (orbax), object_store.py (object stores) and narrow_averages.py (averages of earlier versions).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import jax
 from absl import logging
 
 from plimsoll.framework.checkpoint import directory as files
-from plimsoll.framework.checkpoint import object_store, storage
+from plimsoll.framework.checkpoint import narrow_averages, object_store, storage
 from plimsoll.framework.checkpoint.directory import (
     CheckpointCorruptError,
     CheckpointMismatchError,
@@ -32,16 +32,7 @@ from plimsoll.framework.checkpoint.directory import (
     CheckpointSaveError,
 )
 from plimsoll.framework.checkpoint.integrity import checksums
-from plimsoll.framework.checkpoint.state_leaves import (
-    AbstractArrays,
-    array_leaves,
-    build_manifest,
-    find_narrow_averages,
-    select_groups,
-    to_groups,
-    widen_average,
-    without_frozen,
-)
+from plimsoll.framework.checkpoint.storage import AbstractArrays
 from plimsoll.framework.config import PositiveInt
 from plimsoll.framework.files import durable
 from plimsoll.framework.files.remote import is_url
@@ -195,21 +186,20 @@ class Checkpointer:
         self.wait()
         if step in self._saved:
             return False
-        state = to_groups(state)
-        frozen_arrays = state.get("frozen") if isinstance(state, dict) else None
-        if frozen_arrays:
-            state = without_frozen(state)
-            if self._frozen is None:
-                self._frozen = self._save_frozen(frozen_arrays)
-        leaves = array_leaves(state)
+        state, frozen_arrays = _split_frozen(state)
+        frozen_number = self._save_frozen(frozen_arrays) if frozen_arrays else None
+        leaves = flatten(state)
+        assert len(leaves) == len(jax.tree.leaves(state)), "two leaves of the state have the same path"
+        for name, leaf in leaves.items():
+            if not isinstance(leaf, jax.Array):
+                raise TypeError(f"{name}: expected a jax.Array, got {type(leaf).__name__}")
         # The round trip raises for values that are not JSON, before anything is written for this step.
         stored_extra = json.loads(json.dumps(extra, allow_nan=False))
         # Buckets have no size limit, so only disks are checked for free space.
         if not self._in_store:
             num_bytes = sum(leaf.nbytes for leaf in leaves.values())
             self._check_space(step, num_bytes)
-        frozen_number = self._frozen if frozen_arrays else None
-        manifest = build_manifest(step, leaves, stored_extra, frozen_number)
+        manifest = files.Manifest.create(step, leaves, checksums(leaves), stored_extra, frozen_number)
         path = files.step_directory(self.directory, step)
         try:
             finish_write = self._begin_write(path, leaves, manifest)
@@ -220,13 +210,16 @@ class Checkpointer:
         return True
 
     def _save_frozen(self, frozen_arrays: Nested) -> int:
-        """Write the frozen arrays, wait until they are committed, and return their number."""
+        """Write the frozen arrays if this run has not yet done so, wait for their commit, and return their number."""
+        if self._frozen is not None:
+            return self._frozen
         with Checkpointer(directory=self.directory / files.FROZEN, keep=_KEEP_ALL) as frozen_checkpointer:
             # Use a number above all existing ones: older checkpoints refer to those, so they must never be replaced.
             # Processes may see different directory listings, so all use the number of the primary.
             newest = max(frozen_checkpointer.steps(), default=0)
             number = distributed.broadcast_from_primary(1 + newest)
             frozen_checkpointer.save(number, frozen_arrays, {})
+        self._frozen = number
         return number
 
     def _begin_write(self, path: Path, leaves: dict[str, jax.Array], manifest: files.Manifest) -> Callable[[], None]:
@@ -359,25 +352,17 @@ class Checkpointer:
         """
         self._join()
         manifest = self.manifest(step)
+        abstract = _select_groups(abstract, groups)
+        target_specs = flatten(abstract)
         stored = manifest.leaves
-        is_train_state = isinstance(abstract, TrainState)
-        abstract = to_groups(abstract)
         if groups is not None:
-            abstract = select_groups(abstract, groups)
             # The group is the first part of a leaf's path.
             stored = {name: record for name, record in stored.items() if name.partition("/")[0] in groups}
-        frozen: dict[str, Nested] = {}
-        if manifest.frozen is not None and (groups is None or "frozen" in groups):
-            frozen_abstract = abstract.get("frozen", {})
-            # All checkpoints of a run share the frozen arrays, which have their own numbers, independent of the steps.
-            reader = self._frozen_reader()
-            restored = reader.restore(manifest.frozen, frozen_abstract, what="the frozen weights")
-            frozen = {"frozen": restored.state}
-            abstract = without_frozen(abstract)
-        target_specs = flatten(abstract)
-        narrow_specs = find_narrow_averages(target_specs, stored)
-        stored_specs = target_specs | narrow_specs
-        self._refuse_mismatch(step, stored, stored_specs)
+        frozen_number = manifest.frozen if groups is None or "frozen" in groups else None
+        frozen = {} if frozen_number is None else self._restore_frozen(frozen_number, abstract)
+        specs = {name: spec for name, spec in target_specs.items() if name not in frozen}
+        stored_specs = narrow_averages.narrow(specs, stored)
+        self._check_specs(step, stored, stored_specs)
         with phase(f"reading {what or f'the checkpoint of step {step}'}", patience=SHORT):
             path = files.step_directory(self.directory, step)
             # The manifest, not the location, determines the reader: a checkpoint may be copied from a store to a disk.
@@ -385,25 +370,28 @@ class Checkpointer:
                 arrays = storage.read(path, stored_specs)
             else:
                 arrays = object_store.read(path / manifest.arrays, stored_specs)
-            self._refuse_corrupt(step, stored, arrays, frozen)
-        for name in narrow_specs:
-            arrays[name] = widen_average(arrays[name], target_specs[name])
+            self._check_checksums(step, stored, arrays, frozen)
+        narrow_averages.widen(arrays, specs)
         # The run will reach later steps again, so forget that this object has saved them.
         self._saved = {saved_step for saved_step in self._saved if saved_step <= step}
-        self._frozen = manifest.frozen if frozen else None
+        self._frozen = frozen_number
+        arrays |= frozen
         leaves = [arrays[name] for name in target_specs]
         state = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
-        if frozen:
-            state = {**state, **frozen}
-        if is_train_state:
-            state = TrainState(**state)
         return Restored(step, state, manifest.extra, [])
 
-    def _frozen_reader(self) -> Checkpointer:
-        return Checkpointer(directory=self.directory / files.FROZEN, read_only=True)
+    def _restore_frozen(self, number: int, abstract: PyTree) -> dict[str, jax.Array]:
+        """Restore the frozen arrays of a state, by path in the state.
 
-    def _refuse_corrupt(
-        self, step: int, stored: dict[str, files.LeafRecord], arrays: dict[str, jax.Array], frozen: dict[str, Nested]
+        All checkpoints of a run share them. They have their own numbers, independent of the steps.
+        """
+        _, frozen_abstract = _split_frozen(abstract)
+        reader = Checkpointer(directory=self.directory / files.FROZEN, read_only=True)
+        restored = reader.restore(number, frozen_abstract, what="the frozen weights")
+        return {f"frozen/{name}": x for name, x in flatten(restored.state).items()}
+
+    def _check_checksums(
+        self, step: int, stored: dict[str, files.LeafRecord], arrays: dict[str, jax.Array], frozen: dict[str, jax.Array]
     ) -> None:
         """Raise CheckpointCorruptError and free all arrays if the checksum of an array does not match."""
         sums = checksums(arrays)
@@ -412,7 +400,7 @@ class Checkpointer:
             return
         # Free the arrays now instead of when the traceback is released, because restoring an older step needs the
         # memory.
-        for array in (*arrays.values(), *jax.tree.leaves(frozen)):
+        for array in (*arrays.values(), *frozen.values()):
             array.delete()
         listed_names = ", ".join(bad_names[:_MAX_NAMES])
         ellipsis = ", ..." if len(bad_names) > _MAX_NAMES else ""
@@ -427,22 +415,16 @@ class Checkpointer:
         No array is read. Raises the same errors as `restore`.
         """
         manifest = self.manifest(step)
-        abstract = to_groups(abstract)
         if manifest.frozen is not None:
-            frozen_abstract = abstract.get("frozen", {})
-            self._frozen_reader().compare(manifest.frozen, frozen_abstract)
-            abstract = without_frozen(abstract)
-        target_specs = flatten(abstract)
-        narrow_specs = find_narrow_averages(target_specs, manifest.leaves)
-        self._refuse_mismatch(step, manifest.leaves, target_specs | narrow_specs)
+            abstract, frozen_abstract = _split_frozen(abstract)
+            reader = Checkpointer(directory=self.directory / files.FROZEN, read_only=True)
+            reader.compare(manifest.frozen, frozen_abstract)
+        self._check_specs(step, manifest.leaves, narrow_averages.narrow(flatten(abstract), manifest.leaves))
         return manifest
 
-    def _refuse_mismatch(self, step: int, stored: dict[str, files.LeafRecord], stored_specs: AbstractArrays) -> None:
+    def _check_specs(self, step: int, stored: dict[str, files.LeafRecord], specs: AbstractArrays) -> None:
         """Raise CheckpointMismatchError if names, shapes or dtypes differ; orbax would silently cast dtypes."""
-        records: dict[str, files.LeafRecord] = {}
-        for name, x in stored_specs.items():
-            records[name] = files.LeafRecord(tuple(x.shape), str(x.dtype))
-        table = files.mismatch_table(stored, records)
+        table = files.mismatch_table(stored, files.record_leaves(specs))
         if table:
             raise CheckpointMismatchError(f"step {step} of {self.directory} belongs to another model: {table}")
 
@@ -474,3 +456,27 @@ class Checkpointer:
         error_class = CheckpointCorruptError if steps else CheckpointMissingError
         headline = f"no checkpoint in {self.directory} can be restored:"
         raise error_class("\n  ".join([headline, *problems]))
+
+
+# --- the leaves of a state -------------------------------------------------------------------------------------------
+
+
+def _select_groups(abstract: PyTree, groups: Collection[str] | None) -> PyTree:
+    """Return a state with only these groups; None for all. Raises ValueError if a group does not exist."""
+    if groups is None:
+        return abstract
+    trees = dict(abstract.items())
+    missing_groups = set(groups) - set(trees)
+    if missing_groups:
+        raise ValueError(f"groups: expected some of {sorted(trees)}, got {sorted(missing_groups)}")
+    selected = {name: tree for name, tree in trees.items() if name in groups}
+    return TrainState(**selected) if isinstance(abstract, TrainState) else selected
+
+
+def _split_frozen(state: PyTree) -> tuple[PyTree, Nested]:
+    """Return a state without its group "frozen", and this group: {} if the state has no groups, or not this one."""
+    if isinstance(state, TrainState):
+        return replace(state, frozen={}), state.frozen
+    if not isinstance(state, dict):
+        return state, {}
+    return {name: group for name, group in state.items() if name != "frozen"}, state.get("frozen", {})

@@ -17,10 +17,12 @@ The manifest is JSON, so reading it never executes stored code. This file does n
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import os
 import re
 import shutil
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -32,6 +34,7 @@ from plimsoll.framework.files.text_files import parse_json
 from plimsoll.framework.terminal.tables import TableSection, render
 
 if TYPE_CHECKING:
+    import jax
     from etils import epath
 
 FORMAT = 1
@@ -92,6 +95,14 @@ class LeafRecord:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
+def record_leaves(
+    leaves: Mapping[str, jax.Array | jax.ShapeDtypeStruct], checksums: Mapping[str, str] | None = None
+) -> dict[str, LeafRecord]:
+    """Return the record of each leaf, by path, with the leaf's checksum if `checksums` are given."""
+    checksums = checksums or {}
+    return {name: LeafRecord(tuple(x.shape), str(x.dtype), checksums.get(name, "")) for name, x in leaves.items()}
+
+
 @dataclass(frozen=True)
 class Manifest:
     """Everything about a checkpoint except its arrays.
@@ -113,6 +124,31 @@ class Manifest:
     saved_at: str
     frozen: int | None = None
     arrays: str = STATE
+
+    @classmethod
+    def create(
+        cls,
+        step: int,
+        arrays: Mapping[str, jax.Array],
+        checksums: Mapping[str, str],
+        extra: dict[str, Any],
+        frozen_number: int | None,
+    ) -> Manifest:
+        """Return the manifest of a checkpoint that the installed versions save now.
+
+        Args:
+            step, extra, frozen_number: see the attributes.
+            arrays: arrays by path, without the frozen ones.
+            checksums: their checksums, by path.
+        """
+        records = record_leaves(arrays, checksums)
+        saved_at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        versions: dict[str, str] = {}
+        for package in ("jax", "plimsoll-train", "orbax-checkpoint"):
+            # Not importlib.metadata.version, which raises an error for a checkout that was never installed.
+            installed = next(iter(importlib.metadata.distributions(name=package)), None)
+            versions[package] = "not installed as a package" if installed is None else installed.version
+        return cls(step, records, extra, versions, saved_at, frozen_number)
 
     def to_json(self) -> dict[str, object]:
         """Return the manifest as stored JSON. `digest` covers all other entries, so a changed byte is detected."""

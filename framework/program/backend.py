@@ -61,6 +61,8 @@ class StepBackend(ABC):
         self.parts = StackParts((), {})
         if layout is None:
             self.parts = get_stack_split(experiment)
+            layout = checkpoint_layout
+        if self.parts.parts:
             layout = StateLayout(self.parts.specs(checkpoint_layout.specs), self.mesh)
         self.layout = layout
         self.rows = rows
@@ -69,7 +71,9 @@ class StepBackend(ABC):
         self.compiler_options = experiment.compiler.options_for(self.mesh)
         jit_options = self.compiler_options or None
         self.jit: Any = functools.partial(jax.jit, compiler_options=jit_options)
-        self.initializer = StateInitializer(experiment.model, experiment.learner, checkpoint_layout, self.layout)
+        self.initializer = StateInitializer(
+            experiment.model, experiment.learner, checkpoint_layout, self.layout, self.parts
+        )
 
     def compile_here(self, lowered: jax.stages.Lowered, offloaded: executables.HostBytes) -> LayerProgram:
         """Compile a lowered program for the mesh; return it with the peak memory of one device in bytes.
@@ -157,16 +161,22 @@ class StepBackend(ABC):
 
     def to_checkpoint(self, state: TrainState) -> TrainState:
         """Return the part of a state that checkpoints hold. Split stacks are joined into whole ones in host memory."""
-        return self.parts.join_stacks(replace(state, gradient={}), self.checkpoint_layout)
+        state = replace(state, gradient={})
+        if not self.parts.parts:
+            return state
+        return self.parts.join_stacks(state, self.checkpoint_layout)
 
     @property
     def abstract_checkpoint(self) -> TrainState:
         """The abstract arrays that a checkpoint is read into. Stacks that will be split are read into host memory."""
-        return self.checkpoint_layout.abstract(self.parts.specs_before_split(self.checkpoint_layout))
+        specs = self.checkpoint_layout.checkpoint_specs
+        if self.parts.parts:
+            specs = self.parts.specs_before_split(self.checkpoint_layout)
+        return self.checkpoint_layout.abstract(specs)
 
     def from_checkpoint(self, stored: TrainState) -> TrainState:
         """Build the state from a checkpoint's arrays. `stored` is deleted."""
-        state = self.parts.split_state(stored, self.layout)
+        state = self.parts.split_state(stored, self.layout) if self.parts.parts else stored
         # Checkpoints do not hold the buffers of gradients, which start as zeros.
         specs = self.layout.specs.gradient
         zeros = lambda: jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)  # noqa: E731
@@ -175,6 +185,8 @@ class StepBackend(ABC):
     @property
     def bytes_through_host(self) -> int:
         """Bytes of one device's memory that a restore routes through host memory, to be split there."""
+        if not self.parts.parts:
+            return 0
         part_stages = {part.stage for part in self.parts.parts}
         total = 0
         for leaf in self.layout:

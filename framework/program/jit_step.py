@@ -12,13 +12,12 @@ from jax.extend.core import ClosedJaxpr
 
 from plimsoll.framework.devices.executables import HostBytes, compile_or_load, peak_bytes
 from plimsoll.framework.layers.remat import check_platform
-from plimsoll.framework.layout import GROUPS, Nested, StateLayout, TrainState, flatten, merge, store_leaf
+from plimsoll.framework.layout import Nested, StateLayout, TrainState, merge
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.program.backend import StepBackend
 from plimsoll.framework.program.compile_thread import EVALUATION, INIT, CompileThread
 from plimsoll.framework.program.experiment import Experiment
-from plimsoll.framework.program.initializer import GroupedArrays, Paths
 from plimsoll.framework.program.rows import Batch, BatchRows
 from plimsoll.framework.schedules import after_backward, in_backward, streamed
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker
@@ -76,75 +75,26 @@ class JitStep(StepBackend):
     # --- the state at step 0 ------------------------------------------------------------------------------------------
 
     def init_jit(self, seed: int | None = None, given_paths: Collection[str] = ()) -> jax.stages.Wrapped:
-        """Return the jitted function that initializes the state, directly into the layout.
-
-        A stack is initialized layer by layer, and offloaded leaves move to host memory immediately, so nothing is
-        held twice.
+        """Return the jitted `StateInitializer.init`, which initializes the state directly into the layout.
 
         Args:
             seed: seed of the initialization; the config's by default.
             given_paths: paths of parameters to fill with zeros, because the caller overwrites them.
         """
         seed = self.experiment.trainer.seed if seed is None else seed
-        initializer = self.initializer
-        state_specs = {name: flatten(tree) for name, tree in self.layout.specs.items()}
-
-        def init_part(key: jax.Array, paths: Paths, first: int, layer: jax.Array | None) -> GroupedArrays:
-            """Return {group: {path in the state: array}}; `first` is the first layer of the leaves of the state."""
-            stored_values: GroupedArrays = {}
-            for group, values in initializer.init_params(key, paths, layer, given_paths).items():
-                specs = state_specs[group]
-                stored_values[group] = {}
-                for path, x in values.items():
-                    path_in_state = path if layer is None else self.parts.place(path, first)[0]
-                    # Gradients that stay on the device are not part of the state.
-                    if path_in_state in specs:
-                        stored_values[group][path_in_state] = store_leaf(specs[path_in_state], x)
-            return stored_values
-
-        def init() -> TrainState:
-            key, run_key = jax.random.split(jax.random.key(seed))
-            flat: GroupedArrays = {name: {} for name in GROUPS}
-            part_values: GroupedArrays = {}
-            for part in initializer.parts():
-                stack_parts = self.parts.list_parts(part.paths[0].split("/", 1)[0])
-                # The layers of each leaf of the state; None for parameters that are initialized as a whole.
-                layer_runs: list[range | None] = [None]
-                if part.num_layers is not None:
-                    layer_runs = [range(part.num_layers)]
-                    if stack_parts:
-                        layer_runs = [range(run.first, run.first + run.count) for run in stack_parts]
-                for layers in layer_runs:
-                    # The barrier makes each part wait for the previous one. Otherwise XLA may compute several at
-                    # once, with float32 copies of all of them alive at the same time.
-                    key, part_values = jax.lax.optimization_barrier((key, part_values))
-                    for name, values in part_values.items():
-                        flat[name] |= values
-                    if layers is None:
-                        part_values = init_part(key, part.paths, 0, None)
-                    else:
-                        init_layer = partial(init_part, key, part.paths, layers.start)
-                        part_values = jax.lax.map(init_layer, jnp.arange(layers.start, layers.stop))
-            for name, values in part_values.items():
-                flat[name] |= values
-            for name in ("buffer", "counter"):
-                for path, spec in flatten(self.layout.specs[name]).items():
-                    flat[name][path] = jnp.zeros(spec.shape, spec.dtype)
-            flat["counter"]["rng"] = jax.random.key_data(run_key)
-            return initializer.to_state_tree(flat)
-
+        init = partial(self.initializer.init, seed, given_paths)
         return self.jit(init, out_shardings=self.layout.shardings())
 
     def init(self, seed: int | None, given_paths: Collection[str]) -> TrainState:
         """See `StepBackend`."""
-        initializer = None
+        init = None
         # The thread compiles initialization only for the config's seed and with no parameters given.
         if not given_paths and seed is None:
-            initializer = self.ahead.program((INIT,))
+            init = self.ahead.program((INIT,))
         with phase("initializing the state", patience=SHORT):
-            if initializer is None:
-                initializer = self.init_jit(seed, given_paths)
-            return initializer()
+            if init is None:
+                init = self.init_jit(seed, given_paths)
+            return init()
 
     # --- programs that a thread compiles ------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, TrainState, flatten, store_leaf
+from plimsoll.framework.layout import GROUPS, Nested, StateLayout, TensorSpec, TrainState, flatten, store_leaf
 from plimsoll.framework.program.backend import StepBackend
 from plimsoll.framework.program.compile_thread import CompileThread
 from plimsoll.framework.program.experiment import Experiment
@@ -49,19 +49,15 @@ class PerLayerStep(StepBackend):
     ):
         schedule.check(experiment.learner, experiment.memory)
         super().__init__(experiment, checkpoint_layout, rows, ahead, layout)
+        self._init_programs = Programs(self.jit, self.layout)
 
     # --- the state at step 0 ------------------------------------------------------------------------------------------
 
-    @cached_property
-    def _init_programs(self) -> Programs:
-        return Programs(self.jit, self.compile_here, self.layout)
-
     def dry_run_init(self, compile: Compile, given_paths: Collection[str] = ()) -> MemoryTracker:
         """See `StepBackend`; parameters in `given_paths` are zeros."""
-        self._init_programs.compile = compile
         words = TensorSpec((2,), "uint32")
         number = TensorSpec((), "int32")
-        return self._init_programs.dry_run(lambda *args: self._init_params(given_paths, *args), words, number)
+        return self._init_programs.dry_run(compile, partial(self._init_params, given_paths), words, number)
 
     def init(self, seed: int | None, given_paths: Collection[str]) -> TrainState:
         """See `StepBackend`. The values equal those of `JitStep`, but each kind of leaf has its own program."""
@@ -88,25 +84,24 @@ class PerLayerStep(StepBackend):
             words: uint32[2], the raw data of the key.
             number: int32[], the index of the first layer: 0.
         """
-        init_params = partial(self.initializer.init_params, given_paths=given_paths)
-        specs = {name: flatten(tree) for name, tree in self.layout.specs.items()}
-        flat: GroupedArrays = {name: {} for name in specs}
-        for part in self.initializer.parts():
+        initializer = self.initializer
+        init_params = partial(initializer.init_params, given_paths=given_paths)
+        flat: GroupedArrays = {name: {} for name in GROUPS}
+        for part in initializer.init_parts():
             paths = part.paths
-            stacked = part.num_layers is not None
+            stacked = part.layer_ranges != [None]
             layer = jnp.int32(0) if stacked else None
             key = jax.random.key(0)
             abstract = jax.eval_shape(lambda k, i, p=paths: init_params(k, p, i), key, layer)
-            for index in range(part.num_layers or 1):
+            for layers in part.layer_ranges:
                 storage_specs: dict[str, dict[str, TensorSpec]] = {}
                 paths_in_state = {}
                 for name, values in abstract.items():
                     storage_specs[name] = {}
                     for path in values:
-                        paths_in_state[path] = self.parts.place(path, index)[0] if stacked else path
-                        # Gradients that stay on the device are not part of the state.
-                        if paths_in_state[path] in specs[name]:
-                            storage_specs[name][path] = specs[name][paths_in_state[path]]
+                        paths_in_state[path], spec = initializer.find_leaf(name, path, layers)
+                        if spec is not None:
+                            storage_specs[name][path] = spec
                 memory_kinds = tuple(spec.memory_kind for spec in jax.tree.leaves(storage_specs))
                 run = partial(_init_layer, init_params, paths, storage_specs, stacked)
                 # The layer index is an argument on the device, so all layers whose leaves use the same kinds of
@@ -130,15 +125,13 @@ class PerLayerStep(StepBackend):
     def layers(self) -> LayerPrograms:
         """The programs of a step and of an evaluation; `compile` compiles those of the step."""
         experiment = self.experiment
-        return LayerPrograms(
-            experiment.language_model, experiment.learner, self.layout, experiment.memory, self.jit, self.compile_here
-        )
+        return LayerPrograms(experiment.language_model, experiment.learner, self.layout, experiment.memory, self.jit)
 
     @cached_property
     def step_memory(self) -> MemoryTracker:
         """The memory that a step needs. Computing it compiles all programs of the step."""
         with phase("compiling the programs of the training step"):
-            return self.layers.dry_run(self.layout.specs, self.rows.specs)
+            return self.layers.dry_run(self.layout.specs, self.rows.specs, self.compile_here)
 
     def compile(self) -> list[jax.stages.Compiled]:
         """See `StepBackend`."""
@@ -153,7 +146,7 @@ class PerLayerStep(StepBackend):
     def evaluate(self, state: TrainState, batch: Batch, group: str) -> Metrics:
         """See `StepBackend`."""
         weights = Weights(frozen=state.frozen, trainable=state[group])
-        return self.layers.evaluate(weights, state.buffer, batch)
+        return self.layers.evaluate(weights, state.buffer, batch, self.compile_here)
 
     # --- information about the programs -------------------------------------------------------------------------------
 

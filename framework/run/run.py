@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 
@@ -68,6 +69,8 @@ class Run:
         self.evaluated_step: int | None = None
         self.signals: list[int] = []
         self.save_is_due = False
+        # The JSON data stored with the checkpoint that was restored last.
+        self._extra: dict[str, Any] = {}
         # Only a rollback leaves a batch out.
         self.batch_order = BatchOrder()
         self._saved_at = time.monotonic()

@@ -88,8 +88,6 @@ class Runner:
 
     Attributes:
         run: runs a program.
-        loaded: the layer of the stack whose weights are on the device; None if there is none.
-        shared: the parameters that all layers share, which stay on the device for the whole pass.
     """
 
     def __init__(self, functions: LayerFunctions, programs: Programs, numbers: Sequence[jax.Array], weights: Weights):
@@ -97,8 +95,10 @@ class Runner:
         self.run = TransferQueue(programs)
         self.numbers = numbers
         self._weights = weights
-        self.loaded: LoadedLayer | None = None
-        self.shared = Weights()
+        # The layer of the stack whose weights are on the device, if there is one.
+        self._loaded: LoadedLayer | None = None
+        # The parameters that all layers share, which stay on the device for the whole pass.
+        self._shared = Weights()
 
     def _get_weights(self, unit: UpdateUnit) -> Weights:
         """Return the parameters that a stage (tied ones included) or a layer reads, in the memory that stores them."""
@@ -121,12 +121,24 @@ class Runner:
         if unit.stage != STACK:
             weights = self.run.take(unit.key("weights"), self._get_weights(unit))
             return Variables(weights, Weights(), unit.select(buffers))
-        if self.loaded is None or self.loaded.unit != unit:
+        if self._loaded is None or self._loaded.unit != unit:
             # The old weights are dropped first; otherwise two layers' weights would be on the device during the
             # fetch.
-            self.loaded = None
-            self.loaded = LoadedLayer(unit, self.run.take(unit.key("weights"), self._get_weights(unit)))
-        return Variables(self.loaded.weights, self.shared, unit.select(buffers))
+            self._loaded = None
+            self._loaded = LoadedLayer(unit, self.run.take(unit.key("weights"), self._get_weights(unit)))
+        return Variables(self._loaded.weights, self._shared, unit.select(buffers))
+
+    def unload(self, unit: UpdateUnit | None = None) -> Nested | None:
+        """Drop the weights of the loaded layer; return the trainable ones, or None if there is no such layer.
+
+        Args:
+            unit: the only layer to drop; None drops any layer.
+        """
+        loaded = self._loaded
+        if loaded is None or unit not in (None, loaded.unit):
+            return None
+        self._loaded = None
+        return loaded.weights.trainable
 
     def request_layer(self, index: int) -> None:
         """Request that the next program fetches the weights of a layer of the stack, if it exists."""
@@ -142,111 +154,107 @@ class Runner:
             return later
         return self.run("add", partial(jax.tree.map, jnp.add), earlier, later, out=replicated_specs)
 
+    # --- forward -----------------------------------------------------------------------------------------------------
 
-# --- forward ---------------------------------------------------------------------------------------------------------
-
-
-def forward(runner: Runner, microbatch: Microbatch) -> tuple[Carry, dict[str, Out]]:
-    """Run everything before the head: (output of the stack, loss and metrics by stage)."""
-    f = runner.functions
-    embed = UpdateUnit("embed")
-    variables = runner.take_variables(embed, microbatch.buffers)
-    if not f.num_first:
-        runner.request_layer(0)
-    result = runner.run("embed forward", f.enter_embedding, variables, microbatch.inputs, out=f.forward_specs)
-    del variables
-    x = result.y
-    outs = {"embed": microbatch.split_buffers(embed, result.out)}
-    del result
-    if f.num_first:
-        x, outs[FIRST] = _run_first_layers_forward(runner, microbatch, x)
-    runner.shared = runner.take_variables(UpdateUnit("shared"), {}).weights
-    outs[STACK] = Out()
-    for index in range(f.num_repeats):
-        save_policy = f.residual_plan.forward_save_policy(index) if f.training else SAVE_NOTHING
-        result = _run_layer_forward(runner, microbatch, index, x, save_policy, index + 1)
+    def forward(self, microbatch: Microbatch) -> tuple[Carry, dict[str, Out]]:
+        """Run everything before the head: (output of the stack, loss and metrics by stage)."""
+        f = self.functions
+        embed = UpdateUnit("embed")
+        variables = self.take_variables(embed, microbatch.buffers)
+        if not f.num_first:
+            self.request_layer(0)
+        result = self.run("embed forward", f.enter_embedding, variables, microbatch.inputs, out=f.forward_specs)
+        del variables
         x = result.y
-        microbatch.residuals.append(result.residuals)
-        outs[STACK] = runner.add(outs[STACK], result.out)
-    return x, outs
+        outs = {"embed": microbatch.split_buffers(embed, result.out)}
+        del result
+        if f.num_first:
+            x, outs[FIRST] = self._run_first_layers(microbatch, x)
+        self._shared = self.take_variables(UpdateUnit("shared"), {}).weights
+        outs[STACK] = Out()
+        for index in range(f.num_repeats):
+            save_policy = f.residual_plan.forward_save_policy(index) if f.training else SAVE_NOTHING
+            result = self.run_layer(microbatch, index, x, save_policy, index + 1)
+            x = result.y
+            microbatch.residuals.append(result.residuals)
+            outs[STACK] = self.add(outs[STACK], result.out)
+        return x, outs
 
+    def _run_first_layers(self, microbatch: Microbatch, x: Carry) -> tuple[Carry, Out]:
+        """Run the layers before the stack: (the stack's input, the sum of their losses and metrics)."""
+        f = self.functions
+        total = Out()
+        for index in range(f.num_first):
+            unit = UpdateUnit(FIRST, index)
+            is_last = index + 1 == f.num_first
+            if is_last:
+                self.request_layer(0)
+            if f.training:
+                microbatch.first_inputs.append(x)
+            result = self.run(
+                f"{FIRST} forward{', last' if is_last else ''}",
+                partial(f.first_forward, is_last),
+                self.take_variables(unit, microbatch.buffers),
+                x,
+                replace(microbatch.inputs, layer=self.numbers[index]),
+                out=f.forward_specs,
+            )
+            x = result.y
+            total = self.add(total, microbatch.split_buffers(unit, result.out))
+        return x, total
 
-def _run_first_layers_forward(runner: Runner, microbatch: Microbatch, x: Carry) -> tuple[Carry, Out]:
-    """Run the layers before the stack: (the stack's input, the sum of their losses and metrics)."""
-    f = runner.functions
-    total = Out()
-    for index in range(f.num_first):
-        unit = UpdateUnit(FIRST, index)
-        is_last = index + 1 == f.num_first
-        if is_last:
-            runner.request_layer(0)
-        if f.training:
-            microbatch.first_inputs.append(x)
-        result = runner.run(
-            f"{FIRST} forward{', last' if is_last else ''}",
-            partial(f.first_forward, is_last),
-            runner.take_variables(unit, microbatch.buffers),
+    def run_layer(
+        self, microbatch: Microbatch, index: int, x: Carry, save_policy: SavePolicy, next_index: int
+    ) -> ForwardResult:
+        """Run one layer of the stack forward, and fetch the weights of the next one.
+
+        Args:
+            microbatch: see `forward`.
+            index: index of the layer.
+            x: the layer's input.
+            save_policy: which residuals are saved, and where.
+            next_index: index of the layer that runs next; -1 if there is none.
+        """
+        f = self.functions
+        unit = UpdateUnit(STACK, index)
+        variables = self.take_variables(unit, microbatch.buffers)
+        self.request_layer(next_index)
+        result: ForwardResult = self.run(
+            f"unit forward, keeps {save_policy.what}{save_policy.label}",
+            partial(f.layer_forward, save_policy),
+            variables,
             x,
-            replace(microbatch.inputs, layer=runner.numbers[index]),
-            out=f.forward_specs,
+            replace(microbatch.inputs, layer=self.numbers[index]),
+            donate=(1,),
+            out=partial(f.forward_specs, save_policy=save_policy),
         )
-        x = result.y
-        total = runner.add(total, microbatch.split_buffers(unit, result.out))
-    return x, total
+        # A group's second forward pass ("now") starts from the same buffers as the first, so its new buffers are
+        # ignored.
+        if save_policy.what == "now":
+            return replace(result, out=Out())
+        return replace(result, out=microbatch.split_buffers(unit, result.out))
 
-
-def _run_layer_forward(
-    runner: Runner, microbatch: Microbatch, index: int, x: Carry, save_policy: SavePolicy, next_index: int
-) -> ForwardResult:
-    """Run one layer of the stack forward, and fetch the weights of the next one.
-
-    Args:
-        runner, microbatch: see `forward`.
-        index: index of the layer.
-        x: the layer's input.
-        save_policy: which residuals are saved, and where.
-        next_index: index of the layer that runs next; -1 if there is none.
-    """
-    f = runner.functions
-    unit = UpdateUnit(STACK, index)
-    variables = runner.take_variables(unit, microbatch.buffers)
-    runner.request_layer(next_index)
-    result: ForwardResult = runner.run(
-        f"unit forward, keeps {save_policy.what}{save_policy.label}",
-        partial(f.layer_forward, save_policy),
-        variables,
-        x,
-        replace(microbatch.inputs, layer=runner.numbers[index]),
-        donate=(1,),
-        out=partial(f.forward_specs, save_policy=save_policy),
-    )
-    # A group's second forward pass ("now") starts from the same buffers as the first, so its new buffers are ignored.
-    if save_policy.what == "now":
-        return replace(result, out=Out())
-    return replace(result, out=microbatch.split_buffers(unit, result.out))
-
-
-def run_head(runner: Runner, updates: Updates, microbatch: Microbatch, x: Carry) -> Out:
-    """Run the head forward and backward, from the stack's output `x`; return its loss and metrics."""
-    f = runner.functions
-    unit = UpdateUnit("head")
-    variables = runner.take_variables(unit, microbatch.buffers)
-    grad_sums = updates.take_gradients(unit)
-    result: HeadResult = runner.run(
-        "head backward",
-        f.head_step,
-        variables,
-        x,
-        grad_sums,
-        microbatch.inputs,
-        # Where layers are inverted, x is still needed as the last layer's output.
-        donate=(2,) if f.residual_plan.inverts else (1, 2),
-        out=f.head_specs,
-    )
-    microbatch.ct = result.ct
-    microbatch.head_grads = result.grads
-    microbatch.tie_grads = result.tie_grads
-    return microbatch.split_buffers(unit, result.out)
+    def run_head(self, updates: Updates, microbatch: Microbatch, x: Carry) -> Out:
+        """Run the head forward and backward, from the stack's output `x`; return its loss and metrics."""
+        f = self.functions
+        unit = UpdateUnit("head")
+        variables = self.take_variables(unit, microbatch.buffers)
+        grad_sums = updates.take_gradients(unit)
+        result: HeadResult = self.run(
+            "head backward",
+            f.head_step,
+            variables,
+            x,
+            grad_sums,
+            microbatch.inputs,
+            # Where layers are inverted, x is still needed as the last layer's output.
+            donate=(2,) if f.residual_plan.inverts else (1, 2),
+            out=f.head_specs,
+        )
+        microbatch.ct = result.ct
+        microbatch.head_grads = result.grads
+        microbatch.tie_grads = result.tie_grads
+        return microbatch.split_buffers(unit, result.out)
 
 
 # --- backward --------------------------------------------------------------------------------------------------------
@@ -347,14 +355,8 @@ class BackwardPass:
                 self._updates.store_gradients(unit, grads)
             return
         assert self._grad_stats is not None
-        params = None
-        loaded = self._runner.loaded
-        if loaded is not None and loaded.unit == unit:
-            # The layer's weights are still on the device from its backward pass.
-            params = loaded.weights.trainable
-            self._runner.loaded = None
-        # Its frozen weights are not needed.
-        del loaded
+        # A layer's weights are still on the device from its backward pass; its frozen weights are not needed.
+        params = self._runner.unload(unit)
         self._updates.update(unit, grads, replace(self._decision, ok=self._grad_stats.ok), params)
 
     # --- layers of the stack -----------------------------------------------------------------------------------------
@@ -400,7 +402,7 @@ class BackwardPass:
             # The backward pass starts with the last layer, whose weights are already on the device.
             next_index = index + 1 if index + 1 in group else -1
             save_policy = self._functions.residual_plan.save_policy(index, "now")
-            result = _run_layer_forward(self._runner, self._microbatch, index, x, save_policy, next_index)
+            result = self._runner.run_layer(self._microbatch, index, x, save_policy, next_index)
             x = result.y
             group_residuals.append(result.residuals)
         return group_residuals

@@ -161,16 +161,15 @@ class Programs:
 
     Args:
         jit: jax.jit with the compiler's options.
-        compile: see `Compile`.
         layout: the layout, which places TensorSpecs.
     """
 
-    def __init__(self, jit: Callable[..., jax.stages.Wrapped], compile: Compile, layout: StateLayout):
+    def __init__(self, jit: Callable[..., jax.stages.Wrapped], layout: StateLayout):
         self._jit = jit
-        self.compile = compile
         self._layout = layout
         self._compiled: dict[ProgramKey, LayerProgram] = {}
-        self._tracker: MemoryTracker | None = None
+        # The compile function and the memory tracker of the current dry run, if there is one.
+        self._dry_run: tuple[Compile, MemoryTracker] | None = None
         # The devices of a CPU share a thread pool, and in a collective each device holds a thread until all have
         # arrived. Programs that run concurrently could wait for each other's threads, until XLA aborts the process.
         devices = layout.mesh.devices
@@ -179,21 +178,22 @@ class Programs:
     def __len__(self) -> int:
         return len(self._compiled)
 
-    def dry_run(self, driver: Callable[..., object], *trees: PyTree) -> MemoryTracker:
+    def dry_run(self, compile: Compile, driver: Callable[..., object], *trees: PyTree) -> MemoryTracker:
         """Dry-run `driver`, and compile each program it calls.
 
         Args:
+            compile: compiles a program.
             driver: the Python code of the step.
             trees: its arguments, as arrays or TensorSpecs; it gets abstract arrays instead.
         """
         tracker = MemoryTracker()
         # Like the caller of a real step, this name keeps the arguments alive until the end, except donated ones.
         arguments = _make_abstract_arrays(tracker, "", trees, jax.tree.map(self._get_placement, trees))
-        self._tracker = tracker
+        self._dry_run = compile, tracker
         try:
             driver(*arguments)
         finally:
-            self._tracker = None
+            self._dry_run = None
         return tracker
 
     def _get_placement(self, x: Array | TensorSpec | ArrayPlacement) -> ArrayPlacement:
@@ -224,13 +224,13 @@ class Programs:
         # Shapes are not part of the key: calls with the same name differ only in the structure of their arguments.
         key = name, jax.tree.structure(args)
         donate = tuple(donate)
-        if self._tracker is None:
+        if self._dry_run is None:
             results = self._compiled[key].run(*args)
             return jax.block_until_ready(results) if self._waits else results
+        compile, tracker = self._dry_run
         if key not in self._compiled:
-            self._compile(key, function, args, donate, out)
+            self._compiled[key] = self._compile(compile, function, args, donate, out)
         compiled = self._compiled[key]
-        tracker = self._tracker
         # An array that is passed twice is counted once.
         array_by_id = {id(abstract_array): abstract_array for abstract_array in jax.tree.leaves(args)}
         abstract_arrays = list(array_by_id.values())
@@ -251,12 +251,12 @@ class Programs:
 
     def _compile(
         self,
-        key: ProgramKey,
+        compile: Compile,
         function: Callable[..., PyTree],
         args: tuple[PyTree, ...],
         donate: tuple[int, ...],
         out: PyTree | Callable[[PyTree], PyTree],
-    ) -> None:
+    ) -> LayerProgram:
         """Compile a program; see `__call__`."""
         abstract_args = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.placement.sharding), args
@@ -286,8 +286,8 @@ class Programs:
         offloaded = HostBytes(
             _offloaded_bytes(args), sum(jax.tree.leaves(result_bytes)), _offloaded_bytes(donated_args)
         )
-        compiled = self.compile(traced.lower(), offloaded)
-        self._compiled[key] = replace(compiled, results=traced.out_info, placements=placements, jaxpr=traced.jaxpr)
+        compiled = compile(traced.lower(), offloaded)
+        return replace(compiled, results=traced.out_info, placements=placements, jaxpr=traced.jaxpr)
 
 
 def _make_abstract_arrays(tracker: MemoryTracker, name: str, trees: PyTree, placements: PyTree) -> PyTree:

@@ -32,7 +32,7 @@ from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.schedules import in_backward
 from plimsoll.framework.schedules.backward_state import Weights
 from plimsoll.framework.schedules.layerwise.layer_functions import Inputs, LayerFunctions
-from plimsoll.framework.schedules.layerwise.passes import BackwardPass, Microbatch, Runner, forward, run_head
+from plimsoll.framework.schedules.layerwise.passes import BackwardPass, Microbatch, Runner
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker, Programs
 from plimsoll.framework.schedules.layerwise.update import Updates, UpdateUnit, replicated_specs
 from plimsoll.framework.schedules.memory import Memory
@@ -66,7 +66,6 @@ class LayerPrograms:
     Args:
         model, learner, layout, memory: the components of the step.
         jit: jax.jit with the compiler's options.
-        compile: see `Programs`.
     """
 
     def __init__(
@@ -76,12 +75,11 @@ class LayerPrograms:
         layout: StateLayout,
         memory: Memory,
         jit: Callable[..., jax.stages.Wrapped],
-        compile: Compile,
     ):
         learner.measure_localities()
-        self.programs = Programs(jit, compile, layout)
+        self.programs = Programs(jit, layout)
         self._functions = LayerFunctions(model, learner, layout, memory, training=True)
-        self._evaluation_programs = Programs(jit, compile, layout)
+        self._evaluation_programs = Programs(jit, layout)
         self._evaluation_functions = LayerFunctions(model, learner, layout, memory, training=False)
         # Structure and memory kinds of the evaluated trees, whose programs are compiled.
         self._evaluated: set[Hashable] = set()
@@ -94,48 +92,45 @@ class LayerPrograms:
             sharding = layout.sharding(number)
             self._numbers = [jax.device_put(np.int32(i), sharding) for i in range(count)]
 
-    def dry_run(self, state: TrainState, batch: Nested, compile: Compile | None = None) -> MemoryTracker:
+    def dry_run(self, state: TrainState, batch: Nested, compile: Compile) -> MemoryTracker:
         """Dry-run a step with the specs of state and batch, and compile its programs; return the memory it needs.
 
         Args:
             state, batch: specs of the training state and of a batch.
-            compile: replaces the function that compiles programs, from now on; None keeps it.
+            compile: compiles a program.
         """
-        self.programs.compile = compile or self.programs.compile
         step = partial(_run_step, self._functions, self.programs)
-        return self.programs.dry_run(step, self._numbers, state, batch)
+        return self.programs.dry_run(compile, step, self._numbers, state, batch)
 
     def __call__(self, state: TrainState, batch: Nested) -> tuple[TrainState, Metrics]:
         """Run one step; the old state is invalid afterwards."""
         return _run_step(self._functions, self.programs, self._numbers, state, batch)
 
-    def dry_run_evaluation(
-        self, weights: Weights, buffers: Nested, batch: Nested, compile: Compile | None = None
-    ) -> MemoryTracker:
+    def dry_run_evaluation(self, weights: Weights, buffers: Nested, batch: Nested, compile: Compile) -> MemoryTracker:
         """Dry-run the evaluation of a batch, and compile its programs; return the memory it needs.
 
         Args:
             weights, buffers, batch: arrays or specs, see `evaluate`.
-            compile: replaces the function that compiles programs, from now on; None keeps it.
+            compile: compiles a program.
         """
         programs = self._evaluation_programs
-        programs.compile = compile or programs.compile
         evaluate = partial(_evaluate, self._evaluation_functions, programs)
-        return programs.dry_run(evaluate, self._numbers, weights, buffers, batch)
+        return programs.dry_run(compile, evaluate, self._numbers, weights, buffers, batch)
 
-    def evaluate(self, weights: Weights, buffers: Nested, batch: Nested) -> Metrics:
+    def evaluate(self, weights: Weights, buffers: Nested, batch: Nested, compile: Compile) -> Metrics:
         """Return sums over a batch, see `Program.evaluate`.
 
         Args:
             weights: all weights, by stage.
             buffers: the model's buffers, by stage.
             batch: arrays of the global batch.
+            compile: compiles a program, at the first call.
         """
         leaves, treedef = jax.tree.flatten((weights, buffers, batch))
         # Averaged weights (learner.ema) may be in another memory than the trained ones.
         key = treedef, tuple(x.sharding.memory_kind for x in leaves)
         if key not in self._evaluated:
-            self.dry_run_evaluation(weights, buffers, batch)
+            self.dry_run_evaluation(weights, buffers, batch, compile)
             self._evaluated.add(key)
         return _evaluate(self._evaluation_functions, self._evaluation_programs, self._numbers, weights, buffers, batch)
 
@@ -179,7 +174,7 @@ def _run_step(
     assert grad_stats is not None
     if not updates_at_once:
         decision, _ = decide(total.loss, grad_stats.squares, counter)
-        runner.loaded = None
+        runner.unload()
         updates.update_all(decision)
 
     finish = partial(functions.updates.finish, at_once=updates_at_once)
@@ -213,7 +208,7 @@ def _run_microbatches(runner: Runner, updates: Updates, state: TrainState, batch
         buffers = state.buffer if microbatch is None else microbatch.new_buffers
         inputs = Inputs(batch, state.counter, runner.numbers[number])
         microbatch = Microbatch(inputs, buffers, copy_containers(buffers))
-        x, outs = forward(runner, microbatch)
+        x, outs = runner.forward(microbatch)
         residuals = microbatch.residuals
         # Where layers are inverted, only the last layer's output is saved.
         if f.residual_plan.inverts:
@@ -221,7 +216,7 @@ def _run_microbatches(runner: Runner, updates: Updates, state: TrainState, batch
             residuals[-1] = residuals[-1].with_leaves(jax.tree.leaves(x))
         last_group = f.residual_plan.groups[-1][0]
         runner.run.request(UpdateUnit(STACK, last_group).key("kept"), residuals[last_group])
-        outs["head"] = run_head(runner, updates, microbatch, x)
+        outs["head"] = runner.run_head(updates, microbatch, x)
         del x
         total = runner.run("total", f.updates.total, outs, total, out=replicated_specs)
     assert microbatch is not None
@@ -246,7 +241,7 @@ def _evaluate(
     sums: Metrics = {}
     for number in range(functions.learner.accumulate):
         microbatch = Microbatch(Inputs(batch, {}, numbers[number]), buffers, copy_containers(buffers))
-        x, _ = forward(runner, microbatch)
+        x, _ = runner.forward(microbatch)
         variables = runner.take_variables(head, microbatch.buffers)
         scores = runner.run("score", functions.score, variables, x, microbatch.inputs, out=replicated_specs)
         # Dropped, because the next microbatch needs their memory.
