@@ -343,24 +343,21 @@ class _ChunkLoop:
         self.layer_leaves: Arrays = {}
         if chunk.rows:
             self.layer_leaves = {p: x for p, x in leaves.entry.items() if x.shape[chunk.stacked :] != self.shape}
-        # The gradients [layers * blocks, ...]; those of a single layer have no layer axis.
-        grads_are_stacked = chunk.stacked and not chunk.single
-        self.grads = {path: self._split(x, stacked=grads_are_stacked) for path, x in leaves.grads.items()}
-
-    def run(self) -> GroupLeaves[jax.Array]:
-        """Update all layers or blocks; return the chunk's new leaves, without gradients."""
-        stacked = self.chunk.stacked
-        leaves = self.leaves
+        # All leaves as [layers * blocks, ...], except those of `layer_leaves`. The gradients of a single layer have no
+        # layer axis.
+        stacked = chunk.stacked
+        weights = {path: self._split(x, stacked=stacked) for path, x in leaves.weights.items()}
+        grads = {path: self._split(x, stacked=stacked and not chunk.single) for path, x in leaves.grads.items()}
         entry = {}
         for path, x in leaves.entry.items():
             entry[path] = x if path in self.layer_leaves else self._split(x, stacked=stacked)
-        # Leaves [layers * blocks, ...].
-        state: GroupLeaves[jax.Array] = GroupLeaves(
-            weights={path: self._split(x, stacked=stacked) for path, x in leaves.weights.items()},
-            entry=entry,
-            average={path: self._split(x, stacked=stacked) for path, x in leaves.average.items()},
-        )
-        steps = next(iter(self.grads.values())).shape[0]
+        average = {path: self._split(x, stacked=stacked) for path, x in leaves.average.items()}
+        self.blocked_leaves: GroupLeaves[jax.Array] = GroupLeaves(weights, grads, entry, average)
+
+    def run(self) -> GroupLeaves[jax.Array]:
+        """Update all layers or blocks; return the chunk's new leaves, without gradients."""
+        state = replace(self.blocked_leaves, grads={})
+        steps = next(iter(self.blocked_leaves.grads.values())).shape[0]
         prefetched = self._fetch_leaves(state, jnp.int32(0), prefetched=True)
         # With prefetching, the last step runs after the loop: inside the loop it would prefetch leaves that nothing
         # uses.
@@ -371,7 +368,7 @@ class _ChunkLoop:
             state = self._step(jnp.int32(num_iterations), state, prefetched)
         joined: dict[str, Arrays] = {}
         for part, new_leaves in state.parts.items():
-            joined[part] = {path: x.reshape(leaves.parts[part][path].shape) for path, x in new_leaves.items()}
+            joined[part] = {path: x.reshape(self.leaves.parts[part][path].shape) for path, x in new_leaves.items()}
         return GroupLeaves(**joined)
 
     def _split(self, x: jax.Array, *, stacked: bool) -> jax.Array:
@@ -423,7 +420,7 @@ class _ChunkLoop:
         visiting instruction %dynamic_slice".
         """
         # Each block uses the layer's old counter, whatever earlier blocks wrote.
-        sources = replace(state, grads=self.grads, entry=state.entry | self.layer_leaves)
+        sources = replace(state, grads=self.blocked_leaves.grads, entry=state.entry | self.layer_leaves)
         fetched: dict[str, Arrays] = {}
         for part, specs in self.chunk.specs.parts.items():
             fetched[part] = {}
