@@ -201,7 +201,11 @@ class Learner:
         return unflatten(buffers)
 
     def optimizer_specs(self) -> Nested:
-        """Return OptStateSpecs as {stage: {label: {"state": ..., "master": ...}}}, on the device."""
+        """Return OptStateSpecs as {stage: {label: {"state": ..., "master": ...}}}, on the device.
+
+        The path of a moment in the training state is, for example,
+        optimizer/stack/default/state/0/mu/block0/mlp/up/weight.
+        """
         tree: Nested = {}
         for group in self.groups:
             specs = self.get_layer_update(group).optimizer.entry_specs()

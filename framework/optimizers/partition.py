@@ -8,7 +8,7 @@ without an owner is a counter. (optax's tree_map_params fails on masked states.)
 
 Counters that are the number of updates, the same in all layers, have a role in their specs
 (`OptStateSpec.counts_updates`). A transformation with an explicit partition declares it with `NUMBER_OF_UPDATES`; for
-for all others, `_derive_partition` decides by name, dtype and shape.
+all others, `_derive_partition` decides by name, dtype and shape.
 """
 
 from __future__ import annotations
