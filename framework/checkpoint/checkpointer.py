@@ -5,7 +5,8 @@ flipped bits. Arrays are restored directly into the shardings and memory kinds o
 without a second copy. docs/checkpoints.md describes the files.
 
 This file has the `Checkpointer`. The other files are directory.py (names, manifests, errors), integrity.py (checksums),
-storage.py (orbax), object_store.py (object stores) and narrow_averages.py (averages of earlier versions).
+storage.py (orbax), chunk_store.py (object stores, and saves through a window) and narrow_averages.py (averages of
+earlier versions).
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from typing import Any
 import jax
 from absl import logging
 
+from plimsoll.framework.checkpoint import chunk_store, narrow_averages, storage
 from plimsoll.framework.checkpoint import directory as files
-from plimsoll.framework.checkpoint import narrow_averages, object_store, storage
 from plimsoll.framework.checkpoint.directory import (
     CheckpointCorruptError,
     CheckpointMismatchError,
@@ -36,7 +37,7 @@ from plimsoll.framework.checkpoint.storage import AbstractArrays
 from plimsoll.framework.config import PositiveInt
 from plimsoll.framework.files import durable
 from plimsoll.framework.files.remote import is_url
-from plimsoll.framework.layout import Nested, PyTree, TrainState, flatten
+from plimsoll.framework.layout import Nested, PyTree, SplitArray, TrainState, flatten
 from plimsoll.framework.processes import distributed
 from plimsoll.framework.terminal.phases import SHORT, phase
 
@@ -158,8 +159,11 @@ class Checkpointer:
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, state: PyTree, extra: dict[str, object]) -> bool:
-        """Save a checkpoint in the background; returns once the arrays may be donated or overwritten.
+    def save(self, step: int, state: PyTree, extra: dict[str, object], *, window_bytes: int | None = None) -> bool:
+        """Save a checkpoint; returns once the arrays may be donated or overwritten.
+
+        Without a window the arrays are copied to host memory and written in the background. With one, this call writes
+        them, a few rows at a time.
 
         The group "frozen" never changes, so only the first save writes it, and waits for it; later saves refer to it.
         Only one save runs at a time: this call waits for the previous one. A checkpoint of the same step, left here
@@ -167,8 +171,10 @@ class Checkpointer:
 
         Args:
             step: number of training steps that the state has taken.
-            state: a `TrainState`, or any other pytree of jax.Arrays.
+            state: a `TrainState`, or any other pytree of jax.Arrays; with a window also of `SplitArray`s.
             extra: JSON data to store with the arrays.
+            window_bytes: maximum number of bytes of host memory that the save needs, but at least one row of each
+                array's shard; None for a copy of this process's part of the state.
 
         Returns:
             False if this object has already saved that step.
@@ -187,11 +193,11 @@ class Checkpointer:
         if step in self._saved:
             return False
         state, frozen_arrays = _split_frozen(state)
-        frozen_number = self._save_frozen(frozen_arrays) if frozen_arrays else None
+        frozen_number = self._save_frozen(frozen_arrays, window_bytes) if frozen_arrays else None
         leaves = flatten(state)
         assert len(leaves) == len(jax.tree.leaves(state)), "two leaves of the state have the same path"
         for name, leaf in leaves.items():
-            if not isinstance(leaf, jax.Array):
+            if not isinstance(leaf, jax.Array | SplitArray):
                 raise TypeError(f"{name}: expected a jax.Array, got {type(leaf).__name__}")
         # The round trip raises for values that are not JSON, before anything is written for this step.
         stored_extra = json.loads(json.dumps(extra, allow_nan=False))
@@ -202,14 +208,16 @@ class Checkpointer:
         manifest = files.Manifest.create(step, leaves, checksums(leaves), stored_extra, frozen_number)
         path = files.step_directory(self.directory, step)
         try:
-            finish_write = self._begin_write(path, leaves, manifest)
+            finish_write = self._begin_write(path, leaves, manifest, window_bytes)
         except Exception as error:
             raise self._handle_failed_save(step, error) from error
         self._thread = threading.Thread(target=self._finish, args=(step, finish_write), name=f"checkpoint-{step}")
         self._thread.start()
+        if window_bytes is not None:
+            self.wait()
         return True
 
-    def _save_frozen(self, frozen_arrays: Nested) -> int:
+    def _save_frozen(self, frozen_arrays: Nested, window_bytes: int | None) -> int:
         """Write the frozen arrays if this run has not yet done so, wait for their commit, and return their number."""
         if self._frozen is not None:
             return self._frozen
@@ -218,19 +226,25 @@ class Checkpointer:
             # Processes may see different directory listings, so all use the number of the primary.
             newest = max(frozen_checkpointer.steps(), default=0)
             number = distributed.broadcast_from_primary(1 + newest)
-            frozen_checkpointer.save(number, frozen_arrays, {})
+            frozen_checkpointer.save(number, frozen_arrays, {}, window_bytes=window_bytes)
         self._frozen = number
         return number
 
-    def _begin_write(self, path: Path, leaves: dict[str, jax.Array], manifest: files.Manifest) -> Callable[[], None]:
-        """Move an existing checkpoint of the step aside and start the write; returns a function that waits for it."""
+    def _begin_write(
+        self, path: Path, leaves: dict[str, jax.Array | SplitArray], manifest: files.Manifest, window_bytes: int | None
+    ) -> Callable[[], None]:
+        """Move an existing checkpoint of the step aside and start the write; returns a function that finishes it."""
         if self._in_store:
-            return object_store.write(path, leaves, manifest, self._before_commit)
+            return chunk_store.write(path, leaves, manifest, self._before_commit, window_bytes=window_bytes)
         if distributed.is_primary() and os.path.lexists(path):
             # Delete it only after its successor is committed: if the save fails, it is put back.
             path.rename(path.with_name(f"{path.name}.replaced"))
             logging.warning("checkpoints: step %d already exists and is being replaced", manifest.step)
-        return storage.write(path, leaves, manifest.to_json())
+        if window_bytes is not None:
+            return chunk_store.write(path, leaves, manifest, window_bytes=window_bytes)
+        whole_arrays = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, jax.Array)}
+        assert len(whole_arrays) == len(leaves), "only a save through a window accepts split arrays"
+        return storage.write(path, whole_arrays, manifest.to_json())
 
     def _check_space(self, step: int, num_bytes: int) -> None:
         """Raise CheckpointSaveError in every process if the disk of any process has no room for the arrays."""
@@ -369,7 +383,7 @@ class Checkpointer:
             if manifest.arrays == files.STATE:
                 arrays = storage.read(path, stored_specs)
             else:
-                arrays = object_store.read(path / manifest.arrays, stored_specs)
+                arrays = chunk_store.read(path / manifest.arrays, stored_specs)
             self._check_checksums(step, stored, arrays, frozen)
         narrow_averages.widen(arrays, specs)
         # The run will reach later steps again, so forget that this object has saved them.

@@ -8,8 +8,9 @@ renames it when it is complete:
     00000100/commit_success.txt     the commit marker, written last, by orbax
     frozen/00000001/                the frozen arrays, in the same format; the manifests of steps refer to them
 
-Object stores have no renames. There, object_store.py writes a step's arrays to a separate folder `state-...`, and then
-the manifest, which names that folder, as a single object: this write is the commit.
+Object stores have no renames. There, chunk_store.py writes a step's arrays to a separate folder `state-...`, and then
+the manifest, which names that folder, as a single object: this write is the commit. A save through a window has the
+same format on a disk, where it is written under a temporary name too.
 
 The manifest is JSON, so reading it never executes stored code. This file does not read any arrays.
 """
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     import jax
     from etils import epath
 
+    from plimsoll.framework.layout import SplitArray
+
 FORMAT = 1
 MANIFEST = "manifest"
 MANIFEST_FILE = "data.json"
@@ -49,7 +52,7 @@ _ORBAX_FILES = (COMMIT_MARKER, "_CHECKPOINT_METADATA", f"{STATE}/_METADATA", f"{
 _STEP = re.compile(r"\d{1,18}")
 # Names of leftovers of a killed process, given by Plimsoll or by orbax for one of its steps. Nothing else is ever
 # removed.
-_LEFTOVER = re.compile(r"\d{8,18}(\.orbax-checkpoint-tmp.*|\.deleting)")
+_LEFTOVER = re.compile(r"\d{8,18}(\.orbax-checkpoint-tmp.*|\.writing|\.deleting)")
 # In an object store, each save of a step has its own array folder with a random suffix.
 _OBJECTS = STATE + "-"
 # A checkpoint that was moved aside while its successor is being written.
@@ -96,7 +99,7 @@ class LeafRecord:
 
 
 def record_leaves(
-    leaves: Mapping[str, jax.Array | jax.ShapeDtypeStruct], checksums: Mapping[str, str] | None = None
+    leaves: Mapping[str, jax.Array | SplitArray | jax.ShapeDtypeStruct], checksums: Mapping[str, str] | None = None
 ) -> dict[str, LeafRecord]:
     """Return the record of each leaf, by path, with the leaf's checksum if `checksums` are given."""
     checksums = checksums or {}
@@ -114,7 +117,7 @@ class Manifest:
         versions: versions of Plimsoll, jax and orbax that saved the checkpoint.
         saved_at: wall-clock time, ISO 8601.
         frozen: number of the directory with the frozen arrays of this step; None if `leaves` has all arrays.
-        arrays: folder of the arrays; STATE if written by orbax, any other name if written by object_store.py.
+        arrays: folder of the arrays; STATE if written by orbax, any other name if written by chunk_store.py.
     """
 
     step: int
@@ -129,7 +132,7 @@ class Manifest:
     def create(
         cls,
         step: int,
-        arrays: Mapping[str, jax.Array],
+        arrays: Mapping[str, jax.Array | SplitArray],
         checksums: Mapping[str, str],
         extra: dict[str, Any],
         frozen_number: int | None,
@@ -319,7 +322,7 @@ def find_missing(path: Path) -> str | None:
     if not names:
         return "it is empty"
     needed = [f"{MANIFEST}/{MANIFEST_FILE}"]
-    # An array folder written by object_store.py has none of orbax's files: there the manifest is the commit.
+    # An array folder written by chunk_store.py has none of orbax's files: there the manifest is the commit.
     if not any(name.startswith(_OBJECTS) for name in names):
         needed = [*_ORBAX_FILES, *needed]
     missing = [name for name in needed if not (path / name).is_file()]

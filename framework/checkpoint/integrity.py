@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from plimsoll.framework.devices import executables
+from plimsoll.framework.layout import SplitArray
 
 # An offloaded leaf is copied to the device in chunks of at most this size, if its leading axis allows.
 _CHUNK_BYTES = 64 << 20
@@ -42,8 +44,25 @@ IndexWord = jax.Array | np.uint32
 ArrayOrSpec = jax.Array | jax.ShapeDtypeStruct
 
 
-def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
+@dataclass(frozen=True)
+class LeafPart:
+    """How a leaf, or a part of it along its first axis, is summed.
+
+    Attributes:
+        num_chunks: see `count_chunks`.
+        start: linear index of the part's first element in the leaf.
+        is_long: whether the leaf has more than 2^32 elements, so the high half of an index is not always 0.
+    """
+
+    num_chunks: int
+    start: int
+    is_long: bool
+
+
+def checksums(arrays: Mapping[str, jax.Array | SplitArray]) -> dict[str, str]:
     """Compute the checksum of each array, by name, as 16 hexadecimal digits.
+
+    A `SplitArray` has the checksum of the whole array.
 
     Arrays may have any shape (including 0-d and empty), sharding and memory kind, and may hold booleans, integers,
     floats or complex numbers of any width. Collective: all processes must call it with the same arrays.
@@ -53,12 +72,12 @@ def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
     """
     # A program runs on one set of devices, but a tree may contain leaves that were never put on the mesh, for example
     # a counter.
-    groups: dict[tuple[frozenset[object], Mesh | None], dict[str, jax.Array]] = {}
+    groups: dict[tuple[frozenset[object], Mesh | None], dict[str, jax.Array | SplitArray]] = {}
     for name, x in arrays.items():
         is_number = x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.number)
         if not is_number:
             raise TypeError(f"{name}: expected numbers or booleans, got {x.dtype}; store jax.random.key_data of a key")
-        sharding = x.sharding
+        sharding = x.parts[0].sharding if isinstance(x, SplitArray) else x.sharding
         # A program accepts arrays of only one mesh with explicit axes.
         explicit_mesh = None
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
@@ -68,30 +87,43 @@ def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
     lanes_by_name: dict[str, list[int]] = {}
     for group in groups.values():
         sums = np.asarray(executables.call(_program, *arguments(group)))
-        lanes_by_name |= zip(group, sums.tolist(), strict=True)
+        first_row = 0
+        for name, x in group.items():
+            num_parts = len(x.parts) if isinstance(x, SplitArray) else 1
+            part_sums = sums[first_row : first_row + num_parts].astype(np.uint64)
+            lanes_by_name[name] = [int(lane) % _WORD for lane in part_sums.sum(axis=0)]
+            first_row += num_parts
     return {name: "{:08x}{:08x}".format(*lanes_by_name[name]) for name in arrays}
 
 
-def arguments(arrays: Mapping[str, ArrayOrSpec]) -> tuple[list[ArrayOrSpec], tuple[int, ...], NamedSharding | None]:
+def arguments(
+    arrays: Mapping[str, ArrayOrSpec | SplitArray],
+) -> tuple[list[ArrayOrSpec], tuple[LeafPart, ...], NamedSharding | None]:
     """Return the arguments of `_program` for arrays or ShapeDtypeStructs with shardings; all must share devices."""
-    leaves = list(arrays.values())
+    leaves: list[ArrayOrSpec] = []
+    parts = []
+    for x in arrays.values():
+        start = 0
+        for part in x.parts if isinstance(x, SplitArray) else (x,):
+            leaves.append(part)
+            # Computed here, outside jit, because tracers have no shardings.
+            parts.append(LeafPart(count_chunks(part), start, x.size > _WORD))
+            start += part.size
     out = None
     for x in leaves:
         if isinstance(x.sharding, NamedSharding):
             # Replicated, so that every process can read the sums.
             out = NamedSharding(x.sharding.mesh, PartitionSpec())
             break
-    # Computed here, outside jit, because tracers have no shardings.
-    counts = tuple(count_chunks(x) for x in leaves)
-    return leaves, counts, out
+    return leaves, tuple(parts), out
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _program(leaves: list[jax.Array], counts: tuple[int, ...], out: NamedSharding | None) -> jax.Array:
-    """Compute both lanes of N leaves: uint32[N, 2], replicated."""
+def _program(leaves: list[jax.Array], parts: tuple[LeafPart, ...], out: NamedSharding | None) -> jax.Array:
+    """Compute both lanes of N leaves or parts of leaves: uint32[N, 2], replicated."""
     rows: list[jax.Array] = []
-    for x, count in zip(leaves, counts, strict=True):
-        lanes = leaf_sum(x, count)
+    for x, part in zip(leaves, parts, strict=True):
+        lanes = leaf_sum(x, part)
         rows.append(jnp.stack(lanes))
     sums = jnp.stack(rows)
     return sums if out is None else lax.with_sharding_constraint(sums, out)
@@ -118,28 +150,33 @@ def count_chunks(x: ArrayOrSpec) -> int:
     return next(n for n in divisors if n >= min_chunks or n == num_rows)
 
 
-def leaf_sum(x: jax.Array, pieces: int) -> _Lanes:
+def leaf_sum(x: jax.Array, part: LeafPart) -> _Lanes:
     """Compute both lanes of one leaf. An offloaded leaf is copied to the device, whole or in chunks.
 
     Arithmetic on arrays in host memory is an error inside jit.
     """
     zero = jnp.uint32(0)
-    long = x.size > _WORD
     if x.size == 0:
         return zero, zero
-    if pieces < 2:
-        on_device = jax.device_put(x, jax.memory.Space.Device) if pieces else x
-        return _sum(on_device, np.uint32(0), np.uint32(0), long)
-    rows = x.shape[0] // pieces
+    start_low = np.uint32(part.start % _WORD)
+    start_high = np.uint32(part.start // _WORD)
+    if part.num_chunks < 2:
+        on_device = jax.device_put(x, jax.memory.Space.Device) if part.num_chunks else x
+        return _sum(on_device, start_low, start_high, part.is_long)
+    rows = x.shape[0] // part.num_chunks
 
     def add(i: jax.Array, lanes: _Lanes) -> _Lanes:
         chunk = lax.dynamic_slice_in_dim(x, i * rows, rows, axis=0)
         low, high = _multiply(i.astype(jnp.uint32), chunk.size)
+        if part.start:
+            low = low + start_low
+            carry = (low < start_low).astype(jnp.uint32)
+            high = high + start_high + carry
         on_device = jax.device_put(chunk, jax.memory.Space.Device)
-        return _add(lanes, _sum(on_device, low, high, long))
+        return _add(lanes, _sum(on_device, low, high, part.is_long))
 
     # A loop instead of one expression per chunk, so that the device holds only one chunk at a time.
-    return lax.fori_loop(0, pieces, add, (zero, zero))
+    return lax.fori_loop(0, part.num_chunks, add, (zero, zero))
 
 
 # Jitted separately, so that leaves of the same shape are traced and lowered only once.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from plimsoll.framework.checkpoint.integrity import count_chunks, leaf_sum
+from plimsoll.framework.checkpoint.integrity import LeafPart, count_chunks, leaf_sum
 from plimsoll.framework.devices import executables
 from plimsoll.framework.layout import PyTree, flatten
 
@@ -103,7 +103,7 @@ def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...], counts: tuple[int, ..
     def sums(shards: tuple[jax.Array, ...]) -> jax.Array:
         rows: list[jax.Array] = []
         for x, count in zip(shards, counts, strict=True):
-            lanes = leaf_sum(x, count)
+            lanes = leaf_sum(x, LeafPart(count, start=0, is_long=x.size > 1 << 32))
             rows.append(jnp.stack(lanes))
         return jnp.stack(rows)[None]
 

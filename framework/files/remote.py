@@ -2,7 +2,7 @@
 
 An object store (gs://, s3://) has no appends, no renames and no file locks. So a run whose workdir is a URL writes
 its small files into its own local folder, and a Mirror copies changes to the URL; checkpoints are written there
-directly (framework/checkpoint/object_store.py). The lock is an object that is created only if there is none, and
+directly (framework/checkpoint/chunk_store.py). The lock is an object that is created only if there is none, and
 refreshed: a lease.
 """
 

@@ -159,12 +159,18 @@ class StepBackend(ABC):
 
     # --- checkpoint contents ------------------------------------------------------------------------------------------
 
-    def to_checkpoint(self, state: TrainState) -> TrainState:
-        """Return the part of a state that checkpoints hold. Split stacks are joined into whole ones in host memory."""
+    def to_checkpoint(self, state: TrainState, *, join: bool = True) -> TrainState:
+        """Return the part of a state that checkpoints hold.
+
+        Args:
+            state: the state, which is not changed.
+            join: whether to join split stacks into whole ones, which are copies in host memory; otherwise their leaves
+                are `SplitArray`s.
+        """
         state = replace(state, gradient={})
         if not self.parts.parts:
             return state
-        return self.parts.join_stacks(state, self.checkpoint_layout)
+        return self.parts.join_stacks(state, self.checkpoint_layout, copy=join)
 
     @property
     def abstract_checkpoint(self) -> TrainState:

@@ -22,7 +22,7 @@ from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.optimizers.schedule_steps import with_run_length
 from plimsoll.framework.processes.health import Health
 from plimsoll.framework.program.batch_transform import BatchTransform
-from plimsoll.framework.program.options import TrainerOptions
+from plimsoll.framework.program.options import CheckpointOptions, TrainerOptions
 from plimsoll.framework.schedules.memory import Memory, Placement
 from plimsoll.framework.schedules.stack_layout import split_stacks
 
@@ -66,6 +66,7 @@ class Experiment:
         memory: placement of the state, and recomputation of activations.
         compiler: compiler options.
         trainer: length of the run, and intervals and contents of its outputs.
+        checkpoint: how checkpoints are written.
         health: how processes monitor themselves and each other.
         pretrained: directory of the initial weights; without one they are initialized randomly.
         batch_transform: config of what completes batches before a step sees them (a reference, a teacher, rollouts),
@@ -82,6 +83,7 @@ class Experiment:
         trainer: Config,
         mesh: Config = config_for(MeshShape),
         memory: Config = config_for(Memory),
+        checkpoint: Config = config_for(CheckpointOptions),
         health: Config = config_for(Health),
         compiler: Config = config_for(Compiler),
         pretrained: Config | None = None,
@@ -100,6 +102,7 @@ class Experiment:
             learner = with_run_length(learner, num_steps)
         self.learner = _build_section("learner", learner, Learner, specs=self.model.parameter_specs())
         self.memory = _build_section("memory", memory, Memory)
+        self.checkpoint = _build_section("checkpoint", checkpoint, CheckpointOptions)
         self.compiler = _build_section("compiler", compiler, Compiler)
         self.health = _build_section("health", health, Health)
         self.pretrained = None

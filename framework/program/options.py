@@ -14,6 +14,20 @@ from plimsoll.framework.config import (
 
 
 @component
+class CheckpointOptions:
+    """How checkpoints are written.
+
+    Args:
+        window_gib: host memory in GiB that a save of one process may use. A few rows of each array are then copied and
+            written at a time, and training waits for the save. None: if host memory has room for a copy of the state,
+            the copy is written in the background; otherwise the window is a quarter of the free memory, up to 1 GiB.
+    """
+
+    def __init__(self, *, window_gib: PositiveFloat | None = None):
+        self.window_gib = window_gib
+
+
+@component
 class TrainerOptions:
     """Options of the training loop. Every interval is in steps; a step is one update.
 

@@ -24,7 +24,7 @@ from plimsoll.framework.program.program import Program
 # Type of `extra`, the JSON part of a checkpoint.
 Extra = Mapping[str, Any]
 # Config sections and data fields that affect neither the arrays nor the order of the data.
-_UNRELATED_SECTIONS = ("trainer", "health", "compiler", "mesh", "memory", "accelerator_rules")
+_UNRELATED_SECTIONS = ("trainer", "checkpoint", "health", "compiler", "mesh", "memory", "accelerator_rules")
 _ORDER_INDEPENDENT = ("global_batch_size", "validation", "prefetch", "cache_dir")
 # Number of mismatched leaves shown in addition to the fields that changed.
 _MAX_TABLE_LINES = 8

@@ -28,9 +28,10 @@ from plimsoll.framework.processes import distributed
 from plimsoll.framework.processes.health import Pulse
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.program.run_length import report_length_change
-from plimsoll.framework.run import resuming
+from plimsoll.framework.run import resuming, save_window
 from plimsoll.framework.terminal.phases import SHORT, phase
 from plimsoll.framework.terminal.progress import Progress
+from plimsoll.framework.terminal.tables import human_bytes
 
 
 class Run:
@@ -74,6 +75,7 @@ class Run:
         # Only a rollback leaves a batch out.
         self.batch_order = BatchOrder()
         self._saved_at = time.monotonic()
+        self._reported_window = False
         # Both write to the workdir as soon as they exist, so `start` first checks that the run may resume there.
         self.checkpointer = Checkpointer(directory=workdir.checkpoints, read_only=True)
         self.writer: Writer = MultiWriter([])
@@ -227,9 +229,19 @@ class Run:
         return restored.step
 
     def save(self, step: int) -> None:
-        """Save the state in the background. A full disk is reported, and the run continues."""
+        """Save the state. A full disk is reported, and the run continues.
+
+        The save runs in the background, unless it goes through a window; see `save_window.py`.
+        """
         with self.goodput.during("save"), phase(f"saving step {step}", patience=SHORT):
             self._saved_at = time.monotonic()
+            window_bytes = save_window.choose_window(self.program, self.state)
+            if window_bytes is not None and not self._reported_window:
+                self._reported_window = True
+                self.progress.print(
+                    f"saves go through a window of {human_bytes(window_bytes)} of host memory, and training waits for "
+                    "each"
+                )
             extra = {
                 "config": self.config.to_dict(),
                 "data": resuming.position(self.batch_order, step, self.data),
@@ -241,7 +253,8 @@ class Run:
             with self._report_save_failures(step):
                 self.checkpointer.wait()
             with self._report_save_failures(step):
-                self.checkpointer.save(step, self.program.backend.to_checkpoint(self.state), extra)
+                saved_state = self.program.backend.to_checkpoint(self.state, join=window_bytes is None)
+                self.checkpointer.save(step, saved_state, extra, window_bytes=window_bytes)
 
     @contextmanager
     def _report_save_failures(self, step: int) -> Iterator[None]:

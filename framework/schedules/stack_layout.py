@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ import numpy as np
 from plimsoll.framework.layers import remat
 from plimsoll.framework.layers.layer_range import LayerRange
 from plimsoll.framework.layers.stack import Stack
-from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, TrainState, flatten
+from plimsoll.framework.layout import Nested, SplitArray, StateLayout, TensorSpec, TrainState, flatten
 from plimsoll.framework.learner.group_optimizer import unflatten_like
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.schedules.memory import Memory, Placement, count_repeats
@@ -270,13 +269,19 @@ class StackParts:
 
     # --- arrays ------------------------------------------------------------------------------------------------------
 
-    def join_stacks(self, state: TrainState, layout: StateLayout) -> TrainState:
-        """Join a state in parts into whole stacks, which are copies in host memory.
+    def join_stacks(self, state: TrainState, layout: StateLayout, *, copy: bool = True) -> TrainState:
+        """Join a state in parts into whole stacks.
 
         Args:
             state: the state in parts; empty groups stay empty.
             layout: the layout of the whole stacks.
+            copy: whether the leaves of the stacks are copies in host memory; otherwise they are `SplitArray`s of the
+                parts.
         """
+
+        def join(spec: TensorSpec, *parts: jax.Array) -> jax.Array | SplitArray:
+            return _join_leaf(layout, spec, *parts) if copy else SplitArray(parts)
+
         joined_state = {}
         for group, tree in state.items():
             joined_state[group] = {}
@@ -287,7 +292,7 @@ class StackParts:
                 parts = self.list_parts(stage)
                 if parts and specs:
                     part_trees = [part.select(tree) for part in parts]
-                    joined_state[group][stage] = jax.tree.map(partial(_join_leaf, layout), specs, *part_trees)
+                    joined_state[group][stage] = jax.tree.map(join, specs, *part_trees)
                 else:
                     joined_state[group][stage] = tree[stage]
         return TrainState(**joined_state)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from plimsoll.framework.checkpoint import chunk_store as checkpoint_objects
 from plimsoll.framework.checkpoint import directory as checkpoint_directory
-from plimsoll.framework.checkpoint import object_store as checkpoint_objects
 from plimsoll.framework.checkpoint.checkpointer import Checkpointer, CheckpointSaveError
 from plimsoll.framework.checkpoint.directory import CheckpointCorruptError, CheckpointMissingError, describe_checkpoints
 from plimsoll.framework.files.remote import connect

@@ -1,0 +1,405 @@
+"""Writes arrays in chunks and reads them back, with tensorstore: one object or file per chunk of an array, in zarr 3.
+
+Object stores: orbax 0.12 supports gs:// but not s3:// (its paths must be absolute, or start with gs://), and for stores
+that it does not recognize it commits with a rename. Here both stores use the same protocol, which only requires that an
+object appears as a whole: every process writes the chunks that it holds, and then the primary writes the manifest,
+which names their folder.
+
+Disks: orbax copies the whole state to host memory before it writes. A save through a window (`window_bytes`) copies and
+writes a few rows at a time, so it needs only the window, and the arrays must not change until it is done. It writes to
+a temporary folder, which a rename commits.
+
+Endpoints and credentials come from the environment: AWS_ENDPOINT_URL, AWS_REGION, AWS_PROFILE, ... and
+GOOGLE_APPLICATION_CREDENTIALS, TENSORSTORE_GCS_HTTP_URL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from plimsoll.framework.checkpoint.directory import (
+    MANIFEST,
+    MANIFEST_FILE,
+    STATE,
+    CheckpointCorruptError,
+    Manifest,
+    summarize_error,
+)
+from plimsoll.framework.checkpoint.storage import AbstractArrays, empty, read_bytes
+from plimsoll.framework.files import durable
+from plimsoll.framework.files.remote import is_url
+from plimsoll.framework.layout import SplitArray
+from plimsoll.framework.processes import distributed
+
+if TYPE_CHECKING:
+    import tensorstore as ts
+
+# Maximum size of an object or file; larger arrays are split into several.
+_CHUNK_BYTES = 64 << 20
+# A narrow window does not make chunks smaller than this.
+_MIN_CHUNK_BYTES = 1 << 20
+# A part of an array: a slice for each dimension.
+Index = tuple[slice, ...]
+_BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """Consecutive rows of one shard of an array, which are copied to host memory and written together.
+
+    Attributes:
+        name: path of the array in the state.
+        index: their index in the whole array.
+        shard: the shard, an array on one device.
+        first_row: index of the first row within the shard, along its first axis.
+        num_rows: number of rows; None for a shard without axes.
+        nbytes: size.
+    """
+
+    name: str
+    index: Index
+    shard: jax.Array
+    first_row: int
+    num_rows: int | None
+    nbytes: int
+
+    def copy_to_host(self, *, may_alias: bool) -> np.ndarray:
+        """Return the rows in host memory.
+
+        Args:
+            may_alias: whether the result may be a view of the shard. An array cannot be donated while there is one.
+        """
+        shard = self.shard
+        num_rows = self.num_rows
+        if next(iter(shard.sharding.device_set)).platform == "cpu":
+            # JAX keeps the view in this object of the shard, which is not the one that the state refers to.
+            view = np.asarray(shard)
+            if num_rows is not None:
+                view = view[self.first_row : self.first_row + num_rows]
+            return view if may_alias else np.array(view)
+        if num_rows is None or num_rows == shard.shape[0]:
+            return np.asarray(shard)
+        return np.asarray(_slice_rows(shard, np.int32(self.first_row), num_rows))
+
+
+@partial(jax.jit, static_argnums=2)
+def _slice_rows(shard: jax.Array, first_row: jax.Array, num_rows: int) -> jax.Array:
+    """Copy rows of a shard, which may be in host memory, to the device. TPU slices host memory along one axis only."""
+    rows = jax.lax.dynamic_slice_in_dim(shard, first_row, num_rows)
+    return jax.device_put(rows, jax.memory.Space.Device)
+
+
+def _split_into_pieces(name: str, x: jax.Array | SplitArray, chunk_shape: Sequence[int]) -> Iterator[_Piece]:
+    """Split the part of an array that this process writes; each shard comes from only one process.
+
+    Args:
+        name: path of the array in the state.
+        x: the array.
+        chunk_shape: shape of a chunk, see `_chunk`.
+    """
+    parts = x.parts if isinstance(x, SplitArray) else (x,)
+    start = 0
+    for part in parts:
+        for shard in part.addressable_shards:
+            if shard.replica_id != 0:
+                continue
+            if not part.ndim:
+                yield _Piece(name, (), shard.data, 0, None, part.nbytes)
+                continue
+            shard_rows = shard.data.shape[0]
+            shard_start = start + (shard.index[0].start or 0)
+            # A part of a stack may have fewer rows than a chunk of an unsplit one.
+            num_rows = min(chunk_shape[0], shard_rows)
+            for first_row in range(0, shard_rows, num_rows):
+                rows = slice(shard_start + first_row, shard_start + first_row + num_rows)
+                nbytes = shard.data.nbytes // shard_rows * num_rows
+                yield _Piece(name, (rows, *shard.index[1:]), shard.data, first_row, num_rows, nbytes)
+        start += part.shape[0] if part.ndim else 0
+
+
+@dataclass(frozen=True)
+class _Upload:
+    """The upload of one process for one save.
+
+    Attributes:
+        path: folder of the step.
+        target: name of that folder after the commit; the same as `path` in an object store.
+        folder: name of the array folder in `path`.
+        arrays: all non-empty arrays.
+        chunk_shapes: shape of their chunks.
+        host_pieces: this process's part of the arrays, in host memory; None copies it piece by piece, while it is
+            written.
+        window_bytes: maximum number of bytes that are copied but not yet written, at least one piece; None if
+            everything was copied before.
+        manifest: manifest that does not name the array folder yet.
+        before_commit: called by the primary process before it writes the manifest.
+        process: index of this process.
+        count: number of processes.
+    """
+
+    path: Path
+    target: Path
+    folder: str
+    arrays: Mapping[str, jax.Array | SplitArray]
+    chunk_shapes: Mapping[str, list[int]]
+    host_pieces: list[tuple[_Piece, np.ndarray]] | None
+    window_bytes: int | None
+    manifest: Manifest
+    before_commit: Callable[[], None]
+    process: int
+    count: int
+
+    def finish(self) -> None:
+        """Upload the arrays and commit. If the commit does not happen, raises an error in every process."""
+        # Every process reaches both barriers even after an error, so that none waits for one that failed.
+        with contextlib.ExitStack() as barriers:
+            barriers.callback(distributed.barrier, f"{self.folder}-committed")
+            with contextlib.ExitStack() as barrier:
+                barrier.callback(distributed.barrier, f"{self.folder}-written")
+                self._write_arrays()
+            if self.process == 0:
+                self._commit()
+        # The other processes read the manifest to find out whether the primary has committed.
+        if self.process and Manifest.read(self.target).arrays != self.folder:
+            raise OSError("the primary process did not commit it")
+
+    def _write_arrays(self) -> None:
+        # Open all arrays before waiting for the first one: each takes a network request.
+        opening = {}
+        for name, x in self.arrays.items():
+            array_path = self.path / self.folder / name
+            opening[name] = _open(array_path, x, self.chunk_shapes[name], create=self.process == 0)
+        # Writes in progress, oldest first, and the bytes of each.
+        writes: deque[tuple[ts.WriteFutures, int]] = deque()
+        written_bytes = 0
+        for piece, data in self._copy_pieces():
+            # The oldest writes end first, which releases their host memory.
+            while self.window_bytes is not None and writes and written_bytes + piece.nbytes > self.window_bytes:
+                write, nbytes = writes.popleft()
+                write.result()
+                written_bytes -= nbytes
+                del write
+            host_rows = piece.copy_to_host(may_alias=True) if data is None else data
+            # These rows do not change until they are written, so tensorstore need not copy them.
+            store = opening[piece.name].result()
+            write = store[piece.index].write(host_rows, can_reference_source_data_indefinitely=True)
+            del host_rows, data
+            writes.append((write, piece.nbytes))
+            written_bytes += piece.nbytes
+        for write, _ in writes:
+            write.result()
+        if self.count > 1:
+            self._note(self.process).write_text("")
+
+    def _copy_pieces(self) -> Iterator[tuple[_Piece, np.ndarray | None]]:
+        """Yield this process's pieces, with their data in host memory if it was copied before."""
+        if self.host_pieces is not None:
+            yield from self.host_pieces
+            return
+        for name, x in self.arrays.items():
+            for piece in _split_into_pieces(name, x, self.chunk_shapes[name]):
+                yield piece, None
+
+    def _commit(self) -> None:
+        """Write the manifest, which commits the checkpoint. Raises OSError if a process has not written its part."""
+        processes = range(self.count) if self.count > 1 else ()
+        lost_processes = [i for i in processes if not self._note(i).exists()]
+        if lost_processes:
+            raise OSError(f"processes {lost_processes} did not write their part")
+        self.before_commit()
+        manifest = replace(self.manifest, arrays=self.folder)
+        text = json.dumps(manifest.to_json())
+        (self.path / MANIFEST).mkdir(parents=True, exist_ok=True)
+        (self.path / MANIFEST / MANIFEST_FILE).write_bytes(text.encode())
+        if self.target != self.path:
+            durable.rename(self.path, self.target)
+
+    def _note(self, process: int) -> Path:
+        """Return the path of the empty object with which a process signals that its part is written."""
+        return self.path / self.folder / f"written.{process}"
+
+
+def write(
+    path: Path,
+    arrays: Mapping[str, jax.Array | SplitArray],
+    manifest: Manifest,
+    before_commit: Callable[[], None] = lambda: None,
+    *,
+    window_bytes: int | None = None,
+) -> Callable[[], None]:
+    """Start to write a checkpoint. Collective.
+
+    Args:
+        path: folder of the step, in an object store or on a disk.
+        arrays: arrays by path in the state.
+        manifest: manifest, which does not name the array folder yet.
+        before_commit: called by the primary process before it writes the manifest.
+        window_bytes: maximum number of bytes of host memory that the write needs, but at least one piece of an array.
+            None copies all arrays now.
+
+    Returns:
+        A function that writes the arrays, commits, and raises any error. It may run in any thread, but every process
+        must call it. Without a window the arrays may be donated now, with one only after this function.
+    """
+    # A separate folder for each save, so that an upload never touches the objects of a committed checkpoint.
+    folder = distributed.broadcast_from_primary(f"{STATE}-{os.urandom(6).hex()}")
+    stored = {name: x for name, x in arrays.items() if x.size}
+    # Four pieces at a time, so that copies and writes overlap.
+    chunk_bytes = _CHUNK_BYTES if window_bytes is None else min(_CHUNK_BYTES, max(window_bytes // 4, _MIN_CHUNK_BYTES))
+    chunk_shapes = {name: _chunk(_unit_shape(x), x.dtype, chunk_bytes) for name, x in stored.items()}
+    host_pieces = None
+    if window_bytes is None:
+        host_pieces = []
+        for name, x in stored.items():
+            for piece in _split_into_pieces(name, x, chunk_shapes[name]):
+                host_pieces.append((piece, piece.copy_to_host(may_alias=False)))
+    upload = _Upload(
+        path=path if is_url(path) else path.with_name(f"{path.name}.writing"),
+        target=path,
+        folder=folder,
+        arrays=stored,
+        chunk_shapes=chunk_shapes,
+        host_pieces=host_pieces,
+        window_bytes=window_bytes,
+        manifest=manifest,
+        before_commit=before_commit,
+        process=jax.process_index(),
+        count=jax.process_count(),
+    )
+    return upload.finish
+
+
+def _unit_shape(x: jax.Array | SplitArray) -> tuple[int, ...]:
+    """Return the shape that chunks divide evenly: of a shard, or of as many layers as divide each part of a stack."""
+    if isinstance(x, SplitArray):
+        num_rows = math.gcd(*(part.shape[0] for part in x.parts))
+        return (num_rows, *x.parts[0].sharding.shard_shape(x.parts[0].shape)[1:])
+    return x.sharding.shard_shape(x.shape)
+
+
+def read(path: Path, specs: AbstractArrays) -> dict[str, jax.Array]:
+    """Read the arrays in the folder `path`, each into the sharding and memory kind of its spec in `specs`.
+
+    This does not validate the data: a missing chunk reads as zeros, so the caller must verify the checksums.
+
+    Raises:
+        CheckpointCorruptError: objects are missing or invalid; the message names the array.
+    """
+    sizes: dict[str, int] = {}
+    for name, x in specs.items():
+        sizes[name] = x.size * x.dtype.itemsize
+    limit_bytes = read_bytes(max(sizes.values(), default=0))
+    arrays: dict[str, jax.Array] = {}
+    # Reads in progress, by array and then by index, in the order they were started.
+    started: dict[str, dict[str, ts.Future]] = {}
+    waiting = [name for name, x in specs.items() if x.size]
+    name = ""
+    try:
+        while started or waiting:
+            # Read several arrays at a time, up to the limit on host memory.
+            while waiting:
+                started_bytes = sum(sizes[key] for key in started)
+                if started and started_bytes >= limit_bytes:
+                    break
+                name = waiting.pop(0)
+                started[name] = _start(path / name, specs[name])
+            name = next(iter(started))
+            x = specs[name]
+            reads = started.pop(name)
+            arrays[name] = jax.make_array_from_callback(
+                x.shape, x.sharding, lambda index, reads=reads: reads[str(index)].result()
+            )
+    except (jax.errors.JaxRuntimeError, MemoryError):
+        # Not the checkpoint's fault, for example out of memory.
+        raise
+    except Exception as error:
+        raise CheckpointCorruptError(f"{path} cannot be read: {name} ({summarize_error(error)})") from error
+    for name, x in specs.items():
+        if not x.size:
+            arrays[name] = empty(x)
+    # In the order of the specs, not of the reads.
+    return {name: arrays[name] for name in specs}
+
+
+def _start(path: Path, x: jax.ShapeDtypeStruct) -> dict[str, ts.Future]:
+    """Start reading this process's part of an array; returns the futures by index.
+
+    Raises:
+        ValueError: the array at `path` has another shape or dtype.
+    """
+    # Indices are tuples of slices, which are not hashable before Python 3.12, so their string form is the key.
+    index_by_device = x.sharding.addressable_devices_indices_map(x.shape)
+    indices = {str(index): index for index in index_by_device.values()}
+    store = _open(path, x, []).result()
+    has_shape = tuple(store.shape) == tuple(x.shape)
+    if not has_shape or store.dtype.numpy_dtype != x.dtype:
+        raise ValueError(f"is {store.dtype.name}{list(store.shape)}")
+    return {key: store[index].read() for key, index in indices.items()}
+
+
+def _open(
+    path: Path, x: jax.Array | SplitArray | jax.ShapeDtypeStruct, chunk_shape: Sequence[int], create: bool | None = None
+) -> ts.Future[ts.TensorStore]:
+    """Open the array at `path` and return a future of it.
+
+    Args:
+        path: path of the array.
+        x: its shape and dtype.
+        chunk_shape: shape of its chunks, to write; unused to read.
+        create: None to read. To write, True in the process that creates the array, False in the others, which use the
+            known metadata without a request.
+    """
+    import tensorstore as ts
+
+    spec: dict[str, object] = {"driver": "zarr3", "kvstore": _kvstore(str(path))}
+    if create is not None:
+        spec["metadata"] = {
+            "shape": x.shape,
+            "data_type": x.dtype.name,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
+            "codecs": [_BYTES],
+        }
+    return ts.open(ts.Spec(spec), open=True, create=bool(create), assume_metadata=create is False)
+
+
+def _chunk(shape: tuple[int, ...], dtype: np.dtype, max_bytes: int) -> list[int]:
+    """Return the chunk shape: `shape` is split into equal chunks of at most `max_bytes`, along leading axes first."""
+    chunk = list(shape)
+    for axis, size in enumerate(shape):
+        chunk_bytes = math.prod(chunk) * dtype.itemsize
+        min_chunks = math.ceil(chunk_bytes / max_bytes)
+        # Use a divisor of the axis size, so that no chunk crosses the boundary between two shards.
+        divisors = (n for n in range(1, size + 1) if size % n == 0)
+        num_chunks = next(n for n in divisors if n >= min_chunks or n == size)
+        chunk[axis] = size // num_chunks
+    return chunk
+
+
+def _kvstore(url: str) -> dict[str, str]:
+    """Return the tensorstore kvstore spec of a folder. For S3, endpoints other than Amazon's must be set explicitly."""
+    scheme, _, location = url.partition("://")
+    if not location:
+        # A checkpoint that was copied from an object store to a disk.
+        return {"driver": "file", "path": f"{url}/"}
+    bucket, _, path = location.partition("/")
+    driver = "gcs" if scheme == "gs" else scheme
+    spec = {"driver": driver, "bucket": bucket, "path": f"{path}/"}
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if scheme == "s3" and endpoint:
+        # The driver would ask Amazon for the region, which does not work for other endpoints.
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        spec["endpoint"] = endpoint
+        spec["aws_region"] = region or "us-east-1"
+    return spec

@@ -1,0 +1,42 @@
+"""An array that is stored in parts along its first axis."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class SplitArray:
+    """An array whose first axis is stored in parts, such as the weights of a stack with separate layers.
+
+    It is a leaf of a tree, not a pytree, and has the properties of the whole array.
+
+    Attributes:
+        parts: arrays [n, ...], in order, with the same sharding of all other axes; the first axis is not sharded.
+    """
+
+    parts: tuple[jax.Array, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the whole array."""
+        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Return the dtype of all parts."""
+        return self.parts[0].dtype
+
+    @property
+    def size(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the logical bytes of all shards together; copies of a shard are not counted."""
+        return self.size * self.dtype.itemsize
