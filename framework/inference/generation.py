@@ -22,7 +22,7 @@ import numpy as np
 from plimsoll.framework.data.tokenizers import Tokenizer
 from plimsoll.framework.inference.sampling import Sampling, SamplingArrays, choose
 from plimsoll.framework.layers.base import BATCH_AXES, Context, batch_shards
-from plimsoll.framework.layout import Nested, TrainState, merge
+from plimsoll.framework.layout import Nested, TensorSpec, TrainState, merge
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.terminal.phases import SHORT, phase
 
@@ -98,9 +98,8 @@ class InferenceForward:
     def __init__(self, program: Program, params: Nested):
         self.program = program
         self.model = program.experiment.language_model
-        # Read the shardings here, because tracers inside jit have none.
-        shardings = jax.tree.map(lambda x: x.sharding, params)
-        self._storage_specs = self.model.stage_specs(shardings)
+        # Find the memory here, because tracers inside jit have none.
+        self._storage_specs = self.model.stage_specs(jax.tree.map(_get_spec, params))
 
     def __call__(self, arrays: ModelArrays, ctx: Context) -> ForwardOutput:
         """Run the model. Call it inside jit.
@@ -112,6 +111,12 @@ class InferenceForward:
         head_weights = self.model.head_weights(params, ctx, self._storage_specs)
         caches = {name: out.layer_state for name, out in outs.items() if out.layer_state}
         return ForwardOutput(x_BSD, head_weights, caches)
+
+
+def _get_spec(x: jax.Array) -> TensorSpec:
+    """Return the spec of an array: its shape, dtype and memory."""
+    in_host_memory = x.sharding.memory_kind != "device"
+    return TensorSpec(x.shape, x.dtype, memory_kind="pinned_host" if in_host_memory else "device")
 
 
 class Generator:

@@ -22,10 +22,9 @@ from plimsoll.framework.layers.layer_range import LayerRange
 from plimsoll.framework.layers.lora import LoRA
 from plimsoll.framework.layers.score_head import LABEL
 from plimsoll.framework.layers.stack import Stack
-from plimsoll.framework.layout import Nested, ParameterSpec, TrainState, fetch_tree, flatten, unflatten
+from plimsoll.framework.layout import Nested, ParameterSpec, TensorSpec, TrainState, fetch_tree, flatten, unflatten
 
-# {stage: {path: spec}}; instead of a spec, anything with a memory_kind works.
-StageSpecs = dict[str, dict[str, Any]]
+StageSpecs = dict[str, dict[str, TensorSpec]]  # by stage and path
 
 
 class Chain:
