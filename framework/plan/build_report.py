@@ -33,6 +33,7 @@ from plimsoll.framework.plan.step_time.estimated_time import estimate_time
 from plimsoll.framework.plan.step_time.time_breakdown import StepTime
 from plimsoll.framework.plan.suggest import estimate_for_target, state_bytes, suggestions
 from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.program import save_window
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.schedules.stack_layout import PLACED_FIELDS
@@ -212,6 +213,11 @@ def compile_report(
     peaks["train"] = PhaseReport(step.allocated, report.host_peak_bytes)
     peaks |= evaluation_peak
     peaks["save"] = checkpoint_peaks["save"]
+    window = _save_window(program, target)
+    if window is not None:
+        report.notes.append(
+            f"saves go through a window of {human_bytes(window)} of host memory, and training waits for each"
+        )
     most = max(peak.device_peak_bytes for peak in peaks.values())
     fits = not step.message and (limit is None or most <= limit)
     report = replace(report, phases=peaks, compile_seconds=compile_seconds, message=message, fits=fits)
@@ -449,21 +455,30 @@ def _batch_transform_peaks(transform: dict[str, CompiledProgram], state_host: in
     return peaks
 
 
+def _save_window(program: Program, target: Target) -> int | None:
+    """Return the bytes of host memory that a save goes through; None if it copies the state."""
+    local_devices = target.num_devices // target.num_processes
+    limit = target.host_limit_bytes
+    held = local_devices * program.layout.bytes_per_device(memory_kind="pinned_host")
+    free = None if limit is None else limit - held
+    return save_window.choose_window(program, local_devices, free)
+
+
 def _save_and_restore(program: Program, target: Target) -> dict[str, PhaseReport]:
     """Return the peaks of saving and restoring a checkpoint, which follow from the layout.
 
-    Saving copies the arrays that this process writes to host memory, each once. Restoring fills the layout's leaves
-    through host memory, with a bounded number of bytes in flight. Stacks that are split into parts are an exception:
-    they are read whole into host memory and split one leaf at a time.
+    Saving copies the arrays that this process writes to host memory, each once, or a window of them. Restoring fills
+    the layout's leaves through host memory, with a bounded number of bytes in flight. Stacks that are split into parts
+    are an exception: they are read whole into host memory and split one leaf at a time.
     """
     layout = program.layout
     device = layout.bytes_per_device(memory_kind="device")
     host = layout.bytes_per_device(memory_kind="pinned_host")
     local_devices = target.num_devices // target.num_processes
-    copied = 0
-    for leaf in layout:
-        # Replicas on the devices of one process are written only once.
-        copied += min(leaf.spec.num_bytes, leaf.bytes_per_device * local_devices)
+    copied = save_window.count_copied_bytes(program, local_devices)
+    window = _save_window(program, target)
+    if window is not None:
+        copied = min(copied, window)
     passing = read_bytes(max(leaf.spec.num_bytes for leaf in layout))
     passing += local_devices * program.backend.bytes_through_host
     # A process reads only the shards of its own devices.

@@ -26,9 +26,10 @@ from plimsoll.framework.metrics.throughput import Throughput
 from plimsoll.framework.metrics.writers import MlflowWriter, MultiWriter, TensorBoardWriter, WandbWriter, Writer
 from plimsoll.framework.processes import distributed
 from plimsoll.framework.processes.health import Pulse
+from plimsoll.framework.program import save_window
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.program.run_length import report_length_change
-from plimsoll.framework.run import resuming, save_window
+from plimsoll.framework.run import resuming
 from plimsoll.framework.terminal.phases import SHORT, phase
 from plimsoll.framework.terminal.progress import Progress
 from plimsoll.framework.terminal.tables import human_bytes
@@ -235,7 +236,7 @@ class Run:
         """
         with self.goodput.during("save"), phase(f"saving step {step}", patience=SHORT):
             self._saved_at = time.monotonic()
-            window_bytes = save_window.choose_window(self.program, self.state)
+            window_bytes = save_window.agree_on_window(self.program)
             if window_bytes is not None and not self._reported_window:
                 self._reported_window = True
                 self.progress.print(

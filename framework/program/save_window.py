@@ -1,0 +1,57 @@
+"""How much host memory a save uses: a copy of the state, or a window through which it is written.
+
+A copy is written in the background, but needs as much host memory again as the state that this process saves. If the
+host has no room for it, or if the config says so, training waits while the state is written a few rows at a time.
+"""
+
+from __future__ import annotations
+
+from plimsoll.framework.devices.accelerators import GIB, get_free_memory_bytes
+from plimsoll.framework.processes import distributed
+from plimsoll.framework.program.program import Program
+
+# Memory to leave free besides the copy of the state: for the next batches, and for programs that are compiled later.
+_RESERVE_BYTES = 1 << 30
+_MAX_WINDOW_BYTES = 1 << 30
+
+
+def agree_on_window(program: Program) -> int | None:
+    """Return the bytes of the window for a save now; None if every process can copy its state. Collective."""
+    window = choose_window(program, len(program.mesh.local_devices), get_free_memory_bytes())
+    if program.experiment.checkpoint.window_gib is not None or distributed.is_true_on_all(window is None):
+        return window
+    # All processes write the same chunks, so they need the same window.
+    return -distributed.reduce_max(-(_MAX_WINDOW_BYTES if window is None else window))
+
+
+def choose_window(program: Program, num_local_devices: int, free_bytes: int | None) -> int | None:
+    """Return the bytes of the window that a save needs; None if the state can be copied.
+
+    Args:
+        program: the program, also for devices that are absent.
+        num_local_devices: number of devices of each process.
+        free_bytes: host memory that is free while the training state exists; None if unknown.
+    """
+    window_gib = program.experiment.checkpoint.window_gib
+    if window_gib is not None:
+        return int(window_gib * GIB)
+    if free_bytes is None or count_copied_bytes(program, num_local_devices) + _RESERVE_BYTES <= free_bytes:
+        return None
+    return min(_MAX_WINDOW_BYTES, max(0, free_bytes) // 4)
+
+
+def count_copied_bytes(program: Program, num_local_devices: int) -> int:
+    """Return the bytes of host memory that each process needs to save the state without a window."""
+    split_stages = {part.stage for part in program.backend.parts.parts}
+    total = 0
+    for leaf in program.layout:
+        # Buffers of gradients are not saved.
+        if leaf.group == "gradient":
+            continue
+        held = leaf.bytes_per_device * num_local_devices
+        # Replicas on the devices of one process are written only once.
+        total += min(leaf.spec.num_bytes, held)
+        # Parts of a stack are joined in host memory first, the replicas too.
+        if leaf.path.split("/")[1] in split_stages:
+            total += held
+    return total

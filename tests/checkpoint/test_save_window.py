@@ -1,0 +1,249 @@
+"""Saves through a window of host memory: the same bits as a copy, in a bounded amount of memory, atomic."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from plimsoll.framework.checkpoint import chunk_store
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer, CheckpointSaveError
+from plimsoll.framework.devices import accelerators
+from plimsoll.framework.layout import SplitArray
+from plimsoll.framework.program import save_window
+from tests.checkpoint import test_checkpoint, test_checkpoint_processes
+from tests.support import runs, small
+
+MESH = jax.make_mesh((4, 2), ("a", "b"))
+# A row of the largest array below is larger than this.
+NARROW = 1 << 10
+
+
+def place(values: np.ndarray, *axes: str | None, kind: str = "device") -> jax.Array:
+    return jax.device_put(values, NamedSharding(MESH, PartitionSpec(*axes), memory_kind=kind))
+
+
+def leaves_of(directory: Path, step: int) -> dict:
+    return json.loads((directory / f"{step:08d}" / "manifest" / "data.json").read_text())["leaves"]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a few rows, as they would be in arrays of gigabytes."""
+    monkeypatch.setattr(chunk_store, "_MIN_CHUNK_BYTES", 256)
+
+
+@pytest.mark.parametrize("window_bytes", [1, NARROW, 1 << 30])
+def test_the_same_bits_as_without_a_window(tmp_path: Path, window_bytes: int):
+    """All dtypes, shapes, shardings and memory kinds; the checksums of both manifests are equal."""
+    state = test_checkpoint.make_state()
+    state["parameter"]["cube"] = place(np.arange(12 * 6 * 10, dtype=np.float32).reshape(12, 6, 10), "a", "b")
+    with Checkpointer(directory=tmp_path, keep=9) as checkpointer:
+        checkpointer.save(1, state, {"next": 1})
+        checkpointer.save(2, state, {"next": 2}, window_bytes=window_bytes)
+        assert checkpointer.steps() == [1, 2], "a save through a window has finished when it returns"
+        restored = checkpointer.restore(2, test_checkpoint.like(state))
+        test_checkpoint.assert_same(restored.state, state)
+        assert restored.extra == {"next": 2}
+    assert leaves_of(tmp_path, 1) == leaves_of(tmp_path, 2)
+    assert not list(tmp_path.glob("*.writing"))
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 1, 1, 1, 1), (2, 4), (4, 2), (6,)])
+@pytest.mark.parametrize("kind", ["device", "pinned_host"])
+def test_a_split_stack_is_saved_as_a_whole_one(tmp_path: Path, counts: tuple[int, ...], kind: str):
+    """Parts of a stack give the files, the checksum and the values of the whole stack, and none of them is copied."""
+    values = np.random.default_rng(0).standard_normal((6, 16, 8)).astype(jnp.bfloat16)
+    cuts = np.cumsum(counts)[:-1]
+    parts = tuple(place(part, None, "a", "b", kind=kind) for part in np.split(values, cuts))
+    whole = place(values, None, "a", "b")
+    with Checkpointer(directory=tmp_path, keep=9) as checkpointer:
+        checkpointer.save(1, {"parameter": {"stack": whole}}, {})
+        checkpointer.save(2, {"parameter": {"stack": SplitArray(parts)}}, {}, window_bytes=NARROW)
+        abstract = {"parameter": {"stack": jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=whole.sharding)}}
+        restored = checkpointer.restore(2, abstract)
+    np.testing.assert_array_equal(np.asarray(restored.state["parameter"]["stack"]), values)
+    assert leaves_of(tmp_path, 1) == leaves_of(tmp_path, 2)
+
+
+def test_the_state_can_be_donated_afterwards(tmp_path: Path):
+    """No view of the state is left, so the next step reuses its memory."""
+    state = {"parameter": {"x": place(np.ones((16, 16), np.float32), "a", "b")}}
+    with Checkpointer(directory=tmp_path) as checkpointer:
+        checkpointer.save(1, state, {}, window_bytes=NARROW)
+    pointers = [shard.data.unsafe_buffer_pointer() for shard in state["parameter"]["x"].addressable_shards]
+    new = jax.jit(lambda x: x + 1, donate_argnums=0)(state["parameter"]["x"])
+    assert state["parameter"]["x"].is_deleted()
+    assert [shard.data.unsafe_buffer_pointer() for shard in new.addressable_shards] == pointers
+
+
+def test_frozen_arrays_go_through_the_window_too(tmp_path: Path):
+    frozen = {"base": place(np.arange(256, dtype=np.float32).reshape(16, 16), "a", "b")}
+    state = {"parameter": {"x": place(np.ones(4, np.float32))}, "frozen": frozen}
+    with Checkpointer(directory=tmp_path) as checkpointer:
+        checkpointer.save(1, state, {}, window_bytes=NARROW)
+        restored = checkpointer.restore(1, test_checkpoint.like(state))
+    np.testing.assert_array_equal(np.asarray(restored.state["frozen"]["base"]), np.asarray(frozen["base"]))
+    (step,) = (tmp_path / "frozen").iterdir()
+    assert any(path.name.startswith("state-") for path in step.iterdir())
+
+
+def test_a_step_is_replaced_and_old_steps_are_removed(tmp_path: Path):
+    def state(step: int):
+        return {"parameter": {"x": place(np.full((8, 8), step, np.float32), "a", "b")}}
+
+    with Checkpointer(directory=tmp_path, keep=2) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, state(step), {}, window_bytes=NARROW)
+        assert checkpointer.steps() == [2, 3]
+    with Checkpointer(directory=tmp_path, keep=2) as checkpointer:
+        checkpointer.save(3, state(30), {}, window_bytes=NARROW)
+        restored = checkpointer.restore_latest(test_checkpoint.like(state(0)))
+    assert restored.step == 3
+    assert np.asarray(restored.state["parameter"]["x"])[0, 0] == 30
+
+
+def test_a_failed_write_leaves_the_old_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    state = {"parameter": {"x": place(np.ones((8, 8), np.float32), "a", "b")}}
+    with Checkpointer(directory=tmp_path) as checkpointer:
+        checkpointer.save(1, state, {}, window_bytes=NARROW)
+
+        def fail(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(chunk_store.durable, "rename", fail)
+            with pytest.raises(CheckpointSaveError, match=r"step 2 was not saved: .*No space left.*steps \[1\]"):
+                checkpointer.save(2, state, {}, window_bytes=NARROW)
+        assert [path.name for path in tmp_path.iterdir()] == ["00000001"], "the half-written step is removed"
+        checkpointer.save(2, state, {}, window_bytes=NARROW)
+        assert checkpointer.steps() == [1, 2]
+
+
+# Arguments: directory, bytes of the state, window in bytes (0 for a copy). Prints the growth of the peak memory.
+MEASURE = """
+import os, resource, sys
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax, jax.numpy as jnp
+from plimsoll.framework.checkpoint.checkpointer import Checkpointer
+directory, size, window = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+make = jax.jit(lambda value: jnp.full((size // 32 // 4096, 1024), value, jnp.float32))
+state = {"parameter": {f"x{i}": jax.block_until_ready(make(i)) for i in range(32)}}
+checkpointer = Checkpointer(directory=directory)
+# Imports, threads, and the compiler's memory for the checksums.
+checkpointer.save(1, {"parameter": {"x": make(0)[:32]}}, {}, window_bytes=window or None)
+checkpointer.wait()
+from plimsoll.framework.checkpoint.integrity import checksums
+checksums({f"parameter/{name}": x for name, x in state["parameter"].items()})
+before = peak()
+checkpointer.save(2, state, {}, window_bytes=window or None)
+checkpointer.wait()
+print("GROWTH", peak() - before)
+"""
+
+
+def measure(directory: Path, size: int, window: int) -> int:
+    command = [sys.executable, "-W", "ignore", "-c", MEASURE, str(directory), str(size), str(window)]
+    job = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=Path.cwd())
+    assert job.returncode == 0, job.stderr[-3000:]
+    return int(job.stdout.split()[-1])
+
+
+@pytest.mark.pairs
+def test_memory_is_bounded_by_the_window(tmp_path: Path):
+    """512 MiB through 16 MiB; a copy needs the 512 MiB again, which shows that the measurement sees it."""
+    size = 512 << 20
+    assert measure(tmp_path / "window", size, 16 << 20) <= 24 << 20
+    assert measure(tmp_path / "copy", size, 0) >= size
+
+
+@pytest.mark.pairs
+def test_a_killed_save_leaves_the_old_checkpoint(tmp_path: Path):
+    """SIGKILL at six moments within a save: the step before it stays, and the next start removes the rest."""
+    command = [sys.executable, "-W", "ignore", "-c", MEASURE, str(tmp_path), str(256 << 20), str(16 << 20)]
+    hits = 0
+    for number in range(6):
+        job = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path.cwd())
+        runs.wait_for(lambda job=job: (tmp_path / "00000002.writing").exists() or job.poll() is not None)
+        time.sleep(0.05 * number)
+        job.send_signal(signal.SIGKILL)
+        job.communicate()
+        hits += (tmp_path / "00000002.writing").exists()
+        assert Checkpointer(directory=tmp_path, read_only=True).steps() in ([1], [1, 2])
+        Checkpointer(directory=tmp_path).close()
+        assert not list(tmp_path.glob("*.writing"))
+    assert hits >= 3
+
+
+@pytest.mark.pairs
+def test_two_processes_save_through_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each process writes its own shards; one process restores them on another mesh."""
+    through_window = test_checkpoint_processes.SAVE
+    for step in (1, 2, 3):
+        extra = f'{{"next": {step}}}'
+        through_window = through_window.replace(f"{extra})", f"{extra}, window_bytes=4096)")
+    assert through_window.count("window_bytes") == 3
+    monkeypatch.setattr(test_checkpoint_processes, "SAVE", through_window)
+    test_checkpoint_processes.save_by_one(tmp_path / "one")
+    test_checkpoint_processes.run(tmp_path / "two", tmp_path / "one")
+    checkpointer = Checkpointer(directory=tmp_path / "two")
+    assert any(name.startswith("state-") for name in os.listdir(tmp_path / "two" / "00000003"))
+    test_checkpoint_processes.check_saved_by_two(checkpointer)
+
+
+# --- the choice of a run ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_copies_while_there_is_room(monkeypatch: pytest.MonkeyPatch):
+    program = small.program(small.experiment(small.llama(), mesh={"data": 2, "fsdp": 4}))
+    state = program.init()
+    copied = save_window.count_copied_bytes(program, 8)
+    assert copied == sum(x.nbytes for x in jax.tree.leaves(state))
+    free = {"bytes": copied + save_window._RESERVE_BYTES}
+    monkeypatch.setattr(save_window, "get_free_memory_bytes", lambda: free["bytes"])
+    assert save_window.agree_on_window(program) is None
+    free["bytes"] -= 1
+    assert save_window.agree_on_window(program) == free["bytes"] // 4
+    monkeypatch.setattr(save_window, "count_copied_bytes", lambda *_: 8 << 30)
+    free["bytes"] = 8 << 30
+    assert save_window.agree_on_window(program) == 1 << 30
+    assert save_window.choose_window(program, 8, None) is None, "a host of unknown size is not refused"
+
+
+def test_free_memory_of_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The limit less what is used; page cache that the kernel would drop counts as free."""
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("1000000")
+    (group / "memory.current").write_text("700000")
+    (group / "memory.stat").write_text("anon 500000\ninactive_file 150000\nactive_file 50000\n")
+    monkeypatch.setattr(accelerators, "Path", lambda path: tmp_path / str(path).removeprefix("/"))
+    assert accelerators.get_free_memory_bytes() == 450000
+
+
+LAYERS = ["--config.memory.update=layer_programs", "--config.memory.remat=full"]
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("flags", [[], LAYERS], ids=["whole", "layers"])
+def test_a_run_resumes_from_a_save_through_a_window(tmp_path: Path, flags: list[str]):
+    """The checkpoints of a run with a window have the same checksums, and it resumes with the same losses."""
+    window = "--config.checkpoint.window_gib=1e-6"
+    ends = ["--config.trainer.save_every=2", *flags]
+    assert runs.train(tmp_path / "copy", *ends, "--config.trainer.max_steps=4") == 0
+    assert runs.train(tmp_path / "window", *ends, window, "--config.trainer.max_steps=2") == 0
+    assert "saves go through a window of 1.05 KiB of host memory" in runs.output(tmp_path / "window")
+    assert runs.train(tmp_path / "window", *ends, window, "--config.trainer.max_steps=4") == 0
+    for step in (2, 4):
+        checkpoints = [leaves_of(tmp_path / name / "checkpoints", step) for name in ("copy", "window")]
+        assert checkpoints[0] == checkpoints[1]
+    assert runs.losses(tmp_path / "copy") == runs.losses(tmp_path / "window")
