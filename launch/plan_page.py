@@ -23,8 +23,7 @@ def build_target_page(
         target: the target of all reports.
         reports: one report for each variant.
     """
-    from plimsoll.extras.plan_page import batch_grid, page
-    from plimsoll.framework.plan import memory_levers
+    from plimsoll.extras.plan_page import batch_grid, memory_levers, page
 
     asked = describe_command(command.args, f"--config={command.spec}", command.overrides)
     if not command.args.compare:

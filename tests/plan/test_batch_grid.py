@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from plimsoll.extras.plan_page import batch_grid
-from plimsoll.framework.plan import memory_levers, targets
+from plimsoll.extras.plan_page import batch_grid, memory_levers
+from plimsoll.framework.plan import targets
 from plimsoll.framework.plan.build_report import estimate_report
 from plimsoll.launch import plan
 from tests.support import small

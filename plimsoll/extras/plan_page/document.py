@@ -8,7 +8,7 @@ from plimsoll.extras.plan_page import bars, chart, chart_figures, commands, memo
 from plimsoll.extras.plan_page.batch_grid import GridPoint, point_from_report
 from plimsoll.extras.plan_page.commands import PlanCommand
 from plimsoll.extras.plan_page.data_binding import Figures, bind_element
-from plimsoll.framework.plan.memory_levers import Lever, levers
+from plimsoll.extras.plan_page.memory_levers import Lever, levers
 from plimsoll.framework.plan.plan_report import PlanReport
 
 _FOLDER = Path(__file__).parent

@@ -6,8 +6,8 @@ from html import escape
 from plimsoll.extras.plan_page.chart_figures import Segment, bytes_by_group
 from plimsoll.extras.plan_page.colors import COLORS
 from plimsoll.extras.plan_page.data_binding import Figures, bind_element
+from plimsoll.extras.plan_page.memory_levers import Lever
 from plimsoll.extras.plan_page.tables import breakable
-from plimsoll.framework.plan.memory_levers import Lever
 from plimsoll.framework.plan.plan_report import LargestBuffer, PlanReport
 from plimsoll.framework.plan.report_tables import needs_text
 from plimsoll.framework.terminal.tables import human_bytes
