@@ -30,7 +30,7 @@ ALLOWED_IMPORTS = {
     "program": "config data devices layers layout learner models optimizers processes schedules terminal",
     "inference": "data layers layout metrics program terminal",
     "plan": "checkpoint config data devices layers layout learner metrics models program schedules terminal",
-    "weights": "config files layers layout models program terminal",
+    "weights": "config files layers layout learner models program terminal",
     "families": "config files layers models weights",
     "batch_transforms": "config data devices families files inference layers layout learner models objectives "
     "processes program schedules terminal weights",
