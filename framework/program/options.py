@@ -18,9 +18,9 @@ class CheckpointOptions:
     """How checkpoints are written.
 
     Args:
-        window_gib: host memory in GiB that a save of one process may use. A few rows of each array are then copied and
-            written at a time, and training waits for the save. None: if host memory has room for a copy of the state,
-            the copy is written in the background; otherwise the window is a quarter of the free memory, up to 1 GiB.
+        window_gib: host memory in GiB that a save of one process may use. If a copy of the state fits in it, the copy
+            is written in the background; otherwise training waits while the state is written a few rows at a time.
+            None: a copy if host memory has room for it, else a quarter of the free memory, at most 1 GiB.
     """
 
     def __init__(self, *, window_gib: PositiveFloat | None = None):

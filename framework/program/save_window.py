@@ -18,8 +18,11 @@ _MAX_WINDOW_BYTES = 1 << 30
 def agree_on_window(program: Program) -> int | None:
     """Return the bytes of the window for a save now; None if every process can copy its state. Collective."""
     window = choose_window(program, len(program.mesh.local_devices), get_free_memory_bytes())
-    if program.experiment.checkpoint.window_gib is not None or distributed.is_true_on_all(window is None):
-        return window
+    if distributed.is_true_on_all(window is None):
+        return None
+    window_gib = program.experiment.checkpoint.window_gib
+    if window_gib is not None:
+        return int(window_gib * GIB)
     # All processes write the same chunks, so they need the same window.
     return -distributed.reduce_max(-(_MAX_WINDOW_BYTES if window is None else window))
 
@@ -32,10 +35,12 @@ def choose_window(program: Program, num_local_devices: int, free_bytes: int | No
         num_local_devices: number of devices of each process.
         free_bytes: host memory that is free while the training state exists; None if unknown.
     """
+    copied = count_copied_bytes(program, num_local_devices)
     window_gib = program.experiment.checkpoint.window_gib
     if window_gib is not None:
-        return int(window_gib * GIB)
-    if free_bytes is None or count_copied_bytes(program, num_local_devices) + _RESERVE_BYTES <= free_bytes:
+        window = int(window_gib * GIB)
+        return None if copied <= window else window
+    if free_bytes is None or copied + _RESERVE_BYTES <= free_bytes:
         return None
     return min(_MAX_WINDOW_BYTES, max(0, free_bytes) // 4)
 
