@@ -39,9 +39,10 @@ def there_and_back(model: Any, params: Any, ctx: Context) -> tuple[Any, Any, Any
         def back(carry: Any, xs: Any) -> Any:
             y, ct = carry
             join = lambda own, shared: own  # noqa: E731
-            y, (grads, _), ct = stack.reverse_layer(y, (xs[1], {}), join, {}, inner.fold_index(xs[0]), (ct, None))
-            ct = jax.tree.map(lambda c: c / jnp.sqrt(jnp.mean(jnp.square(c)) + 1e-9), ct)
-            return (y, ct), grads
+            result = stack.reverse_layer(y, (xs[1], {}), join, {}, inner.fold_index(xs[0]), (ct, None))
+            grads, _ = result.grads
+            ct = jax.tree.map(lambda c: c / jnp.sqrt(jnp.mean(jnp.square(c)) + 1e-9), result.ct)
+            return (result.carry, ct), grads
 
         y, _ = jax.lax.scan(ahead, first, (indices, own))
         ones = jax.tree.map(jnp.ones_like, y)

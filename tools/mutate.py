@@ -43,7 +43,7 @@ MUTATIONS = (
     ),
     Mutation(
         "skip bias correction",
-        "framework/learner/state.py",
+        "framework/learner/group_optimizer.py",
         "lambda new, old: new.astype(old.dtype), state",
         "lambda new, old: new.astype(old.dtype) if new.dtype.kind == 'f' else old + 1000, state",
         ("tests/learner",),

@@ -20,7 +20,7 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -62,36 +62,48 @@ class _Piece:
     Attributes:
         name: path of the array in the state.
         index: their index in the whole array.
-        shard: the shard, an array on one device.
-        first_row: index of the first row within the shard, along its first axis.
-        num_rows: number of rows; None for a shard without axes.
         nbytes: size.
+        source: where the rows are.
     """
 
     name: str
     index: Index
-    shard: jax.Array
-    first_row: int
-    num_rows: int | None
     nbytes: int
+    source: _ShardRows | np.ndarray
 
-    def copy_to_host(self, *, may_alias: bool) -> np.ndarray:
-        """Return the rows in host memory.
+    def read(self) -> np.ndarray:
+        """Return the rows in host memory. On a CPU they are a view of the shard, which cannot be donated meanwhile."""
+        return self.source if isinstance(self.source, np.ndarray) else self.source.read()
 
-        Args:
-            may_alias: whether the result may be a view of the shard. An array cannot be donated while there is one.
-        """
-        shard = self.shard
-        num_rows = self.num_rows
-        if next(iter(shard.sharding.device_set)).platform == "cpu":
+    def copy(self) -> _Piece:
+        """Return the piece with a copy of its rows in host memory; it does not refer to the shard."""
+        rows = self.read()
+        return replace(self, source=rows if rows.flags.owndata else rows.copy())
+
+
+@dataclass(frozen=True, eq=False)
+class _ShardRows:
+    """Rows of a shard.
+
+    Attributes:
+        shard: the shard, an array on one device.
+        first: index of the first row, along the first axis.
+        count: number of rows; None for a shard without axes.
+    """
+
+    shard: jax.Array
+    first: int
+    count: int | None
+
+    def read(self) -> np.ndarray:
+        """Return the rows in host memory; on a CPU, a view of them."""
+        if next(iter(self.shard.sharding.device_set)).platform == "cpu":
             # JAX keeps the view in this object of the shard, which is not the one that the state refers to.
-            view = np.asarray(shard)
-            if num_rows is not None:
-                view = view[self.first_row : self.first_row + num_rows]
-            return view if may_alias else np.array(view)
-        if num_rows is None or num_rows == shard.shape[0]:
-            return np.asarray(shard)
-        return np.asarray(_slice_rows(shard, np.int32(self.first_row), num_rows))
+            view = np.asarray(self.shard)
+            return view if self.count is None else view[self.first : self.first + self.count]
+        if self.count is None or self.count == self.shard.shape[0]:
+            return np.asarray(self.shard)
+        return np.asarray(_slice_rows(self.shard, np.int32(self.first), self.count))
 
 
 @partial(jax.jit, static_argnums=2)
@@ -116,7 +128,7 @@ def _split_into_pieces(name: str, x: jax.Array | SplitArray, chunk_shape: Sequen
             if shard.replica_id != 0:
                 continue
             if not part.ndim:
-                yield _Piece(name, (), shard.data, 0, None, part.nbytes)
+                yield _Piece(name, (), part.nbytes, _ShardRows(shard.data, 0, None))
                 continue
             shard_rows = shard.data.shape[0]
             shard_start = start + (shard.index[0].start or 0)
@@ -125,7 +137,8 @@ def _split_into_pieces(name: str, x: jax.Array | SplitArray, chunk_shape: Sequen
             for first_row in range(0, shard_rows, num_rows):
                 rows = slice(shard_start + first_row, shard_start + first_row + num_rows)
                 nbytes = shard.data.nbytes // shard_rows * num_rows
-                yield _Piece(name, (rows, *shard.index[1:]), shard.data, first_row, num_rows, nbytes)
+                source = _ShardRows(shard.data, first_row, num_rows)
+                yield _Piece(name, (rows, *shard.index[1:]), nbytes, source)
         start += part.shape[0] if part.ndim else 0
 
 
@@ -137,12 +150,11 @@ class _Upload:
         path: folder of the step.
         target: name of that folder after the commit; the same as `path` in an object store.
         folder: name of the array folder in `path`.
-        arrays: all non-empty arrays.
+        specs: shape and dtype of all non-empty arrays.
         chunk_shapes: shape of their chunks.
-        host_pieces: this process's part of the arrays, in host memory; None copies it piece by piece, while it is
-            written.
-        window_bytes: maximum number of bytes that are copied but not yet written, at least one piece; None if
-            everything was copied before.
+        pieces: this process's part of the arrays.
+        window_bytes: maximum number of bytes that are read but not yet written, at least one piece; None if the pieces
+            are copies.
         manifest: manifest that does not name the array folder yet.
         before_commit: called by the primary process before it writes the manifest.
         process: index of this process.
@@ -152,9 +164,9 @@ class _Upload:
     path: Path
     target: Path
     folder: str
-    arrays: Mapping[str, jax.Array | SplitArray]
+    specs: Mapping[str, jax.ShapeDtypeStruct]
     chunk_shapes: Mapping[str, list[int]]
-    host_pieces: list[tuple[_Piece, np.ndarray]] | None
+    pieces: Iterable[_Piece]
     window_bytes: int | None
     manifest: Manifest
     before_commit: Callable[[], None]
@@ -178,39 +190,28 @@ class _Upload:
     def _write_arrays(self) -> None:
         # Open all arrays before waiting for the first one: each takes a network request.
         opening = {}
-        for name, x in self.arrays.items():
+        for name, spec in self.specs.items():
             array_path = self.path / self.folder / name
-            opening[name] = _open(array_path, x, self.chunk_shapes[name], create=self.process == 0)
+            opening[name] = _open(array_path, spec, self.chunk_shapes[name], create=self.process == 0)
         # Writes in progress, oldest first, and the bytes of each.
         writes: deque[tuple[ts.WriteFutures, int]] = deque()
         written_bytes = 0
-        for piece, data in self._copy_pieces():
+        for piece in self.pieces:
             # The oldest writes end first, which releases their host memory.
             while self.window_bytes is not None and writes and written_bytes + piece.nbytes > self.window_bytes:
                 write, nbytes = writes.popleft()
                 write.result()
                 written_bytes -= nbytes
                 del write
-            host_rows = piece.copy_to_host(may_alias=True) if data is None else data
-            # These rows do not change until they are written, so tensorstore need not copy them.
+            # The rows do not change until they are written, so tensorstore need not copy them.
             store = opening[piece.name].result()
-            write = store[piece.index].write(host_rows, can_reference_source_data_indefinitely=True)
-            del host_rows, data
+            write = store[piece.index].write(piece.read(), can_reference_source_data_indefinitely=True)
             writes.append((write, piece.nbytes))
             written_bytes += piece.nbytes
         for write, _ in writes:
             write.result()
         if self.count > 1:
             self._note(self.process).write_text("")
-
-    def _copy_pieces(self) -> Iterator[tuple[_Piece, np.ndarray | None]]:
-        """Yield this process's pieces, with their data in host memory if it was copied before."""
-        if self.host_pieces is not None:
-            yield from self.host_pieces
-            return
-        for name, x in self.arrays.items():
-            for piece in _split_into_pieces(name, x, self.chunk_shapes[name]):
-                yield piece, None
 
     def _commit(self) -> None:
         """Write the manifest, which commits the checkpoint. Raises OSError if a process has not written its part."""
@@ -259,19 +260,19 @@ def write(
     # Four pieces at a time, so that copies and writes overlap.
     chunk_bytes = _CHUNK_BYTES if window_bytes is None else min(_CHUNK_BYTES, max(window_bytes // 4, _MIN_CHUNK_BYTES))
     chunk_shapes = {name: _chunk(_unit_shape(x), x.dtype, chunk_bytes) for name, x in stored.items()}
-    host_pieces = None
+    # A generator: with a window, rows are read while earlier ones are written.
+    pieces: Iterable[_Piece] = (
+        piece for name, x in stored.items() for piece in _split_into_pieces(name, x, chunk_shapes[name])
+    )
     if window_bytes is None:
-        host_pieces = []
-        for name, x in stored.items():
-            for piece in _split_into_pieces(name, x, chunk_shapes[name]):
-                host_pieces.append((piece, piece.copy_to_host(may_alias=False)))
+        pieces = [piece.copy() for piece in pieces]
     upload = _Upload(
         path=path if is_url(path) else path.with_name(f"{path.name}.writing"),
         target=path,
         folder=folder,
-        arrays=stored,
+        specs={name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in stored.items()},
         chunk_shapes=chunk_shapes,
-        host_pieces=host_pieces,
+        pieces=pieces,
         window_bytes=window_bytes,
         manifest=manifest,
         before_commit=before_commit,

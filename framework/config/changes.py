@@ -3,9 +3,9 @@
 import json
 from collections.abc import Mapping
 
-from plimsoll.framework.config.config import Config
+from plimsoll.framework.config.config import Config, config_for
 from plimsoll.framework.config.migrations import migrate_fields
-from plimsoll.framework.config.names import get_current_name, get_dotted_name
+from plimsoll.framework.config.names import get_current_name, get_dotted_name, resolve
 from plimsoll.framework.config.schema import ABSENT
 
 _MISSING = "(absent)"
@@ -37,7 +37,8 @@ def config_changes(old: object, new: object, *, path: str = "config") -> list[st
     """Returns a line for each leaf that differs between two configs, in the order of the old one.
 
     Tuples equal lists and 1 equals 1.0, because JSON does not distinguish them; True does not equal 1. Old names of
-    components, fields and values equal the current ones.
+    components, fields and values equal the current ones. A component of Plimsoll that the old config has no field for,
+    because an earlier version wrote it, is compared with its defaults.
 
     Args:
         old: a config as JSON data, such as that of a checkpoint.
@@ -49,8 +50,8 @@ def config_changes(old: object, new: object, *, path: str = "config") -> list[st
         old = _migrate(old)
         new = _migrate(new)
         for key in {**old, **new}:
-            old_value = old.get(key, _MISSING)
             new_value = new.get(key, _MISSING)
+            old_value = old[key] if key in old else _get_default(new_value)
             lines += config_changes(old_value, new_value, path=f"{path}.{key}")
     elif isinstance(old, list | tuple) and isinstance(new, list | tuple) and len(old) == len(new):
         for i, (old_value, new_value) in enumerate(zip(old, new, strict=True)):
@@ -70,6 +71,14 @@ def _migrate(data: Mapping[str, object]) -> Mapping[str, object]:
         return data
     fields = {key: value for key, value in data.items() if key != "$class"}
     return {"$class": name, **migrate_fields(get_current_name(name), fields)}
+
+
+def _get_default(value: object) -> object:
+    """Returns the defaults of a component of Plimsoll, as JSON data like `value`; _MISSING for any other value."""
+    name = value.get("$class") if isinstance(value, dict) else None
+    if not isinstance(name, str) or not name.startswith("plimsoll."):
+        return _MISSING
+    return config_for(resolve(name)).to_dict()
 
 
 def _short(value: object) -> str:

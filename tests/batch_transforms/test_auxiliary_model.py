@@ -51,8 +51,8 @@ def test_weights_are_the_initial_bits_in_host_memory(scope):
     program = small.program(small.experiment(small.llama(), scope=scope))
     other = AuxiliaryModel(program, head_log_probs)
     other.load()
-    assert other._state is not None
-    weights = flatten(other._state["parameter"])
+    assert other.state is not None
+    weights = flatten(other.state["parameter"])
     for path, expected in flatten(program.init().parameter).items():
         np.testing.assert_array_equal(weights[path], expected, err_msg=path)
         kind = "pinned_host" if weights[path].ndim - path.startswith("stack") > 1 else "device"

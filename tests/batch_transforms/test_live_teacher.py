@@ -102,7 +102,7 @@ def test_live_teacher_weights_are_counted_in_host_memory(folder: Path, tmp_path:
     program = open_program(student(folder, "live", folder / "model"), tmp_path)
     batch_transform = program.experiment.batch_transform
     assert batch_transform is not None
-    state = batch_transform._model._state  # pyright: ignore
+    state = batch_transform._model.state  # pyright: ignore
     leaves = flatten(state.parameter)
     matrices = {path: leaf for path, leaf in leaves.items() if path.startswith("stack") and leaf.ndim == 3}
     assert matrices

@@ -16,6 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from plimsoll.framework.checkpoint import chunk_store
 from plimsoll.framework.checkpoint.checkpointer import Checkpointer, CheckpointSaveError
+from plimsoll.framework.checkpoint.directory import Manifest
+from plimsoll.framework.checkpoint.integrity import checksums
 from plimsoll.framework.devices import accelerators
 from plimsoll.framework.layout import SplitArray
 from plimsoll.framework.program import save_window
@@ -85,6 +87,20 @@ def test_the_state_can_be_donated_afterwards(tmp_path: Path):
     assert [shard.data.unsafe_buffer_pointer() for shard in new.addressable_shards] == pointers
 
 
+def test_a_copy_can_be_written_after_the_state_is_donated(tmp_path: Path):
+    """As object stores do: the step that follows reuses the memory, and the checkpoint has the values from before."""
+    x = place(np.ones((16, 16), np.float32), "a", "b")
+    pointers = [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]
+    manifest = Manifest.create(1, {"x": x}, checksums({"x": x}), {}, None)
+    finish = chunk_store.write(tmp_path / "00000001", {"x": x}, manifest)
+    new = jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+    assert [shard.data.unsafe_buffer_pointer() for shard in new.addressable_shards] == pointers
+    finish()
+    spec = jax.ShapeDtypeStruct(new.shape, new.dtype, sharding=new.sharding)
+    restored = Checkpointer(directory=tmp_path).restore(1, {"x": spec})
+    np.testing.assert_array_equal(np.asarray(restored.state["x"]), 1)
+
+
 def test_frozen_arrays_go_through_the_window_too(tmp_path: Path):
     frozen = {"base": place(np.arange(256, dtype=np.float32).reshape(16, 16), "a", "b")}
     state = {"parameter": {"x": place(np.ones(4, np.float32))}, "frozen": frozen}
@@ -130,12 +146,14 @@ def test_a_failed_write_leaves_the_old_checkpoints(tmp_path: Path, monkeypatch: 
 
 # Arguments: directory, bytes of the state, window in bytes (0 for a copy). Prints the growth of the peak memory.
 MEASURE = """
-import os, resource, sys
+import os, sys
 os.environ["JAX_PLATFORMS"] = "cpu"
 import jax, jax.numpy as jnp
 from plimsoll.framework.checkpoint.checkpointer import Checkpointer
 directory, size, window = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak():  # not ru_maxrss, which starts with the peak of the parent process
+    with open("/proc/self/status") as status:
+        return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 make = jax.jit(lambda value: jnp.full((size // 32 // 4096, 1024), value, jnp.float32))
 state = {"parameter": {f"x{i}": jax.block_until_ready(make(i)) for i in range(32)}}
 checkpointer = Checkpointer(directory=directory)
@@ -217,6 +235,10 @@ def test_a_run_copies_while_there_is_room(monkeypatch: pytest.MonkeyPatch):
     free["bytes"] = 8 << 30
     assert save_window.agree_on_window(program) == 1 << 30
     assert save_window.choose_window(program, 8, None) is None, "a host of unknown size is not refused"
+    monkeypatch.setattr(program.experiment.checkpoint, "window_gib", 8.0)
+    assert save_window.choose_window(program, 8, 0) is None, "the window has room for the copy"
+    monkeypatch.setattr(program.experiment.checkpoint, "window_gib", 7.5)
+    assert save_window.choose_window(program, 8, 1 << 40) == 15 << 29
 
 
 def test_free_memory_of_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -235,13 +257,16 @@ LAYERS = ["--config.memory.update=layer_programs", "--config.memory.remat=full"]
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("flags", [[], LAYERS], ids=["whole", "layers"])
-def test_a_run_resumes_from_a_save_through_a_window(tmp_path: Path, flags: list[str]):
+def test_a_run_resumes_from_a_save_through_a_window(
+    tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+):
     """The checkpoints of a run with a window have the same checksums, and it resumes with the same losses."""
+    runs.write_text(tmp_path / "text")
     window = "--config.checkpoint.window_gib=1e-6"
     ends = ["--config.trainer.save_every=2", *flags]
     assert runs.train(tmp_path / "copy", *ends, "--config.trainer.max_steps=4") == 0
     assert runs.train(tmp_path / "window", *ends, window, "--config.trainer.max_steps=2") == 0
-    assert "saves go through a window of 1.05 KiB of host memory" in runs.output(tmp_path / "window")
+    assert "saves go through a window of 1.05 KiB of host memory" in capsys.readouterr().out
     assert runs.train(tmp_path / "window", *ends, window, "--config.trainer.max_steps=4") == 0
     for step in (2, 4):
         checkpoints = [leaves_of(tmp_path / name / "checkpoints", step) for name in ("copy", "window")]

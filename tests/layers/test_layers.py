@@ -281,8 +281,8 @@ def test_attention_may_use_float32_in_a_bfloat16_model():
     x_BSD = jax.random.normal(jax.random.key(1), (2, 64, 32), jnp.bfloat16)
     prepared = plain.prepare(params, ctx)
     q, k, v = plain._queries_keys_values(prepared, x_BSD, ctx)
-    exact = wide._attend(*(x.astype(jnp.float32) for x in (q, k, v)), None, ctx, {})
-    ours = wide._attend(q, k, v, None, ctx, {})
+    exact = wide.attend(*(x.astype(jnp.float32) for x in (q, k, v)), ctx)
+    ours = wide.attend(q, k, v, ctx)
     assert ours.dtype == jnp.bfloat16
     np.testing.assert_array_equal(ours, exact.astype(jnp.bfloat16))
-    assert np.any(np.asarray(plain._attend(q, k, v, None, ctx, {})) != np.asarray(ours))
+    assert np.any(np.asarray(plain.attend(q, k, v, ctx)) != np.asarray(ours))

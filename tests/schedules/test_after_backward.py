@@ -79,7 +79,7 @@ def test_microbatches_add_up_to_their_batch_with_dropout_on(mesh):
 def test_step_metrics(program, three_steps):
     _, _, metrics = three_steps
     assert set(metrics[0]) == {
-        "loss", "head/nll", "stack/block1/penalty", "grad_norm", "skipped", "learning_rate"
+        "loss", "head/nll", "stack/block1/penalty", "grad_norm", "skipped", "learning_rate", "learning_rate/rule1"
     }  # fmt: skip
     np.testing.assert_allclose([m["learning_rate"] for m in metrics], [0.01, 0.015, 0.02], rtol=1e-6)
     assert [m["skipped"] for m in metrics] == [0.0, 0.0, 0.0]
