@@ -79,6 +79,7 @@ class Checkpointer:
         before_commit: called in the background by the primary process, before a checkpoint in an object store is
             committed.
         after_commit: called in the background by the primary process, with each committed step.
+        on_progress: called during a save through a window, which may take longer than a step.
 
     Raises:
         ValueError: keep or keep_every is below 1, or the URL of the directory cannot be used.
@@ -93,6 +94,7 @@ class Checkpointer:
         read_only: bool = False,
         before_commit: Callable[[], None] = lambda: None,
         after_commit: Callable[[int], None] = lambda step: None,
+        on_progress: Callable[[], object] = lambda: None,
     ):
         if keep < 1 or (keep_every is not None and keep_every < 1):
             raise ValueError(f"keep and keep_every: expected at least 1, got {keep} and {keep_every}")
@@ -103,6 +105,7 @@ class Checkpointer:
         self._in_store = is_url(directory)
         self._before_commit = before_commit
         self._after_commit = after_commit
+        self._on_progress = on_progress
         # The thread that waits for the commit of the last save, and the error that it raised.
         self._thread: threading.Thread | None = None
         self._failure: CheckpointSaveError | None = None
@@ -221,7 +224,10 @@ class Checkpointer:
         """Write the frozen arrays if this run has not yet done so, wait for their commit, and return their number."""
         if self._frozen is not None:
             return self._frozen
-        with Checkpointer(directory=self.directory / files.FROZEN, keep=_KEEP_ALL) as frozen_checkpointer:
+        frozen_folder = self.directory / files.FROZEN
+        with Checkpointer(
+            directory=frozen_folder, keep=_KEEP_ALL, on_progress=self._on_progress
+        ) as frozen_checkpointer:
             # Use a number above all existing ones: older checkpoints refer to those, so they must never be replaced.
             # Processes may see different directory listings, so all use the number of the primary.
             newest = max(frozen_checkpointer.steps(), default=0)
@@ -235,13 +241,15 @@ class Checkpointer:
     ) -> Callable[[], None]:
         """Move an existing checkpoint of the step aside and start the write; returns a function that finishes it."""
         if self._in_store:
-            return chunk_store.write(path, leaves, manifest, self._before_commit, window_bytes=window_bytes)
+            return chunk_store.write(
+                path, leaves, manifest, self._before_commit, self._on_progress, window_bytes=window_bytes
+            )
         if distributed.is_primary() and os.path.lexists(path):
             # Delete it only after its successor is committed: if the save fails, it is put back.
             path.rename(path.with_name(f"{path.name}.replaced"))
             logging.warning("checkpoints: step %d already exists and is being replaced", manifest.step)
         if window_bytes is not None:
-            return chunk_store.write(path, leaves, manifest, window_bytes=window_bytes)
+            return chunk_store.write(path, leaves, manifest, on_progress=self._on_progress, window_bytes=window_bytes)
         whole_arrays = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, jax.Array)}
         assert len(whole_arrays) == len(leaves), "only a save through a window accepts split arrays"
         return storage.write(path, whole_arrays, manifest.to_json())

@@ -157,6 +157,7 @@ class _Upload:
             are copies.
         manifest: manifest that does not name the array folder yet.
         before_commit: called by the primary process before it writes the manifest.
+        on_progress: called whenever another piece was read.
         process: index of this process.
         count: number of processes.
     """
@@ -170,6 +171,7 @@ class _Upload:
     window_bytes: int | None
     manifest: Manifest
     before_commit: Callable[[], None]
+    on_progress: Callable[[], object]
     process: int
     count: int
 
@@ -206,6 +208,7 @@ class _Upload:
             # The rows do not change until they are written, so tensorstore need not copy them.
             store = opening[piece.name].result()
             write = store[piece.index].write(piece.read(), can_reference_source_data_indefinitely=True)
+            self.on_progress()
             writes.append((write, piece.nbytes))
             written_bytes += piece.nbytes
         for write, _ in writes:
@@ -222,7 +225,9 @@ class _Upload:
         self.before_commit()
         manifest = replace(self.manifest, arrays=self.folder)
         text = json.dumps(manifest.to_json())
-        (self.path / MANIFEST).mkdir(parents=True, exist_ok=True)
+        if self.target != self.path:
+            # Object stores have no folders to create.
+            (self.path / MANIFEST).mkdir(parents=True, exist_ok=True)
         (self.path / MANIFEST / MANIFEST_FILE).write_bytes(text.encode())
         if self.target != self.path:
             durable.rename(self.path, self.target)
@@ -237,6 +242,7 @@ def write(
     arrays: Mapping[str, jax.Array | SplitArray],
     manifest: Manifest,
     before_commit: Callable[[], None] = lambda: None,
+    on_progress: Callable[[], object] = lambda: None,
     *,
     window_bytes: int | None = None,
 ) -> Callable[[], None]:
@@ -247,6 +253,7 @@ def write(
         arrays: arrays by path in the state.
         manifest: manifest, which does not name the array folder yet.
         before_commit: called by the primary process before it writes the manifest.
+        on_progress: called by the thread that writes, whenever another piece was read.
         window_bytes: maximum number of bytes of host memory that the write needs, but at least one piece of an array.
             None copies all arrays now.
 
@@ -276,6 +283,7 @@ def write(
         window_bytes=window_bytes,
         manifest=manifest,
         before_commit=before_commit,
+        on_progress=on_progress,
         process=jax.process_index(),
         count=jax.process_count(),
     )

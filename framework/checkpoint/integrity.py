@@ -46,7 +46,7 @@ ArrayOrSpec = jax.Array | jax.ShapeDtypeStruct
 
 @dataclass(frozen=True)
 class LeafPart:
-    """How a leaf, or a part of it along its first axis, is summed.
+    """A leaf, or a part of it along its first axis, as a term of the leaf's checksum.
 
     Attributes:
         num_chunks: see `count_chunks`.

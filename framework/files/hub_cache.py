@@ -6,7 +6,7 @@
     models--ORG--NAME/.no_exist/COMMIT/NAME          a file that was requested, but does not exist in the commit
 
 Layout: huggingface_hub 2.4, its documentation's page "Understand caching" and `_tree_cache.py`. The library's own
-functions for this take half a second to import, and do not find a commit of which no file was downloaded.
+functions for this take half a second to import, and do not find a commit before one of its files is downloaded.
 """
 
 from __future__ import annotations

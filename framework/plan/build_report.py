@@ -192,7 +192,8 @@ def compile_report(
 
     # The phases are listed in the order of a run. An auxiliary model's phases come before the training step that they
     # prepare.
-    checkpoint_peaks = _save_and_restore(program, target)
+    window = _choose_save_window(program, target)
+    checkpoint_peaks = _save_and_restore(program, target, window)
     compile_seconds = report.compile_seconds
     message = report.message
     peaks = {}
@@ -213,7 +214,6 @@ def compile_report(
     peaks["train"] = PhaseReport(step.allocated, report.host_peak_bytes)
     peaks |= evaluation_peak
     peaks["save"] = checkpoint_peaks["save"]
-    window = _save_window(program, target)
     if window is not None:
         report.notes.append(
             f"saves go through a window of {human_bytes(window)} of host memory, and training waits for each"
@@ -455,7 +455,7 @@ def _batch_transform_peaks(transform: dict[str, CompiledProgram], state_host: in
     return peaks
 
 
-def _save_window(program: Program, target: Target) -> int | None:
+def _choose_save_window(program: Program, target: Target) -> int | None:
     """Return the bytes of host memory that a save goes through; None if it copies the state."""
     local_devices = target.num_devices // target.num_processes
     limit = target.host_limit_bytes
@@ -464,7 +464,7 @@ def _save_window(program: Program, target: Target) -> int | None:
     return save_window.choose_window(program, local_devices, free)
 
 
-def _save_and_restore(program: Program, target: Target) -> dict[str, PhaseReport]:
+def _save_and_restore(program: Program, target: Target, window: int | None) -> dict[str, PhaseReport]:
     """Return the peaks of saving and restoring a checkpoint, which follow from the layout.
 
     Saving copies the arrays that this process writes to host memory, each once, or a window of them. Restoring fills
@@ -476,7 +476,6 @@ def _save_and_restore(program: Program, target: Target) -> dict[str, PhaseReport
     host = layout.bytes_per_device(memory_kind="pinned_host")
     local_devices = target.num_devices // target.num_processes
     copied = save_window.count_copied_bytes(program, local_devices)
-    window = _save_window(program, target)
     if window is not None:
         copied = min(copied, window)
     passing = read_bytes(max(leaf.spec.num_bytes for leaf in layout))

@@ -66,7 +66,7 @@ class Experiment:
         memory: placement of the state, and recomputation of activations.
         compiler: compiler options.
         trainer: length of the run, and intervals and contents of its outputs.
-        checkpoint: how checkpoints are written.
+        checkpoint: options for writing checkpoints.
         health: how processes monitor themselves and each other.
         pretrained: directory of the initial weights; without one they are initialized randomly.
         batch_transform: config of what completes batches before a step sees them (a reference, a teacher, rollouts),

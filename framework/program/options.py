@@ -15,7 +15,7 @@ from plimsoll.framework.config import (
 
 @component
 class CheckpointOptions:
-    """How checkpoints are written.
+    """Options for writing checkpoints.
 
     Args:
         window_gib: host memory in GiB that a save of one process may use. If a copy of the state fits in it, the copy

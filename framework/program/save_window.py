@@ -1,7 +1,8 @@
-"""How much host memory a save uses: a copy of the state, or a window through which it is written.
+"""Host memory of a save: a copy of the state, or a window through which the state is written.
 
 A copy is written in the background, but needs as much host memory again as the state that this process saves. If the
-host has no room for it, or if the config says so, training waits while the state is written a few rows at a time.
+host has no room for it, or the config sets a smaller window, training waits while the state is written a few rows at a
+time.
 """
 
 from __future__ import annotations

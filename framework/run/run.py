@@ -179,6 +179,8 @@ class Run:
             # If the workdir is a URL, this uploads its other files, so that none is older than a checkpoint.
             before_commit=self.workdir.sync,
             after_commit=self._record_commit,
+            # A save through a window may take longer than health.hang_seconds.
+            on_progress=self.pulse.note,
         )
         if is_primary:
             jsonl = JsonlWriter(self.workdir.metrics, self._stamp)

@@ -98,7 +98,7 @@ def test_without_a_file_list_missing_files_may_exist(cache: Path, repository: Re
 
 
 def test_a_commit_is_found_by_its_file_list(cache: Path, repository: Repository):
-    """The library finds no commit of which it has downloaded no file."""
+    """The library does not find a commit before it has downloaded one of its files."""
     fill_cache(cache, repository, []).rmdir()
     snapshot = find_snapshot(MODEL)
     assert snapshot is not None
