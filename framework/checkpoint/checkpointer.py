@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 from absl import logging
@@ -200,7 +200,7 @@ class Checkpointer:
         leaves = flatten(state)
         assert len(leaves) == len(jax.tree.leaves(state)), "two leaves of the state have the same path"
         for name, leaf in leaves.items():
-            if not isinstance(leaf, jax.Array | SplitArray):
+            if not isinstance(leaf, jax.Array) and not (window_bytes is not None and isinstance(leaf, SplitArray)):
                 raise TypeError(f"{name}: expected a jax.Array, got {type(leaf).__name__}")
         # The round trip raises for values that are not JSON, before anything is written for this step.
         stored_extra = json.loads(json.dumps(extra, allow_nan=False))
@@ -241,18 +241,15 @@ class Checkpointer:
     ) -> Callable[[], None]:
         """Move an existing checkpoint of the step aside and start the write; returns a function that finishes it."""
         if self._in_store:
-            return chunk_store.write(
-                path, leaves, manifest, self._before_commit, self._on_progress, window_bytes=window_bytes
-            )
+            hooks = self._before_commit, self._on_progress
+            return chunk_store.write(path, leaves, manifest, *hooks, window_bytes=window_bytes)
         if distributed.is_primary() and os.path.lexists(path):
             # Delete it only after its successor is committed: if the save fails, it is put back.
             path.rename(path.with_name(f"{path.name}.replaced"))
             logging.warning("checkpoints: step %d already exists and is being replaced", manifest.step)
         if window_bytes is not None:
             return chunk_store.write(path, leaves, manifest, on_progress=self._on_progress, window_bytes=window_bytes)
-        whole_arrays = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, jax.Array)}
-        assert len(whole_arrays) == len(leaves), "only a save through a window accepts split arrays"
-        return storage.write(path, whole_arrays, manifest.to_json())
+        return storage.write(path, cast("dict[str, jax.Array]", leaves), manifest.to_json())
 
     def _check_space(self, step: int, num_bytes: int) -> None:
         """Raise CheckpointSaveError in every process if the disk of any process has no room for the arrays."""
