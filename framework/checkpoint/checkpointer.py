@@ -165,8 +165,7 @@ class Checkpointer:
     def save(self, step: int, state: PyTree, extra: dict[str, object], *, window_bytes: int | None = None) -> bool:
         """Save a checkpoint; returns once the arrays may be donated or overwritten.
 
-        Without a window the arrays are copied to host memory and written in the background. With one, this call writes
-        them, a few rows at a time.
+        Without a window, arrays are copied and written in the background; with one, this call writes them row by row.
 
         The group "frozen" never changes, so only the first save writes it, and waits for it; later saves refer to it.
         Only one save runs at a time: this call waits for the previous one. A checkpoint of the same step, left here
