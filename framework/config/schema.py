@@ -308,7 +308,8 @@ def convert(hint: Annotation, value: object, path: str) -> object:
         try:
             result = _convert_arm(arm, value, path)
         except ConfigError as failure:
-            failures.append(failure)
+            # A kept traceback keeps the frames of all callers alive, and with them the state that they refer to.
+            failures.append(failure.with_traceback(None))
             continue
         if isinstance(result, ConfigBase) or all(limit.test(result, limit.bound) for limit in _limits(arm)):
             return result

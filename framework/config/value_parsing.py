@@ -44,7 +44,7 @@ def parse_text(hint: Annotation, text: str, path: str) -> object:
     try:
         return convert(hint, text if is_choice else parse_literal(text), path)
     except ConfigError as error:
-        failure = error
+        failure = error.with_traceback(None)
     # The field may want text, such as "12", so try the raw text as well.
     with contextlib.suppress(ConfigError):
         return convert(hint, text, path)

@@ -1,7 +1,9 @@
 """Values by dotted path: wording of errors, command-line text by type, swaps in order, differences, JSON."""
 
+import gc
 import json
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -24,6 +26,7 @@ from plimsoll.framework.config import (
     config_for,
     diff,
 )
+from plimsoll.framework.config.value_parsing import parse_text
 
 
 class Layer:
@@ -288,3 +291,23 @@ def test_json_round_trip_is_exact():
     assert data["loose"]["y"]["b.c"]["$class"] == "jax.nn.initializers.normal"
     config.f = math.nan
     assert math.isnan(Config.from_json(config.to_json()).f)
+
+
+def test_a_conversion_does_not_keep_its_callers_alive():
+    """An alternative that fails must not leave its traceback behind: a frame above it may refer to a whole model."""
+
+    class Model: ...
+
+    def set_values() -> weakref.ref:
+        model = Model()
+        config = config_for(All, optimizer=None, dtype="bfloat16")
+        parse_text(bool | float, "0.5", "rate")
+        config.to_json()
+        return weakref.ref(model)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert set_values()() is None
+    finally:
+        gc.enable()
