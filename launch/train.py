@@ -48,6 +48,12 @@ def add_flags(parser: cli.Parser) -> None:
         help="memory limit per device; default: the memory of the devices",
     )
     parser.add_argument(
+        "--host_memory_gib",
+        type=float,
+        metavar="GIB",
+        help="host memory limit of the run, on each machine; default: what is free",
+    )
+    parser.add_argument(
         "--coordinator", metavar="HOST:PORT", help="with several processes: address where process 0 listens"
     )
     parser.add_argument("--num_processes", type=int, metavar="N", help="with several processes: their number")
@@ -93,6 +99,7 @@ def main(argv: list[str]) -> int:
         goodput=Goodput(since=began),
         tune_memory=tune_memory,
         limit=cli.gib("device_memory_gib", args.device_memory_gib),
+        host_limit=cli.gib("host_memory_gib", args.host_memory_gib),
         resume=args.resume,
         force=args.force,
         dry_run=args.dry_run,

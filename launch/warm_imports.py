@@ -7,12 +7,13 @@ import resource  # noqa: F401
 
 import grain  # noqa: F401
 import jax.experimental.multihost_utils  # noqa: F401
-import tensorboardX.event_file_writer  # noqa: F401
 from orbax.checkpoint import multihost, v1
 
 import plimsoll.framework.run.start
 import plimsoll.framework.run.train
 import plimsoll.launch.train  # noqa: F401
+from plimsoll.framework.metrics.writers import import_writers
 
+import_writers()
 # Orbax imports these on first use, so use them here.
 _ = v1.save_checkpointables_async, v1.Context, v1.handlers, multihost.get_barrier_sync_fn

@@ -29,13 +29,6 @@ HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 HOST_MEMORY_FRACTION = 0.9
 # The second is the old name, which JAX still accepts.
 _FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-# Files with a container's memory limit, for cgroup versions 2 and 1.
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-# The limit, the usage, and the name of the page cache that can be dropped in memory.stat, of both cgroup versions.
-_CGROUP_USAGE = (
-    (_CGROUP_LIMITS[0], "/sys/fs/cgroup/memory.current", "inactive_file"),
-    (_CGROUP_LIMITS[1], "/sys/fs/cgroup/memory/memory.usage_in_bytes", "total_inactive_file"),
-)
 
 
 class Device(Protocol):
@@ -264,37 +257,3 @@ def accelerator_name(devices: Sequence[Device]) -> str:
     separator = "x" if spec.platform == "gpu" else "-"
     name = f"{spec.name}{separator}{count}"
     return f"{num_slices}x{name}" if num_slices > 1 else name
-
-
-def get_machine_memory_bytes() -> int:
-    """Return the memory of this machine in bytes, or the limit of the process's container (cgroup) if that is lower."""
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
-    limits = [page_bytes * os.sysconf("SC_PHYS_PAGES")]
-    for path in _CGROUP_LIMITS:
-        # The file contains "max" if there is no limit, and does not exist with the other cgroup version.
-        with suppress(OSError, ValueError):
-            limits.append(int(Path(path).read_text()))
-    return min(limits)
-
-
-def get_free_memory_bytes() -> int:
-    """Return the memory in bytes that new allocations can use, on this machine or in the process's container (cgroup).
-
-    Page cache counts as free.
-    """
-    free = get_machine_memory_bytes()
-    # Other systems than Linux have no such file.
-    with suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name == "MemAvailable":
-                free = min(free, 1024 * int(value.split()[0]))
-    for limit_path, usage_path, cache_name in _CGROUP_USAGE:
-        # Without a limit, the file of the limit contains "max".
-        with suppress(OSError, ValueError):
-            limit = int(Path(limit_path).read_text())
-            usage = int(Path(usage_path).read_text())
-            statistics = Path(usage_path).with_name("memory.stat").read_text().splitlines()
-            cached = sum(int(line.split()[1]) for line in statistics if line.split()[0] == cache_name)
-            free = min(free, limit - usage + cached)
-    return max(0, free)

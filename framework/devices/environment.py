@@ -7,14 +7,9 @@ def prepare_jax() -> None:
     """Check the environment variables of JAX's backends, and set defaults for those that are missing."""
     import jax  # noqa: F401
 
-    from plimsoll.framework.devices.accelerators import (
-        GIB,
-        GPU_MEMORY_FRACTION,
-        HOST_LIMIT,
-        HOST_MEMORY_FRACTION,
-        get_machine_memory_bytes,
-    )
+    from plimsoll.framework.devices.accelerators import GIB, GPU_MEMORY_FRACTION, HOST_LIMIT, HOST_MEMORY_FRACTION
     from plimsoll.framework.devices.compiler import check_environment
+    from plimsoll.framework.devices.host import get_machine_memory_bytes
 
     check_environment()
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Protocol
+
+from plimsoll.framework.devices.host import rss_bytes
 
 
 class MeasuredDevice(Protocol):
@@ -105,15 +106,3 @@ def live_array_bytes() -> dict[tuple[Hashable, str], int]:
     for (device, kind, _), size in buffers.items():
         sizes[device, kind] += size
     return dict(sizes)
-
-
-def rss_bytes() -> int:
-    """Return the resident memory of this process in bytes; without /proc (macOS), its highest value so far."""
-    try:
-        with open("/proc/self/statm") as file:
-            num_pages = int(file.read().split()[1])
-            return num_pages * os.sysconf("SC_PAGE_SIZE")
-    except FileNotFoundError:
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -8,16 +8,16 @@ from typing import Any
 
 import jax
 
-from plimsoll.framework.checkpoint.storage import read_bytes
 from plimsoll.framework.config import Config
-from plimsoll.framework.layout import Nested, TrainState, merge
+from plimsoll.framework.layout import Nested, StateLayout, TrainState, merge
 from plimsoll.framework.plan import cache, dry_run
 from plimsoll.framework.plan.buffer_names import REPORT_GROUPS, NamedBuffer
 from plimsoll.framework.plan.compilation import CompiledProgram
 from plimsoll.framework.plan.dry_run import compile_programs, compile_step, dry_run_batch_transform
-from plimsoll.framework.plan.estimate import Estimate
+from plimsoll.framework.plan.estimate import Estimate, get_running_layout
 from plimsoll.framework.plan.grouped_products import note_ragged_products
 from plimsoll.framework.plan.hlo import Array
+from plimsoll.framework.plan.host_memory import Host, HostMemoryModel
 from plimsoll.framework.plan.jaxpr_analysis import FlopCount, find_zero_gradients, sum_flops
 from plimsoll.framework.plan.plan_report import (
     BREAKDOWN_KEYS,
@@ -33,7 +33,6 @@ from plimsoll.framework.plan.step_time.estimated_time import estimate_time
 from plimsoll.framework.plan.step_time.time_breakdown import StepTime
 from plimsoll.framework.plan.suggest import estimate_for_target, state_bytes, suggestions
 from plimsoll.framework.plan.targets import Target
-from plimsoll.framework.program import save_window
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.schedules.stack_layout import PLACED_FIELDS
@@ -121,10 +120,11 @@ def estimate_report(
     state = state_bytes(need)
     peak = need.peak_bytes
     arguments = state + need.breakdown["batch"]
+    fits = limit is None or peak <= limit
     report = replace(
         _describe(name, experiment, target, limit, need.flops),
         estimated=True,
-        fits=limit is None or peak <= limit,
+        fits=fits,
         device_peak_bytes=peak,
         device_allocated_bytes=peak,
         device_argument_bytes=arguments,
@@ -138,8 +138,11 @@ def estimate_report(
         time=_report_time(estimate_step_time(experiment, need, target), experiment, target),
     )
     report.notes.extend(note_ragged_products(experiment.model, target.platform))
-    report = _add_host(report, need.host_bytes, 0, target)
-    if suggests and not report.fits:
+    report = _add_offloaded(report, need.host_bytes, 0, target)
+    layout = get_running_layout(experiment, experiment.mesh.resolve(target.num_devices))
+    host = build_host_model(experiment, layout, target)
+    report = _add_host(report, host, {"train": PhaseReport(peak, need.host_bytes)})
+    if suggests and not fits:
         with phase("looking for settings that fit", patience=SHORT):
             fitting = suggestions(config, target, limit or 0, peak, present=need, seconds=0.0)
         report = replace(report, suggestions=fitting)
@@ -183,7 +186,7 @@ def compile_report(
         report = replace(_describe(name, program.experiment, target, limit, flops), zero_gradients=zero_gradients)
         report.notes.extend(target.compiler_notes)
         report = _add_step(report, program, step)
-        report = _add_host(report, state_bytes_on_host, step.host_temp, target)
+        report = _add_offloaded(report, state_bytes_on_host, step.host_temp, target)
         report = _add_batch_transform(report, transform, target)
         need = estimate_for_target(program.experiment, target)
         error = None if step.message else need.peak_bytes / step.peak - 1.0
@@ -192,8 +195,8 @@ def compile_report(
 
     # The phases are listed in the order of a run. An auxiliary model's phases come before the training step that they
     # prepare.
-    window = _choose_save_window(program, target)
-    checkpoint_peaks = _save_and_restore(program, target, window)
+    host = build_host_model(program.experiment, layout, target)
+    checkpoint_peaks = host.checkpoint_peaks()
     compile_seconds = report.compile_seconds
     message = report.message
     peaks = {}
@@ -214,13 +217,10 @@ def compile_report(
     peaks["train"] = PhaseReport(step.allocated, report.host_peak_bytes)
     peaks |= evaluation_peak
     peaks["save"] = checkpoint_peaks["save"]
-    if window is not None:
-        report.notes.append(
-            f"saves go through a window of {human_bytes(window)} of host memory, and training waits for each"
-        )
     most = max(peak.device_peak_bytes for peak in peaks.values())
     fits = not step.message and (limit is None or most <= limit)
     report = replace(report, phases=peaks, compile_seconds=compile_seconds, message=message, fits=fits)
+    report = _add_host(report, host, peaks)
     if suggests and not fits:
         with phase("looking for settings that fit", patience=SHORT):
             report = replace(report, suggestions=suggestions(config, target, limit or 0, most, present=need))
@@ -370,24 +370,41 @@ def _add_step(report: PlanReport, program: Program, step: CompiledProgram) -> Pl
     )
 
 
-def _add_host(report: PlanReport, state: int, temporary: int, target: Target) -> PlanReport:
-    """Add the bytes in host memory, per device and per process.
-
-    They do not affect the verdict, because users choose the machine that holds the devices.
-    """
+def _add_offloaded(report: PlanReport, state: int, temporary: int, target: Target) -> PlanReport:
+    """Add the bytes of arrays in host memory, per device and per process."""
     peak = state + temporary
     # A process holds the shards of all of its devices.
     process_bytes = peak * target.num_devices // target.num_processes
-    notes = list(report.notes)
-    limit = target.host_limit_bytes
-    if limit is not None and process_bytes > limit:
-        notes.append(
-            f"a process needs {human_bytes(process_bytes)} of host memory, but a host of this kind has "
-            f"{human_bytes(limit)}: offload less, or use a host with more memory"
-        )
-    return replace(
-        report, host_argument_bytes=state, host_peak_bytes=peak, host_process_bytes=process_bytes, notes=notes
+    return replace(report, host_argument_bytes=state, host_peak_bytes=peak, host_process_bytes=process_bytes)
+
+
+def build_host_model(experiment: Experiment, layout: StateLayout, target: Target) -> HostMemoryModel:
+    """Return the model of the host memory on a target.
+
+    Args:
+        experiment: the experiment to train.
+        layout: layout of the running state.
+        target: the machine to plan for.
+    """
+    return HostMemoryModel(
+        experiment,
+        layout,
+        target.platform,
+        target.num_devices // target.num_processes,
+        target.num_processes,
+        Host.of_target(target),
     )
+
+
+def _add_host(report: PlanReport, host: HostMemoryModel, peaks: dict[str, PhaseReport]) -> PlanReport:
+    """Add what the machine's memory has to hold, by phase, and let it take part in the verdict."""
+    need = host.report(host.checkpoint_peaks() | peaks)
+    notes = list(report.notes)
+    if host.window_bytes is not None:
+        notes.append(
+            f"saves go through a window of {human_bytes(host.window_bytes)} of host memory, and training waits for each"
+        )
+    return replace(report, host=need, notes=notes, fits=report.fits and need.fits)
 
 
 def _add_batch_transform(report: PlanReport, transform: dict[str, CompiledProgram], target: Target) -> PlanReport:
@@ -407,7 +424,7 @@ def _add_batch_transform(report: PlanReport, transform: dict[str, CompiledProgra
         report.host_breakdown["other"] += persistent
         assert report.host_argument_bytes is not None
         temporary = report.host_peak_bytes - report.host_argument_bytes
-        report = _add_host(report, report.host_argument_bytes + persistent, temporary, target)
+        report = _add_offloaded(report, report.host_argument_bytes + persistent, temporary, target)
     return report
 
 
@@ -453,36 +470,3 @@ def _batch_transform_peaks(transform: dict[str, CompiledProgram], state_host: in
         resident = 0 if tracker is not None and tracker.once else state_host
         peaks[name] = PhaseReport(compiled.allocated, resident + host)
     return peaks
-
-
-def _choose_save_window(program: Program, target: Target) -> int | None:
-    """Return the bytes of host memory that a save goes through; None if it copies the state."""
-    local_devices = target.num_devices // target.num_processes
-    limit = target.host_limit_bytes
-    held = local_devices * program.layout.bytes_per_device(memory_kind="pinned_host")
-    free = None if limit is None else limit - held
-    return save_window.choose_window(program, local_devices, free)
-
-
-def _save_and_restore(program: Program, target: Target, window: int | None) -> dict[str, PhaseReport]:
-    """Return the peaks of saving and restoring a checkpoint, which follow from the layout.
-
-    Saving copies the arrays that this process writes to host memory, each once, or a window of them. Restoring fills
-    the layout's leaves through host memory, with a bounded number of bytes in flight. Stacks that are split into parts
-    are an exception: they are read whole into host memory and split one leaf at a time.
-    """
-    layout = program.layout
-    device = layout.bytes_per_device(memory_kind="device")
-    host = layout.bytes_per_device(memory_kind="pinned_host")
-    local_devices = target.num_devices // target.num_processes
-    copied = save_window.count_copied_bytes(program, local_devices)
-    if window is not None:
-        copied = min(copied, window)
-    passing = read_bytes(max(leaf.spec.num_bytes for leaf in layout))
-    passing += local_devices * program.backend.bytes_through_host
-    # A process reads only the shards of its own devices.
-    passing = min(passing, local_devices * (device + host))
-    return {
-        "save": PhaseReport(device, host + copied // local_devices),
-        "restore": PhaseReport(device, host + passing // local_devices),
-    }

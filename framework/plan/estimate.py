@@ -92,7 +92,7 @@ def estimate(
         experiment.check(mesh)
     split_experiment = SplitExperiment(experiment)
     layout = StateLayout(split_experiment.specs, mesh)
-    running_layout = _running_layout(experiment, mesh)
+    running_layout = get_running_layout(experiment, sizes)
     breakdown = _state_bytes(running_layout, "device")
     host_breakdown = _state_bytes(running_layout, "pinned_host")
     for batch in batch_specs(experiment.batch_arrays()).values():
@@ -133,7 +133,7 @@ def least_bytes(experiment: Experiment, sizes: dict[str, int]) -> int:
         ValueError: a mesh axis does not divide the dimension that it shards.
     """
     mesh = _abstract_mesh(sizes)
-    running_layout = _running_layout(experiment, mesh)
+    running_layout = get_running_layout(experiment, sizes)
     split_experiment = SplitExperiment(experiment)
     # Stacks have all of their gradients before the first update; an embedding's may be freed by then.
     buffered_stacks = [name for name in split_experiment.stacks if not split_experiment.releases_gradients(name)]
@@ -146,10 +146,10 @@ def _abstract_mesh(sizes: dict[str, int]) -> Mesh:
     return cast(Mesh, AbstractMesh(tuple(sizes.values()), tuple(sizes)))
 
 
-def _running_layout(experiment: Experiment, mesh: Mesh) -> StateLayout:
-    """Return the layout of the state as a run stores it."""
+def get_running_layout(experiment: Experiment, sizes: dict[str, int]) -> StateLayout:
+    """Return the layout of the state as a run stores it, on a mesh of these sizes."""
     parts = get_stack_split(experiment)
-    return StateLayout(parts.specs(experiment.state_specs()), mesh)
+    return StateLayout(parts.specs(experiment.state_specs()), _abstract_mesh(sizes))
 
 
 def _state_bytes(layout: StateLayout, memory_kind: MemoryKind) -> dict[str, int]:

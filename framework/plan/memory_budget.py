@@ -1,45 +1,88 @@
-"""Checks that a run fits: its offloaded arrays in host memory, and its compiled step on the devices."""
+"""Checks that a run fits on this machine: its compiled step on the devices, and all of its phases in host memory."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 
 from plimsoll.framework.config import Config
-from plimsoll.framework.devices.accelerators import GIB, HOST_LIMIT, get_machine_memory_bytes
+from plimsoll.framework.devices.accelerators import GIB, HOST_LIMIT, Device, accelerator_name
+from plimsoll.framework.devices.host import get_free_memory_bytes, rss_bytes
 from plimsoll.framework.layers.base import batch_specs
 from plimsoll.framework.layout import GROUPS
 from plimsoll.framework.metrics.memory import MemoryInUse
+from plimsoll.framework.plan import cache
 from plimsoll.framework.plan.compilation import parse_refusal
+from plimsoll.framework.plan.host_memory import Host, HostMemoryModel
+from plimsoll.framework.plan.plan_report import HostReport, PhaseReport
 from plimsoll.framework.plan.report_tables import needs_text
 from plimsoll.framework.plan.suggest import estimate_for_target, suggestions
 from plimsoll.framework.plan.targets import Target, resolve
+from plimsoll.framework.processes import distributed
 from plimsoll.framework.program.program import Program
-from plimsoll.framework.terminal.exit_codes import DoesNotFitError
 from plimsoll.framework.terminal.tables import human_bytes
 
 
-def check_host(program: Program, platform: str | None = None) -> None:
-    """Check that the offloaded arrays fit in host memory, before anything is compiled.
+def check_pinned_memory(program: Program, platform: str | None = None) -> None:
+    """Check that the offloaded arrays are within the limit on the host memory that XLA pins, on a GPU.
 
     Args:
         program: the program, resolved for its devices.
         platform: platform to check for; None means the platform of the mesh.
 
     Raises:
-        DoesNotFitError: this process's devices need more host memory than the machine has. Other processes on the
-            machine are not counted.
-        ValueError: they need more host memory than XLA may pin (GPU).
+        ValueError: they need more.
     """
     platform = platform or program.mesh.devices.flat[0].platform
-    # On CPU, host memory is device memory, which `explain_refusal` checks.
-    if platform == "cpu":
+    if platform != "gpu":
         return
-    memory = program.experiment.memory
+    offloaded_bytes = _count_offloaded_bytes(program)
+    count = len(program.mesh.local_devices)
+    need = count * sum(offloaded_bytes.values())
+    # XLA pins at most 64 GiB unless the environment variable raises the limit.
+    pinned = int(os.environ.get(HOST_LIMIT, 64)) * GIB
+    if need > pinned:
+        parts = ", ".join(f"{name} {human_bytes(count * size)}" for name, size in offloaded_bytes.items() if size)
+        raise ValueError(
+            f"config.memory offloads {human_bytes(need)} to host memory ({parts}), but {HOST_LIMIT}={pinned // GIB} "
+            f"lets XLA pin {human_bytes(pinned)}; set it to {-(-need // GIB)} or unset it"
+        )
+
+
+def predict_host_memory(program: Program, process_bytes: int, limit: int | None, step_peak: int | None) -> HostReport:
+    """Predict the host memory of a run on this machine, by phase. Collective.
+
+    Args:
+        program: the program, on the devices of this machine.
+        process_bytes: resident memory of this process before it compiled anything.
+        limit: bytes of host memory that the run may use; None for what is free, without the run itself.
+        step_peak: peak of device memory in a step, in bytes per device; None if unknown, which counts the state only.
+    """
+    num_here = distributed.count_processes_here()
     layout = program.layout
-    offloaded_bytes = {group: layout.bytes_per_device(group, "pinned_host") for group in GROUPS}
+    platform = program.backend.platform
+    if limit is None:
+        # The run's other processes on this machine are about as large as this one.
+        limit = get_free_memory_bytes() + num_here * rss_bytes()
+    host = Host(limit, num_here, process_bytes)
+    num_local_devices = len(program.mesh.local_devices)
+    model = HostMemoryModel(program.experiment, layout, platform, num_local_devices, jax.process_count(), host)
+    device_bytes = layout.bytes_per_device(memory_kind="device") if step_peak is None else step_peak
+    peaks = model.checkpoint_peaks()
+    peaks["train"] = PhaseReport(device_bytes, sum(_count_offloaded_bytes(program).values()))
+    return model.report(peaks)
+
+
+def _count_offloaded_bytes(program: Program) -> dict[str, int]:
+    """Return the bytes per device that a run keeps in host memory, by group of the state and by other purpose."""
+    memory = program.experiment.memory
+    offloaded_bytes: dict[str, int] = {}
+    for group in GROUPS:
+        offloaded_bytes[group] = program.layout.bytes_per_device(group, "pinned_host")
     if memory.activations.uses_host or "offload" in memory.remat:
         # Activations are not part of the layout.
         estimate = estimate_for_target(program.experiment, resolve("local"))
@@ -47,26 +90,25 @@ def check_host(program: Program, platform: str | None = None) -> None:
     batch_transform = program.experiment.batch_transform
     if batch_transform is not None:
         offloaded_bytes["batch transform"] = batch_transform.host_bytes(program)
-    count = len(program.mesh.local_devices)
-    need = count * sum(offloaded_bytes.values())
-    machine = get_machine_memory_bytes()
-    # On GPU, XLA pins at most 64 GiB unless the environment variable raises the limit.
-    pinned = int(os.environ.get(HOST_LIMIT, 64)) * GIB if platform == "gpu" else machine
-    error: type[ValueError] = ValueError
-    if need > machine:
-        error = DoesNotFitError
-        why = (
-            f"this machine has {human_bytes(machine)}; increase mesh.fsdp, set learner.moment_dtype=bfloat16, or "
-            "offload fewer layers (memory.FIELD=pinned_host:8) or none (memory.FIELD=device)"
-        )
-    elif need > pinned:
-        why = (
-            f"{HOST_LIMIT}={pinned // GIB} lets XLA pin {human_bytes(pinned)}; set it to {-(-need // GIB)} or unset it"
-        )
-    else:
-        return
-    parts = ", ".join(f"{name} {human_bytes(count * size)}" for name, size in offloaded_bytes.items() if size)
-    raise error(f"config.memory offloads {human_bytes(need)} to host memory ({parts}), but {why}")
+    return offloaded_bytes
+
+
+def recall_step_peak(config: Config, devices: Sequence[Device]) -> int | None:
+    """Return the peak of the config's compiled step, if this machine has compiled it before; see `record_step_peak`."""
+    content = cache.load(_step_peak_path(config, devices))
+    return None if content is None else content["peak"]
+
+
+def record_step_peak(config: Config, devices: Sequence[Device], peak: int) -> None:
+    """Store the peak of the config's compiled step, in bytes per device.
+
+    The next start on the same kind of devices can then be refused before it compiles.
+    """
+    cache.store(_step_peak_path(config, devices), {"peak": peak})
+
+
+def _step_peak_path(config: Config, devices: Sequence[Device]) -> Path:
+    return cache.cache_path(config, step_peak=accelerator_name(devices))
 
 
 @dataclass(frozen=True)
@@ -78,12 +120,14 @@ class MemoryNeed:
         resident: bytes of state and batch, which stay in memory between steps.
         groups: bytes of the state by group, and "activations and temporaries".
         message: the compiler's error message, if it refused the program.
+        host: host memory of the run, by phase; None if it was not predicted.
     """
 
     peak: int
     resident: int
     groups: dict[str, int]
     message: str = ""
+    host: HostReport | None = None
 
 
 def measure_need(program: Program) -> MemoryNeed:

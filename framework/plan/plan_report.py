@@ -14,7 +14,7 @@ BREAKDOWN_KEYS: tuple[str, ...] = (
 # Keys of the JSON in their order, which depends on the kind of report.
 _DEVICE = ("peak", "allocated", "argument", "output", "alias", "temp")
 _DEVICE_KEYS = tuple(f"device_{name}_bytes" for name in _DEVICE)
-_HOST_KEYS = ("host_argument_bytes", "host_peak_bytes", "host_process_bytes")
+_HOST_KEYS = ("host_argument_bytes", "host_peak_bytes", "host_process_bytes", "host")
 _FIRST_KEYS = (
     *("largest", "zero_gradients", "suggestions", "notes", "collective_bytes", "phases", "host_transfer_bytes"),
     *("compile_seconds", "message", "config", "target", "accelerator", "platform", "devices", "processes", "mesh"),
@@ -57,6 +57,36 @@ class PhaseReport:
 
     device_peak_bytes: int
     host_peak_bytes: int
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """The memory that a run needs on each machine that holds its devices.
+
+    Attributes:
+        limit_bytes: bytes of the machine's memory that the run may use; None if unknown.
+        num_processes: number of the run's processes on one machine.
+        phases: bytes of one process by phase of a run, and by what needs them.
+    """
+
+    limit_bytes: int | None
+    num_processes: int
+    phases: dict[str, dict[str, int]]
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase that needs the most."""
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes that the machine needs in that phase, for all processes."""
+        return self.num_processes * sum(self.phases[self.peak_phase].values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the machine has that memory; True if the limit is unknown."""
+        return self.limit_bytes is None or self.peak_bytes <= self.limit_bytes
 
 
 @dataclass(frozen=True)
@@ -159,7 +189,7 @@ class PlanReport:
         tokens_per_step: tokens (or other items) in a step on all devices; None for a function.
         in_effect: {config path: value} of the settings that memory depends on most; empty for a function.
         estimated: the report is an analytical estimate, and nothing was compiled.
-        fits: the memory of all phases is within the device's limit.
+        fits: the memory of all phases is within the limits of the device and of its host.
         device_peak_bytes: bytes alive at the peak of the step.
         device_allocated_bytes: the peak including the gaps that packing leaves empty.
         device_argument_bytes: bytes of the step's arguments in device memory.
@@ -170,6 +200,7 @@ class PlanReport:
         host_argument_bytes: bytes of the state in host memory; None for a function.
         host_peak_bytes: bytes in host memory at the peak.
         host_process_bytes: bytes in host memory at the peak for all devices of one process.
+        host: everything that the machine's memory has to hold, by phase; None for a function.
         host_breakdown: bytes in host memory by group.
         largest: the largest buffers at the peak, largest first.
         phases: peaks by phase of a run, in the order of a run.
@@ -215,6 +246,7 @@ class PlanReport:
     host_argument_bytes: int | None = None
     host_peak_bytes: int = 0
     host_process_bytes: int = 0
+    host: HostReport | None = None
     host_breakdown: dict[str, int] = field(default_factory=dict)
     largest: list[LargestBuffer] = field(default_factory=list)
     phases: dict[str, PhaseReport] = field(default_factory=dict)
@@ -237,6 +269,8 @@ class PlanReport:
         if self.subject:
             keys = _FUNCTION_KEYS
         content = asdict(self)
+        if self.host is not None:
+            content["host"] |= {"peak_phase": self.host.peak_phase, "peak_bytes": self.host.peak_bytes}
         return {key: content[key] for key in keys}
 
     @classmethod
@@ -247,6 +281,9 @@ class PlanReport:
             fields["time"] = TimeReport(**fields["time"])
         if fields.get("estimate"):
             fields["estimate"] = EstimateReport(**fields["estimate"])
+        if fields.get("host"):
+            host = fields["host"]
+            fields["host"] = HostReport(host["limit_bytes"], host["num_processes"], host["phases"])
         fields["phases"] = {name: PhaseReport(**peaks) for name, peaks in fields.get("phases", {}).items()}
         records = (("largest", LargestBuffer), ("zero_gradients", ZeroGradient), ("suggestions", Suggestion))
         for key, record in records:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plimsoll.framework.devices.mesh import mesh_text
-from plimsoll.framework.plan.plan_report import PlanReport, Suggestion
+from plimsoll.framework.plan.plan_report import HostReport, PlanReport, Suggestion
 from plimsoll.framework.terminal.tables import TableSection, human_bytes, human_count, human_duration
 
 # Rows of the table of largest buffers; the JSON report has more.
@@ -26,8 +26,33 @@ def verdict(report: PlanReport) -> str:
         return f"needs {human_bytes(need)} per device; the limit is unknown{note}"
     difference = human_bytes(abs(limit - need))
     spare = f"{difference} to spare" if limit >= need else f"{difference} too much"
-    fits = "fits" if report.fits else "DOES NOT FIT"
+    # `host_verdict` is about the host.
+    fits = "fits" if report.fits or (need <= limit and not report.message) else "DOES NOT FIT"
     return f"{fits}: {human_bytes(need)} of {human_bytes(limit)} per device, {spare}{note}"
+
+
+def host_verdict(host: HostReport) -> str:
+    """Return the verdict on host memory as text: `fits: 3.61 GiB of 23.50 GiB (train needs the most)`."""
+    need = human_bytes(host.peak_bytes)
+    most = f"({host.peak_phase} needs the most)"
+    if host.limit_bytes is None:
+        return f"needs {need} {most}; the memory of such a host is unknown, set it with --host_memory_gib"
+    return f"{'fits' if host.fits else 'DOES NOT FIT'}: {need} of {human_bytes(host.limit_bytes)} {most}"
+
+
+def host_section(host: HostReport) -> TableSection:
+    """Return the table of the host memory that each phase needs."""
+    rows = [["", "total", "consists of"]]
+    for name, parts in host.phases.items():
+        total = sum(parts.values())
+        largest_first = sorted(parts.items(), key=lambda item: -item[1])
+        # Parts below 1% are left out here; the JSON report has them.
+        text = ", ".join(f"{part} {human_bytes(size)}" for part, size in largest_first if size >= total / 100)
+        rows.append([name, human_bytes(total), text])
+    title = "host memory of a process"
+    if host.num_processes > 1:
+        title += f"; {host.num_processes} processes share this machine"
+    return TableSection(title, rows)
 
 
 def sections(report: PlanReport) -> list[TableSection]:
@@ -49,6 +74,7 @@ def sections(report: PlanReport) -> list[TableSection]:
         TableSection(f"per device, at the peak of {subject}", _breakdown(report), numbers=True),
         TableSection("largest buffers", largest),
         TableSection("phases, per device", phases, numbers=True),
+        *([] if report.host is None else [host_section(report.host)]),
         TableSection("work", _work(report)),
         TableSection("time, estimated", _time(report), numbers=False),
         TableSection("never trained: the gradient is zero for all data (freeze these with a rule)", untrained),
@@ -96,11 +122,12 @@ def _about(report: PlanReport) -> list[list[str]]:
     ]
     if report.message:
         rows.append(["compiler error", report.message])
-    host_bytes = report.host_process_bytes
-    if host_bytes:
+    if report.host is not None:
+        rows.append(["host memory", host_verdict(report.host)])
+    elif report.host_process_bytes:
         limit = report.host_limit_bytes
         of_limit = f" of {human_bytes(limit)}" if limit else ""
-        rows.append(["host memory", human_bytes(host_bytes) + of_limit])
+        rows.append(["host memory", human_bytes(report.host_process_bytes) + of_limit])
     for note in report.notes:
         rows.append(["note", note])
     if report.estimated:

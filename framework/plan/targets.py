@@ -16,6 +16,7 @@ from importlib import util
 from typing import Any
 
 from plimsoll.framework.devices.accelerators import ACCELERATORS, AcceleratorSpec, accelerator_name, find_spec, spec_for
+from plimsoll.framework.devices.host import get_free_memory_bytes, get_machine_memory_bytes, rss_bytes
 from plimsoll.framework.plan.gpu_description import (
     architecture_note,
     find_architecture,
@@ -43,6 +44,7 @@ class Target:
         topology: chips along each dimension of a TPU slice, such as "4x4".
         num_slices: number of TPU slices; for GPUs, the number of hosts, or of NVLink domains if those are larger.
         available_devices: the jax devices, if they belong to this machine.
+        host_bytes: memory of each host in bytes that a run may use, if it is not the one of the accelerator table.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Target:
     topology: str = ""
     num_slices: int = 1
     available_devices: tuple[Any, ...] = ()
+    host_bytes: int | None = None
 
     @property
     def platform(self) -> str:
@@ -65,6 +68,8 @@ class Target:
 
         VMs with fewer chips than the one in the accelerator table have the same memory per chip, within 3%.
         """
+        if self.host_bytes is not None:
+            return self.host_bytes
         if self.spec.host_memory_bytes is None or self.spec.chips_per_host is None:
             return None
         devices_of_host = self.spec.chips_per_host * self.spec.devices_per_chip
@@ -178,7 +183,10 @@ def resolve(name: str) -> Target:
         return _local()
     if match := re.fullmatch(r"cpu(?:[:-]([1-9]\d*))?", name):
         count = int(match[1] or 1)
-        return Target(f"cpu-{count}", spec_for("cpu"), count, limit_bytes=_memory_per_device(count))
+        memory_bytes = get_machine_memory_bytes()
+        return Target(
+            f"cpu-{count}", spec_for("cpu"), count, limit_bytes=memory_bytes // count, host_bytes=memory_bytes
+        )
     if match := re.fullmatch(rf"(?:([1-9]\d*)x)?tpu:({families}):([1-9]\d*(?:x[1-9]\d*){{1,2}})", name):
         return _slices(TPUS[match[2]].name, match[3], int(match[1] or 1))
     if match := re.fullmatch(rf"(?:([1-9]\d*)x)?({families})-(\d+)", name):
@@ -316,7 +324,7 @@ def _local() -> Target:
     memory_stats = local_devices[0].memory_stats() or {}
     limit = memory_stats.get("bytes_limit", spec.limit_bytes)
     if spec.platform == "cpu":
-        limit = _memory_per_device(len(local_devices))
+        limit = get_machine_memory_bytes() // len(local_devices)
     return Target(
         name=accelerator_name(devices),
         spec=spec,
@@ -325,12 +333,8 @@ def _local() -> Target:
         limit_bytes=limit,
         num_slices=len(set(map(island, devices))),
         available_devices=tuple(devices),
+        host_bytes=get_free_memory_bytes() + rss_bytes(),
     )
-
-
-def _memory_per_device(count: int) -> int:
-    """Return the bytes of this machine's memory per CPU device, for `count` devices."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // count
 
 
 _HEADER = ["", "memory", "usable", "TFLOP/s", "GB/s", "links", "host", "planned by"]

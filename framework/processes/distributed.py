@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import json
 import os
 import re
 import socket
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -270,6 +272,23 @@ def reduce_max(number: int) -> int:
 
     numbers = multihost_utils.process_allgather(np.array(number))
     return int(np.max(numbers))
+
+
+@functools.cache
+def count_processes_here() -> int:
+    """Return the number of the run's processes on this machine, or in this container. Collective at the first call."""
+    if jax.process_count() == 1:
+        return 1
+    from jax.experimental import multihost_utils
+
+    boot_id = ""
+    # Other systems than Linux have no such file.
+    with suppress(OSError):
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text()
+    # 32 bits, because JAX makes 32-bit numbers of larger ones.
+    machine = zlib.crc32(f"{socket.gethostname()} {boot_id}".encode())
+    machines = multihost_utils.process_allgather(np.array(machine, np.uint32))
+    return int(np.sum(machines == machine))
 
 
 def broadcast_from_primary(value: object) -> Any:

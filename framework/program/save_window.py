@@ -7,50 +7,58 @@ time.
 
 from __future__ import annotations
 
-from plimsoll.framework.devices.accelerators import GIB, get_free_memory_bytes
+from plimsoll.framework.devices.accelerators import GIB
+from plimsoll.framework.devices.host import get_free_memory_bytes
+from plimsoll.framework.layout import StateLayout
 from plimsoll.framework.processes import distributed
 from plimsoll.framework.program.program import Program
+from plimsoll.framework.schedules.stack_layout import StackParts
 
 # Memory to leave free besides the copy of the state: for the next batches, and for programs that are compiled later.
 _RESERVE_BYTES = 1 << 30
-_MAX_WINDOW_BYTES = 1 << 30
+MAX_WINDOW_BYTES = 1 << 30
 
 
 def agree_on_window(program: Program) -> int | None:
     """Return the bytes of the window for a save now; None if every process can copy its state. Collective."""
-    window = choose_window(program, len(program.mesh.local_devices), get_free_memory_bytes())
+    window_gib = program.experiment.checkpoint.window_gib
+    copied = count_copied_bytes(program.layout, program.backend.parts, len(program.mesh.local_devices))
+    window = choose_window(copied, window_gib, get_free_memory_bytes())
     if distributed.is_true_on_all(window is None):
         return None
-    window_gib = program.experiment.checkpoint.window_gib
     if window_gib is not None:
         return int(window_gib * GIB)
     # All processes write the same chunks, so they need the same window.
-    return -distributed.reduce_max(-(_MAX_WINDOW_BYTES if window is None else window))
+    return -distributed.reduce_max(-(MAX_WINDOW_BYTES if window is None else window))
 
 
-def choose_window(program: Program, num_local_devices: int, free_bytes: int | None) -> int | None:
+def choose_window(copied_bytes: int, window_gib: float | None, free_bytes: int | None) -> int | None:
     """Return the bytes of the window that a save needs; None if the state can be copied.
 
     Args:
-        program: the program, also for devices that are absent.
-        num_local_devices: number of devices of each process.
+        copied_bytes: bytes of a copy, see `count_copied_bytes`.
+        window_gib: the window that the config sets; None to choose one.
         free_bytes: host memory that is free while the training state exists; None if unknown.
     """
-    copied = count_copied_bytes(program, num_local_devices)
-    window_gib = program.experiment.checkpoint.window_gib
     if window_gib is not None:
         window = int(window_gib * GIB)
-        return None if copied <= window else window
-    if free_bytes is None or copied + _RESERVE_BYTES <= free_bytes:
+        return None if copied_bytes <= window else window
+    if free_bytes is None or copied_bytes + _RESERVE_BYTES <= free_bytes:
         return None
-    return min(_MAX_WINDOW_BYTES, max(0, free_bytes) // 4)
+    return min(MAX_WINDOW_BYTES, max(0, free_bytes) // 4)
 
 
-def count_copied_bytes(program: Program, num_local_devices: int) -> int:
-    """Return the bytes of host memory that each process needs to save the state without a window."""
-    split_stages = {part.stage for part in program.backend.parts.parts}
+def count_copied_bytes(layout: StateLayout, parts: StackParts, num_local_devices: int) -> int:
+    """Return the bytes of host memory that each process needs to save the state without a window.
+
+    Args:
+        layout: layout of the running state.
+        parts: split of the stacks in that state.
+        num_local_devices: number of devices of each process.
+    """
+    split_stages = {part.stage for part in parts.parts}
     total = 0
-    for leaf in program.layout:
+    for leaf in layout:
         # Buffers of gradients are not saved.
         if leaf.group == "gradient":
             continue

@@ -59,6 +59,7 @@ class RunRequest:
         folder: the workdir, or its URL.
         goodput: accounting of this process's time, which began when the process did.
         limit: bytes of device memory that the run may use; None for all of the device memory.
+        host_limit: bytes of host memory that the run may use, on each machine; None for what is free.
         resume: what to do if there are checkpoints: resume if there are any, refuse to, or require them.
         force: resume on different data, and train even if the step does not fit.
         dry_run: compile the step, but do not train.
@@ -76,6 +77,7 @@ class RunRequest:
     goodput: Goodput
     tune_memory: Callable[[RunRequest, Config, Path], TuneResult]
     limit: int | None = None
+    host_limit: int | None = None
     resume: Literal["auto", "never", "must"] = "auto"
     force: bool = False
     dry_run: bool = False

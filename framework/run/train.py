@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -16,15 +17,26 @@ from plimsoll.framework.checkpoint.checkpointer import Checkpointer
 from plimsoll.framework.checkpoint.replicas import ReplicaMismatchError
 from plimsoll.framework.config import Config
 from plimsoll.framework.devices.accelerators import accelerator_name
-from plimsoll.framework.devices.allocator import keep_freed_memory
+from plimsoll.framework.devices.allocator import MAX_KEPT_BYTES, keep_freed_memory, release_freed_memory
+from plimsoll.framework.devices.host import rss_bytes
 from plimsoll.framework.files.workdir import Workdir, write_json
 from plimsoll.framework.layers.experts.router import Router
 from plimsoll.framework.layout import TrainState
 from plimsoll.framework.metrics.image_grid import save_grid
 from plimsoll.framework.metrics.plot import plot_experts, plot_losses, plot_objective
-from plimsoll.framework.metrics.writers import check_installed
+from plimsoll.framework.metrics.writers import check_installed, import_writers
 from plimsoll.framework.models.causal_lm import CausalLM
-from plimsoll.framework.plan.memory_budget import MemoryNeed, check_host, explain_refusal, measure_need
+from plimsoll.framework.plan.host_memory import explain_host_refusal
+from plimsoll.framework.plan.memory_budget import (
+    MemoryNeed,
+    check_pinned_memory,
+    explain_refusal,
+    measure_need,
+    predict_host_memory,
+    recall_step_peak,
+    record_step_peak,
+)
+from plimsoll.framework.plan.report_tables import host_verdict
 from plimsoll.framework.plan.startup import build_start_table
 from plimsoll.framework.processes import distributed
 from plimsoll.framework.processes.health import Pulse
@@ -69,9 +81,6 @@ def train(request: RunRequest, workdir: Workdir, pulse: Pulse) -> int:
     experiment: Experiment = config.instantiate() if lines else request.experiment
     hooks = build_user_hooks(experiment.trainer.hooks)
     program = Program(experiment)
-    if jax.default_backend() == "cpu":
-        # Each step on CPU allocates the same temporary buffers; see `framework.devices.allocator`.
-        keep_freed_memory()
     # Only process 0 writes to the terminal and to the log.
     is_primary = distributed.is_primary()
     progress = Progress(
@@ -149,10 +158,12 @@ def _prepare(request: RunRequest, config: Config, program: Program, workdir: Wor
 def _check_memory(
     request: RunRequest, config: Config, program: Program, workdir: Workdir, progress: Progress
 ) -> MemoryNeed:
-    """Print the start table, compile the step, and compare its memory with the devices' memory.
+    """Print the start table, compile the step, and compare the memory that the run needs with what there is.
+
+    Host memory is compared before anything is compiled, and again when the memory of the step is known.
 
     Raises:
-        RunError: the step does not fit.
+        RunError: the run does not fit.
     """
     experiment = program.experiment
     saved_steps = Checkpointer(directory=workdir.checkpoints, read_only=True).steps()
@@ -167,7 +178,14 @@ def _check_memory(
     if experiment.pretrained is not None:
         warnings = [*warnings, *experiment.pretrained.warnings(experiment.data.seq_len)]
     _print_lines(progress, [f"warning: {warning}" for warning in warnings])
-    check_host(program)
+    check_pinned_memory(program)
+    # Import now what a run needs later, because the memory that is in use now counts.
+    import_writers()
+    devices = list(program.mesh.devices.flat)
+    process_bytes = rss_bytes()
+    host = predict_host_memory(program, process_bytes, request.host_limit, recall_step_peak(config, devices))
+    progress.print(f"host memory: {host_verdict(host)}")
+    _refuse(explain_host_refusal(host), request, progress)
     request.goodput.enter("compile")
     # Weights from a checkpoint or from files are not initialized randomly, and a dry run initializes none.
     is_fresh = not saved_steps and experiment.pretrained is None
@@ -179,17 +197,43 @@ def _check_memory(
         if line:
             progress.print(line)
     need = measure_need(program)
-    refusal = explain_refusal(config, program, need, request.limit)
+    release_freed_memory()
+    # Each step on a CPU allocates the same temporary buffers; see `framework.devices.allocator`.
+    if program.backend.platform == "cpu" and need.peak * len(program.mesh.local_devices) <= MAX_KEPT_BYTES:
+        keep_freed_memory()
     # One process may compile what another finds in its cache, so the processes can arrive here minutes apart.
     distributed.barrier("planned")
+    if not need.message:
+        record_step_peak(config, devices, need.peak)
+    host = predict_host_memory(program, process_bytes, request.host_limit, need.peak)
     request.goodput.enter("start")
-    if not distributed.is_true_on_all(refusal is None):
-        message = refusal or "another process of this run has less memory than the training step needs"
-        progress.print(message)
-        if not request.force or need.message:
-            program.ahead.close()
-            raise RunError(message, ExitCode.TOO_BIG)
-    return need
+    refusal = explain_refusal(config, program, need, request.limit) or explain_host_refusal(host)
+    try:
+        _refuse(refusal, request, progress, is_final=bool(need.message))
+    except RunError:
+        program.ahead.close()
+        raise
+    return replace(need, host=host)
+
+
+def _refuse(refusal: str | None, request: RunRequest, progress: Progress, *, is_final: bool = False) -> None:
+    """Refuse the run if any process has a reason. Collective.
+
+    Args:
+        refusal: the reason of this process; None if it has none.
+        request: what the run is asked to do; with `force`, the reason is only printed.
+        progress: the terminal.
+        is_final: refuse the run even with `force`.
+
+    Raises:
+        RunError: the run is refused.
+    """
+    if distributed.is_true_on_all(refusal is None):
+        return
+    message = refusal or "another process of this run has less memory than the run needs"
+    progress.print(message)
+    if not request.force or is_final:
+        raise RunError(message, ExitCode.TOO_BIG)
 
 
 def _train_steps(

@@ -19,7 +19,7 @@ from plimsoll.framework.checkpoint import chunk_store
 from plimsoll.framework.checkpoint.checkpointer import Checkpointer, CheckpointSaveError
 from plimsoll.framework.checkpoint.directory import Manifest
 from plimsoll.framework.checkpoint.integrity import checksums
-from plimsoll.framework.devices import accelerators
+from plimsoll.framework.devices import host
 from plimsoll.framework.layout import SplitArray
 from plimsoll.framework.program import save_window
 from tests.checkpoint import test_checkpoint, test_checkpoint_processes
@@ -247,7 +247,7 @@ def test_two_processes_save_through_a_window(tmp_path: Path, monkeypatch: pytest
 def test_a_run_copies_while_there_is_room(monkeypatch: pytest.MonkeyPatch):
     program = small.program(small.experiment(small.llama(), mesh={"data": 2, "fsdp": 4}))
     state = program.init()
-    copied = save_window.count_copied_bytes(program, 8)
+    copied = save_window.count_copied_bytes(program.layout, program.backend.parts, 8)
     assert copied == sum(x.nbytes for x in jax.tree.leaves(state))
     free = {"bytes": copied + save_window._RESERVE_BYTES}
     monkeypatch.setattr(save_window, "get_free_memory_bytes", lambda: free["bytes"])
@@ -257,11 +257,9 @@ def test_a_run_copies_while_there_is_room(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(save_window, "count_copied_bytes", lambda *_: 8 << 30)
     free["bytes"] = 8 << 30
     assert save_window.agree_on_window(program) == 1 << 30
-    assert save_window.choose_window(program, 8, None) is None, "a host of unknown size is not refused"
-    monkeypatch.setattr(program.experiment.checkpoint, "window_gib", 8.0)
-    assert save_window.choose_window(program, 8, 0) is None, "the window has room for the copy"
-    monkeypatch.setattr(program.experiment.checkpoint, "window_gib", 7.5)
-    assert save_window.choose_window(program, 8, 1 << 40) == 15 << 29
+    assert save_window.choose_window(8 << 30, None, None) is None, "a host of unknown size is not refused"
+    assert save_window.choose_window(8 << 30, 8.0, 0) is None, "the window has room for the copy"
+    assert save_window.choose_window(8 << 30, 7.5, 1 << 40) == 15 << 29
 
 
 def test_free_memory_in_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -271,8 +269,8 @@ def test_free_memory_in_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     (group / "memory.max").write_text("1000000")
     (group / "memory.current").write_text("700000")
     (group / "memory.stat").write_text("anon 500000\ninactive_file 150000\nactive_file 50000\n")
-    monkeypatch.setattr(accelerators, "Path", lambda path: tmp_path / str(path).removeprefix("/"))
-    assert accelerators.get_free_memory_bytes() == 450000
+    monkeypatch.setattr(host, "Path", lambda path: tmp_path / str(path).removeprefix("/"))
+    assert host.get_free_memory_bytes() == 450000
 
 
 LAYERS = ["--config.memory.update=layer_programs", "--config.memory.remat=full"]

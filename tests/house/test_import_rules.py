@@ -17,7 +17,7 @@ ALLOWED_IMPORTS = {
     "terminal": "",
     "devices": "config layout terminal",
     "files": "terminal",
-    "metrics": "files",
+    "metrics": "devices files",
     "layers": "config layout",
     "data": "config files terminal",
     "objectives": "config layers layout",
@@ -29,7 +29,7 @@ ALLOWED_IMPORTS = {
     "schedules": "config devices layers layout learner models optimizers",
     "program": "config data devices layers layout learner models optimizers processes schedules terminal",
     "inference": "data layers layout metrics program terminal",
-    "plan": "checkpoint config data devices layers layout learner metrics models program schedules terminal",
+    "plan": "checkpoint config data devices layers layout learner metrics models processes program schedules terminal",
     "weights": "config files layers layout learner models program terminal",
     "families": "config files layers models weights",
     "batch_transforms": "config data devices families files inference layers layout learner models objectives "

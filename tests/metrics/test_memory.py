@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from plimsoll.framework.devices.host import rss_bytes
 from plimsoll.framework.metrics import memory
-from plimsoll.framework.metrics.memory import live_array_bytes, memory_in_use, rss_bytes
+from plimsoll.framework.metrics.memory import live_array_bytes, memory_in_use
 
 
 @pytest.fixture(autouse=True)

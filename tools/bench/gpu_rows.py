@@ -26,7 +26,8 @@ from plimsoll import configs
 from plimsoll.framework import layout
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.data.sources import StdlibSource
-from plimsoll.framework.devices.accelerators import get_machine_memory_bytes, spec_for
+from plimsoll.framework.devices.accelerators import spec_for
+from plimsoll.framework.devices.host import get_machine_memory_bytes
 from plimsoll.framework.metrics.memory import memory_in_use
 from plimsoll.framework.metrics.throughput import MetricsBuffer, Throughput
 from plimsoll.framework.plan import memory_budget

@@ -54,7 +54,8 @@ def measure(fields: list[str]) -> dict[str, Any]:
     import numpy as np
 
     from plimsoll import configs
-    from plimsoll.framework.metrics.memory import memory_in_use, rss_bytes
+    from plimsoll.framework.devices.host import rss_bytes
+    from plimsoll.framework.metrics.memory import memory_in_use
     from plimsoll.framework.plan.build_report import compile_report
     from plimsoll.framework.plan.targets import resolve
     from plimsoll.framework.program.program import Program

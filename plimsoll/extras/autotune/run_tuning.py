@@ -29,7 +29,7 @@ from plimsoll.extras.autotune.settings import (
 )
 from plimsoll.extras.autotune.tuner import NoProgramError, Tuner, confirm_fastest
 from plimsoll.framework.config import Config
-from plimsoll.framework.devices.accelerators import get_machine_memory_bytes
+from plimsoll.framework.devices.host import get_machine_memory_bytes
 from plimsoll.framework.files.text_files import parse_json
 from plimsoll.framework.plan import memory_budget, targets
 from plimsoll.framework.plan.targets import Target
