@@ -26,7 +26,7 @@ from typing import Any
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli
 from plimsoll.launch.plan_auto import check_auto, get_auto_mode, plan_auto
-from plimsoll.launch.plan_common import check_files, iter_comparisons, make_report, write_outputs
+from plimsoll.launch.plan_common import check_files, iter_comparisons, make_report, resolve_target, write_outputs
 from plimsoll.launch.plan_function import plan_functions
 from plimsoll.launch.plan_largest import check_largest, plan_largest
 from plimsoll.launch.plan_page import build_target_page
@@ -94,12 +94,7 @@ def _add_search_flags(parser: cli.Parser) -> None:
         metavar="NAME,NAME",
         help="with --auto or --largest: allowed changes to the training: rounding, moments, optimizer8bit",
     )
-    add(
-        "--host_memory_gib",
-        type=float,
-        metavar="GIB",
-        help="with --auto or --largest: memory of each host, instead of the target's",
-    )
+    add("--host_memory_gib", type=float, metavar="GIB", help="memory of each host, instead of the target's")
 
 
 @cli.main
@@ -143,10 +138,10 @@ def main(argv: list[str]) -> int:
 
 def _plan_one_target(command: cli.Command, name: str) -> int:
     """Plan each setting for one target."""
-    from plimsoll.framework.plan import report_tables, targets
+    from plimsoll.framework.plan import report_tables
 
     args = command.args
-    target = targets.resolve(name)
+    target = resolve_target(args, name)
     limit = cli.gib("device_memory_gib", args.device_memory_gib) or target.limit_bytes
     commands = list(_variants(command, args.compare, target))
     if not commands:

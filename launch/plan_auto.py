@@ -6,7 +6,7 @@ from typing import Any
 from plimsoll.extras.autotune.settings import parse_allowed
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli
-from plimsoll.launch.plan_common import format_overrides, write_outputs
+from plimsoll.launch.plan_common import format_overrides, resolve_target, write_outputs
 from plimsoll.launch.plan_page import build_target_page
 
 
@@ -21,13 +21,11 @@ def check_auto(command: cli.Command) -> None:
     if args.largest:
         return
     if get_auto_mode(command) is None:
-        for flag, value in (("--allow", args.allow), ("--host_memory_gib", args.host_memory_gib)):
-            if value is not None:
-                raise cli.UsageError(f"{flag} requires --auto or --largest")
+        if args.allow is not None:
+            raise cli.UsageError("--allow requires --auto or --largest")
         return
     if args.allow is not None:
         parse_allowed(args.allow)
-    cli.gib("host_memory_gib", args.host_memory_gib)
     if args.compare or args.smallest or "," in (args.target or "").strip(" ,"):
         raise cli.UsageError("--auto takes one target, and cannot be combined with --compare or --smallest")
 
@@ -41,12 +39,11 @@ def plan_auto(command: cli.Command, name: str) -> int:
     """
     from plimsoll.extras.autotune.autotune import autotune
     from plimsoll.extras.autotune.settings import with_settings
-    from plimsoll.framework.plan import targets
     from plimsoll.framework.plan.build_report import get_report
     from plimsoll.framework.plan.report_tables import sections
 
     args = command.args
-    target = targets.resolve(name)
+    target = resolve_target(args, name)
     limit = cli.gib("device_memory_gib", args.device_memory_gib) or target.limit_bytes
     host_bytes = cli.gib("host_memory_gib", args.host_memory_gib)
     config, rule_lines = command.resolve(target.name)

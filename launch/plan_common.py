@@ -39,6 +39,20 @@ def iter_comparisons(compare: Sequence[str]) -> Iterator[tuple[tuple[str, str], 
     return itertools.product(*values_by_path)
 
 
+def resolve_target(args: Any, name: str) -> Any:
+    """Return the target of a name, with the host memory that the command line sets.
+
+    Args:
+        args: parsed flags.
+        name: name of the target.
+    """
+    from plimsoll.framework.plan import targets
+
+    target = targets.resolve(name)
+    host_bytes = cli.gib("host_memory_gib", args.host_memory_gib)
+    return target if host_bytes is None else replace(target, host_bytes=host_bytes)
+
+
 def start_cpus(machines: Iterable[Any]) -> None:
     """Start JAX with as many CPU devices as the largest CPU target needs, because it can start only once."""
     cpus = [machine for machine in machines if machine.platform == "cpu"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli
-from plimsoll.launch.plan_common import check_files, start_cpus, write_outputs
+from plimsoll.launch.plan_common import check_files, resolve_target, start_cpus, write_outputs
 from plimsoll.launch.plan_page import build_comparison_page
 
 
@@ -31,7 +31,7 @@ def plan_functions(args: Any) -> int:
     cli.prepare_jax()
     # Programs loaded from the cache lack buffer information, which the report lists.
     jax.config.update("jax_enable_compilation_cache", False)
-    machine_by_name = {name: targets.resolve(name) for name in names}
+    machine_by_name = {name: resolve_target(args, name) for name in names}
     start_cpus(machine_by_name.values())
     call = _load_call(args.function)
     reports = []

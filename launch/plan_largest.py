@@ -11,7 +11,7 @@ from plimsoll.framework.config import Config
 from plimsoll.framework.files.workdir import writing
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli
-from plimsoll.launch.plan_common import iter_comparisons, start_cpus, write_outputs
+from plimsoll.launch.plan_common import iter_comparisons, resolve_target, start_cpus, write_outputs
 
 
 class FrontierSeries(NamedTuple):
@@ -57,10 +57,9 @@ def plan_largest(command: cli.Command, names: list[str]) -> int:
     from plimsoll.extras.largest import frontier_tables
     from plimsoll.extras.largest.size_family import SizeFamily
     from plimsoll.extras.largest.size_frontier import FrontierSearch
-    from plimsoll.framework.plan import targets
 
     args = command.args
-    machines = [targets.resolve(name) for name in names]
+    machines = [resolve_target(args, name) for name in names]
     series = list(_series(command, machines))
     # Read every config before the first search starts.
     families = [SizeFamily.derive(one.command.resolve(one.target.name)[0]) for one in series]

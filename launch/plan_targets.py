@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli
-from plimsoll.launch.plan_common import make_report, start_cpus, write_outputs
+from plimsoll.launch.plan_common import make_report, resolve_target, start_cpus, write_outputs
 from plimsoll.launch.plan_page import build_comparison_page
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def plan_several_targets(command: cli.Command, names: list[str]) -> int:
         command: the command line.
         names: names of the targets; empty to take all targets, with --smallest.
     """
-    from plimsoll.framework.plan import compare_targets, targets
+    from plimsoll.framework.plan import compare_targets
 
     args = command.args
     if args.compare or args.device_memory_gib is not None or "local" in names:
@@ -40,10 +40,10 @@ def plan_several_targets(command: cli.Command, names: list[str]) -> int:
     if args.smallest:
         # Resolve all names before the first plan, because a later name may be mistyped too.
         names = (
-            sorted(names, key=lambda name: compare_targets.total_bytes(targets.resolve(name)))
+            sorted(names, key=lambda name: compare_targets.total_bytes(resolve_target(args, name)))
             or compare_targets.list_candidates()
         )
-    target_by_name = {name: targets.resolve(name) for name in names}
+    target_by_name = {name: resolve_target(args, name) for name in names}
     start_cpus(target_by_name.values())
     reports = []
     left_out = {}

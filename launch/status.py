@@ -24,6 +24,9 @@ _GOOD = ("running", "done")
 _SPEEDS = ("tokens_per_second", "images_per_second")
 # The facts of a process that are shown unchanged.
 _SHOWN = ("process", "host", "pid", "phase", "step", "exit", "reason")
+# Bytes of a process's host memory and of the memory of its devices, where they are known.
+_MEMORY = ("rss_bytes", "rss_peak_bytes", "rss_predicted_bytes")
+_DEVICE_MEMORY = ("memory/device_bytes", "memory/device_peak_bytes", "device_predicted_bytes")
 
 
 @cli.main
@@ -78,7 +81,7 @@ def status(workdir: Any, now: float) -> dict[str, Any]:
 
 def _row(facts: dict[str, Any], now: float) -> dict[str, Any]:
     """Return the state of one process, and the seconds since its last write."""
-    shown_facts = {name: facts.get(name) for name in _SHOWN}
+    shown_facts = {name: facts.get(name) for name in (*_SHOWN, *_MEMORY, *_DEVICE_MEMORY)}
     return {"health": _health(facts, now), **shown_facts, "heard": now - facts["time"]}
 
 
@@ -124,12 +127,12 @@ def _table(facts: dict[str, Any]) -> str:
     seconds: dict[str, float] = facts["goodput"] or {}
     total = sum(seconds.values()) or 1.0
     times = [(PHASES.get(name, name), f"{value:.0f} s", f"{value / total:.1%}") for name, value in seconds.items()]
-    heads = ("process", "host:pid", "phase", "step", "health")
+    heads = ("process", "host:pid", "phase", "step", "host memory", "device memory", "health")
     processes = [_process_cells(row) for row in facts["processes"]]
     sections = [
         TableSection("run", run),
         TableSection("where the time went", times),
-        TableSection("processes", [heads, *processes]),
+        TableSection("processes; memory now, at most so far, and predicted", [heads, *processes]),
     ]
     return render(sections).rstrip()
 
@@ -159,11 +162,17 @@ def _run_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _process_cells(row: dict[str, Any]) -> tuple[str, str, str, str, str]:
+def _process_cells(row: dict[str, Any]) -> tuple[str, ...]:
     """Return a row of the table of processes."""
+    from plimsoll.framework.terminal.tables import human_bytes
+
     host_and_pid = f"{row['host']}:{row['pid']}"
     step = str(row["step"] or "-")
-    return str(row["process"]), host_and_pid, row["phase"], step, row["health"]
+    memory = []
+    for names in (_MEMORY, _DEVICE_MEMORY):
+        sizes = [row.get(name) for name in names]
+        memory.append(" / ".join("-" if size is None else human_bytes(size) for size in sizes))
+    return str(row["process"]), host_and_pid, row["phase"], step, *memory, row["health"]
 
 
 if __name__ == "__main__":

@@ -5,12 +5,13 @@
     plimsoll train --config=gpt2-124m --config.data.source.path=data/train.bin --workdir=runs/gpt2
 
 Exit codes: 0 the run completed; 1 it failed; 2 the command, the config or the data was wrong; 3 the loss was not
-finite and learner.nonfinite ended the run; 4 it does not fit into the devices' memory, and training did not start; 5
-another process of the run died, or the processes did not find each other; 6 it hung, and its stacks are in
-WORKDIR/health; 7 replicas disagree; 130 and 143 it was stopped by SIGINT and SIGTERM, and the trained state is saved.
-docs/operations.md explains what to do.
+finite and learner.nonfinite ended the run; 4 it does not fit into the memory of the devices or of the host, and
+training did not start; 5 another process of the run died, or the processes did not find each other; 6 it hung, and its
+stacks are in WORKDIR/health; 7 replicas disagree; 130 and 143 it was stopped by SIGINT and SIGTERM, and the trained
+state is saved. docs/operations.md explains what to do.
 """
 
+import dataclasses
 import os
 import sys
 import time
@@ -132,6 +133,8 @@ def _dry_run(request: RunRequest, command: cli.Command) -> int:
     targets.set_environment(command.args.target)
     cli.prepare_jax()
     target = targets.resolve(command.args.target)
+    if request.host_limit is not None:
+        target = dataclasses.replace(target, host_bytes=request.host_limit)
     config, rules = command.resolve(target.name)
     print("".join(f"{line}\n" for line in rules), end="")
     if config.memory.auto:

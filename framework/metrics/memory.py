@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Protocol
 
-from plimsoll.framework.devices.host import rss_bytes
+from plimsoll.framework.devices.host import peak_rss_bytes, rss_bytes
+from plimsoll.framework.metrics.goodput import Goodput
 
 
 class MeasuredDevice(Protocol):
@@ -30,11 +32,13 @@ class MemoryInUse:
     device_peak_bytes: int | None  # highest value so far; None if the platform has no statistics
     host_bytes: int  # live jax arrays in host memory, sum over the measured devices
     rss_bytes: int  # resident memory of this process; on CPU it includes the device memory
+    rss_peak_bytes: int  # highest value so far
 
     def metrics(self) -> dict[str, int]:
         """Return the known figures, by metric name.
 
-        They are `memory/device_bytes`, `memory/device_peak_bytes`, `memory/host_bytes` and `memory/rss_bytes`.
+        They are `memory/device_bytes`, `memory/device_peak_bytes`, `memory/host_bytes`, `memory/rss_bytes` and
+        `memory/rss_peak_bytes`.
         """
         return {f"memory/{name}": value for name, value in vars(self).items() if value is not None}
 
@@ -57,10 +61,10 @@ def memory_in_use(devices: Sequence[MeasuredDevice]) -> MemoryInUse:
         if statistics:
             device_statistics.append(statistics)
     if not device_statistics:
-        return MemoryInUse(max(device_sizes, default=0), None, host_bytes, rss_bytes())
+        return MemoryInUse(max(device_sizes, default=0), None, host_bytes, rss_bytes(), peak_rss_bytes())
     in_use = max(statistics["bytes_in_use"] for statistics in device_statistics)
     peak = max(statistics["peak_bytes_in_use"] for statistics in device_statistics)
-    return MemoryInUse(in_use, peak, host_bytes, rss_bytes())
+    return MemoryInUse(in_use, peak, host_bytes, rss_bytes(), peak_rss_bytes())
 
 
 def live_array_bytes() -> dict[tuple[Hashable, str], int]:
@@ -106,3 +110,52 @@ def live_array_bytes() -> dict[tuple[Hashable, str], int]:
     for (device, kind, _), size in buffers.items():
         sizes[device, kind] += size
     return dict(sizes)
+
+
+# Seconds between two measurements of `ResidentMemory`. One takes 30 us.
+_INTERVAL = 0.1
+
+
+class ResidentMemory:
+    """Records the highest resident memory of this process in each phase of a run. Use it as a context manager.
+
+    Args:
+        goodput: knows the current phase.
+
+    Attributes:
+        peaks: bytes by phase of `Goodput`, and "end" for the time after the last step.
+    """
+
+    def __init__(self, goodput: Goodput):
+        self._goodput = goodput
+        self.peaks: dict[str, int] = {}
+        # The highest value of the process that was attributed to a phase.
+        self._highest = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="resident-memory", daemon=True)
+
+    def __enter__(self) -> ResidentMemory:
+        self.record()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_INTERVAL):
+            self.record()
+
+    def record(self) -> None:
+        """Measure now, for the current phase."""
+        phase = self._goodput.phase
+        # A run also spends the time between other phases in "start".
+        if phase == "start" and "compile" in self.peaks:
+            phase = "end" if "step" in self.peaks else "restore"
+        size = rss_bytes()
+        # The kernel's own peak also has what happened between two measurements.
+        highest = peak_rss_bytes()
+        if highest > self._highest:
+            self._highest = size = highest
+        self.peaks[phase] = max(size, self.peaks.get(phase, 0))

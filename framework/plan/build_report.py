@@ -9,15 +9,15 @@ from typing import Any
 import jax
 
 from plimsoll.framework.config import Config
-from plimsoll.framework.layout import Nested, StateLayout, TrainState, merge
+from plimsoll.framework.layout import Nested, TrainState, merge
 from plimsoll.framework.plan import cache, dry_run
 from plimsoll.framework.plan.buffer_names import REPORT_GROUPS, NamedBuffer
 from plimsoll.framework.plan.compilation import CompiledProgram
 from plimsoll.framework.plan.dry_run import compile_programs, compile_step, dry_run_batch_transform
-from plimsoll.framework.plan.estimate import Estimate, get_running_layout
+from plimsoll.framework.plan.estimate import Estimate
 from plimsoll.framework.plan.grouped_products import note_ragged_products
 from plimsoll.framework.plan.hlo import Array
-from plimsoll.framework.plan.host_memory import Host, HostMemoryModel
+from plimsoll.framework.plan.host_memory import HostMemoryModel, build_host_model
 from plimsoll.framework.plan.jaxpr_analysis import FlopCount, find_zero_gradients, sum_flops
 from plimsoll.framework.plan.plan_report import (
     BREAKDOWN_KEYS,
@@ -85,7 +85,8 @@ def get_report(
     if estimate:
         report = estimate_report(spec, config, target, limit, suggests=suggests)
         return replace(report, target=name or report.target)
-    path = cache.cache_path(config, name=spec, target=name or "local", limit=limit, phases=phases, suggests=suggests)
+    limits = (limit, target.host_limit_bytes)
+    path = cache.cache_path(config, name=spec, target=name or "local", limit=limits, phases=phases, suggests=suggests)
     content = None
     # The name "local" does not identify the devices of this machine, so its reports are not read back.
     if not fresh and name and compiled_step is None:
@@ -139,8 +140,7 @@ def estimate_report(
     )
     report.notes.extend(note_ragged_products(experiment.model, target.platform))
     report = _add_offloaded(report, need.host_bytes, 0, target)
-    layout = get_running_layout(experiment, experiment.mesh.resolve(target.num_devices))
-    host = build_host_model(experiment, layout, target)
+    host = build_host_model(experiment, need.layout, target)
     report = _add_host(report, host, {"train": PhaseReport(peak, need.host_bytes)})
     if suggests and not fits:
         with phase("looking for settings that fit", patience=SHORT):
@@ -376,24 +376,6 @@ def _add_offloaded(report: PlanReport, state: int, temporary: int, target: Targe
     # A process holds the shards of all of its devices.
     process_bytes = peak * target.num_devices // target.num_processes
     return replace(report, host_argument_bytes=state, host_peak_bytes=peak, host_process_bytes=process_bytes)
-
-
-def build_host_model(experiment: Experiment, layout: StateLayout, target: Target) -> HostMemoryModel:
-    """Return the model of the host memory on a target.
-
-    Args:
-        experiment: the experiment to train.
-        layout: layout of the running state.
-        target: the machine to plan for.
-    """
-    return HostMemoryModel(
-        experiment,
-        layout,
-        target.platform,
-        target.num_devices // target.num_processes,
-        target.num_processes,
-        Host.of_target(target),
-    )
 
 
 def _add_host(report: PlanReport, host: HostMemoryModel, peaks: dict[str, PhaseReport]) -> PlanReport:

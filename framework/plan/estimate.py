@@ -49,6 +49,7 @@ class Estimate:
         flops: matrix-product FLOPs of one step on all devices, including recomputation.
         work: what one device computes and moves in a step.
         completion: what one device computes and moves before the step, while an auxiliary model completes the batch.
+        layout: layout of the running state.
     """
 
     breakdown: dict[str, int]
@@ -56,6 +57,7 @@ class Estimate:
     flops: FlopCount
     work: StepWork
     completion: StepWork
+    layout: StateLayout
 
     @property
     def peak_bytes(self) -> int:
@@ -92,7 +94,7 @@ def estimate(
         experiment.check(mesh)
     split_experiment = SplitExperiment(experiment)
     layout = StateLayout(split_experiment.specs, mesh)
-    running_layout = get_running_layout(experiment, sizes)
+    running_layout = _get_running_layout(experiment, sizes)
     breakdown = _state_bytes(running_layout, "device")
     host_breakdown = _state_bytes(running_layout, "pinned_host")
     for batch in batch_specs(experiment.batch_arrays()).values():
@@ -117,7 +119,8 @@ def estimate(
     batch_transform = experiment.batch_transform
     passes = ForwardCost() if batch_transform is None else batch_transform.passes(experiment, mesh)
     host_breakdown["other"] += passes.offloaded_bytes
-    return Estimate(breakdown, host_breakdown, step_flops, work, count_batch_transform_work(passes, mesh.size))
+    completion = count_batch_transform_work(passes, mesh.size)
+    return Estimate(breakdown, host_breakdown, step_flops, work, completion, running_layout)
 
 
 def least_bytes(experiment: Experiment, sizes: dict[str, int]) -> int:
@@ -133,7 +136,7 @@ def least_bytes(experiment: Experiment, sizes: dict[str, int]) -> int:
         ValueError: a mesh axis does not divide the dimension that it shards.
     """
     mesh = _abstract_mesh(sizes)
-    running_layout = get_running_layout(experiment, sizes)
+    running_layout = _get_running_layout(experiment, sizes)
     split_experiment = SplitExperiment(experiment)
     # Stacks have all of their gradients before the first update; an embedding's may be freed by then.
     buffered_stacks = [name for name in split_experiment.stacks if not split_experiment.releases_gradients(name)]
@@ -146,7 +149,7 @@ def _abstract_mesh(sizes: dict[str, int]) -> Mesh:
     return cast(Mesh, AbstractMesh(tuple(sizes.values()), tuple(sizes)))
 
 
-def get_running_layout(experiment: Experiment, sizes: dict[str, int]) -> StateLayout:
+def _get_running_layout(experiment: Experiment, sizes: dict[str, int]) -> StateLayout:
     """Return the layout of the state as a run stores it, on a mesh of these sizes."""
     parts = get_stack_split(experiment)
     return StateLayout(parts.specs(experiment.state_specs()), _abstract_mesh(sizes))

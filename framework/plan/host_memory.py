@@ -44,12 +44,12 @@ _ORDER = ("start", "compile", "init", "restore", "train", "evaluation", "save", 
 
 # Resident memory of a process that has imported everything. CPU: measured with Python 3.11 and jax 0.10.2. On a GPU it
 # includes CUDA's libraries, on a TPU libtpu: assumed, because nothing was measured on a device.
-PROCESS_BYTES: Mapping[str, int] = {"cpu": 480 * MIB, "gpu": 2 * GIB, "tpu": 2 * GIB}
+PROCESS_BYTES: Mapping[str, int] = {"cpu": 400 * MIB, "gpu": 2 * GIB, "tpu": 2 * GIB}
 # Memory of the compiler while it works. CPU: measured for steps of 6 to 48 layers. TPU and GPU: the compilers took up
 # to 5 GiB for a step when planning.
 COMPILER_BYTES: Mapping[str, int] = {"cpu": 300 * MIB, "gpu": 5 * GIB, "tpu": 5 * GIB}
 # Memory that stays occupied by compiled programs. CPU: measured. TPU and GPU: assumed.
-PROGRAM_BYTES: Mapping[str, int] = {"cpu": 160 * MIB, "gpu": 512 * MIB, "tpu": 512 * MIB}
+PROGRAM_BYTES: Mapping[str, int] = {"cpu": 320 * MIB, "gpu": 512 * MIB, "tpu": 512 * MIB}
 # What the operating system needs of a machine that is not this one. Assumed.
 SYSTEM_BYTES = GIB
 
@@ -201,6 +201,24 @@ class HostMemoryModel:
         # One batch is in use, and one is being prepared.
         num_batches = getattr(data, "prefetch", 2) + 2
         return num_batches * batch_bytes // self._num_processes
+
+
+def build_host_model(experiment: Experiment, layout: StateLayout, target: Target) -> HostMemoryModel:
+    """Return the model of the host memory on a target.
+
+    Args:
+        experiment: the experiment to train.
+        layout: layout of the running state.
+        target: the machine to plan for.
+    """
+    return HostMemoryModel(
+        experiment,
+        layout,
+        target.platform,
+        target.num_devices // target.num_processes,
+        target.num_processes,
+        Host.of_target(target),
+    )
 
 
 def explain_host_refusal(report: HostReport) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from plimsoll.framework.plan.suggest import estimate_for_target, suggestions
 from plimsoll.framework.plan.targets import Target, resolve
 from plimsoll.framework.processes import distributed
 from plimsoll.framework.program.program import Program
-from plimsoll.framework.terminal.tables import human_bytes
+from plimsoll.framework.terminal.tables import TableSection, human_bytes
 
 
 def check_pinned_memory(program: Program, platform: str | None = None) -> None:
@@ -73,7 +73,12 @@ def predict_host_memory(program: Program, process_bytes: int, limit: int | None,
     model = HostMemoryModel(program.experiment, layout, platform, num_local_devices, jax.process_count(), host)
     device_bytes = layout.bytes_per_device(memory_kind="device") if step_peak is None else step_peak
     peaks = model.checkpoint_peaks()
-    peaks["train"] = PhaseReport(device_bytes, sum(_count_offloaded_bytes(program).values()))
+    step = PhaseReport(device_bytes, sum(_count_offloaded_bytes(program).values()))
+    # The programs of initialization and evaluation are not compiled yet; both need less than the step.
+    state = PhaseReport(
+        layout.bytes_per_device(memory_kind="device"), layout.bytes_per_device(memory_kind="pinned_host")
+    )
+    peaks |= {"init": state, "train": step, "evaluation": step}
     return model.report(peaks)
 
 
@@ -203,3 +208,44 @@ def compare_with_measured(found: MemoryNeed, measured: MemoryInUse) -> str:
     error = f"({100 * (measured_bytes / predicted - 1):+.1f}%)"
     peak = human_bytes(found.peak)
     return f"memory per device: predicted peak {peak}{text}, measured {human_bytes(measured_bytes)} {error}"
+
+
+# The phases of a plan in which a run spends the time of a phase of `Goodput`.
+_PLANNED_PHASES = {
+    "start": ("start",),
+    "data": ("start",),
+    "compile": ("compile",),
+    "restore": ("init", "restore"),
+    "input": ("train",),
+    "step": ("train",),
+    "evaluate": ("evaluation",),
+    "save": ("save",),
+    "end": ("end",),
+}
+
+
+def compare_phases(need: MemoryNeed, resident: Mapping[str, int], device_peak: int | None) -> TableSection:
+    """Return a table of predicted and measured memory, by phase, for the end of a run.
+
+    Args:
+        need: predicted memory of the run.
+        resident: highest resident memory of this process, in bytes by phase of `Goodput` and "end".
+        device_peak: highest memory in use on a device, in bytes; None if the platform does not report it.
+    """
+    rows = [["", "predicted", "measured"]]
+    host = need.host
+    if host is not None:
+        measured: dict[str, int] = {}
+        for phase, size in resident.items():
+            names = [name for name in _PLANNED_PHASES.get(phase, ()) if name in host.phases]
+            if names:
+                # Of initializing and restoring, a run does the one that it needs; the larger one bounds both.
+                name = max(names, key=lambda name: sum(host.phases[name].values()))
+                measured[name] = max(size, measured.get(name, 0))
+        for name, parts in host.phases.items():
+            if name in measured:
+                rows.append([f"host, {name}", human_bytes(sum(parts.values())), human_bytes(measured[name])])
+        rows.append(["host, highest", human_bytes(host.process_peak_bytes), human_bytes(max(resident.values()))])
+    if device_peak is not None:
+        rows.append(["device, highest", human_bytes(need.peak), human_bytes(device_peak)])
+    return TableSection("memory, per process and per device", rows, True)

@@ -79,9 +79,14 @@ class HostReport:
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
+    def process_peak_bytes(self) -> int:
+        """Bytes that a process needs in that phase."""
+        return sum(self.phases[self.peak_phase].values())
+
+    @property
     def peak_bytes(self) -> int:
         """Bytes that the machine needs in that phase, for all processes."""
-        return self.num_processes * sum(self.phases[self.peak_phase].values())
+        return self.num_processes * self.process_peak_bytes
 
     @property
     def fits(self) -> bool:

@@ -22,6 +22,9 @@ from plimsoll.framework.layers.base import BATCH_AXES
 from plimsoll.framework.layout import GROUPS, MemoryKind
 from plimsoll.framework.learner.rules import DEFAULT
 from plimsoll.framework.plan import memory_budget
+from plimsoll.framework.plan.host_memory import build_host_model, explain_host_refusal
+from plimsoll.framework.plan.plan_report import HostReport, PhaseReport
+from plimsoll.framework.plan.report_tables import host_verdict
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.program import Program
@@ -29,7 +32,9 @@ from plimsoll.framework.program.run_length import rate_course
 from plimsoll.framework.terminal.tables import TableSection, human_bytes, render, start_table
 
 
-def build_start_table(name: str, program: Program, without_data: str = "", starts_at: str = "") -> list[TableSection]:
+def build_start_table(
+    name: str, program: Program, host: HostReport, without_data: str = "", starts_at: str = ""
+) -> list[TableSection]:
     """Return the table that is shown at a run's start.
 
     It lists parameters by group, bytes per device by group and memory kind, mesh, items per step, FLOPs per item,
@@ -38,6 +43,7 @@ def build_start_table(name: str, program: Program, without_data: str = "", start
     Args:
         name: name of the config.
         program: the experiment's program on the devices.
+        host: host memory of the run.
         without_data: reason why there is no data; "" if the pipeline was set up.
         starts_at: first step of the run and the source of its weights; "" leaves the row out.
     """
@@ -71,7 +77,10 @@ def build_start_table(name: str, program: Program, without_data: str = "", start
         data={"not checked": without_data} if without_data else {row.name: str(row) for row in data.source_report()},
         item=data.item,
         versions={name: version(name) for name in ("jax", "jaxlib", "optax", "orbax-checkpoint", "grain")},
-        course=_describe_run_length(program, starts_at, has_data=not without_data),
+        course={
+            **_describe_run_length(program, starts_at, has_data=not without_data),
+            "host memory": host_verdict(host),
+        },
     )
 
 
@@ -122,13 +131,19 @@ def dry_run(name: str, config: Config, experiment: Experiment, target: Target, f
         experiment.data.setup(folder)
     except FileNotFoundError as error:
         missing = f"not on this machine: {error}"
-    print(render([*build_start_table(name, program, missing), process_table(program)]), flush=True)
+    host = build_host_model(experiment, program.layout, target)
+    step = PhaseReport(
+        program.layout.bytes_per_device(memory_kind="device"),
+        program.layout.bytes_per_device(memory_kind="pinned_host"),
+    )
+    host_report = host.report(host.checkpoint_peaks() | {"train": step})
+    print(render([*build_start_table(name, program, host_report, missing), process_table(program)]), flush=True)
     start = time.perf_counter()
     need = memory_budget.measure_need(program)
     seconds = time.perf_counter() - start
     if limit is None:
         limit = target.limit_bytes
-    refusal = memory_budget.explain_refusal(config, program, need, limit, target)
+    refusal = memory_budget.explain_refusal(config, program, need, limit, target) or explain_host_refusal(host_report)
     peak = f"its peak is {human_bytes(need.peak)} of {human_bytes(limit)} per device"
     summary = f"dry run: the step compiles for {target.name} in {seconds:.0f} s, and {peak}. Nothing was trained."
     for note in target.compiler_notes:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from plimsoll.framework.config import PositiveFloat, PositiveInt, component
+from plimsoll.framework.devices.host import peak_rss_bytes, rss_bytes
 from plimsoll.framework.files.text_files import parse_json
 from plimsoll.framework.files.workdir import write_json
 from plimsoll.framework.metrics.goodput import Goodput
@@ -148,6 +149,8 @@ class Pulse:
             report["phase"] = phase
             report["limited"] = phase not in UNLIMITED
             report["goodput"] = self._goodput.totals()
+            report["rss_bytes"] = rss_bytes()
+            report["rss_peak_bytes"] = peak_rss_bytes()
             # A loss may be NaN or infinite, which JSON cannot represent.
             for name, value in report.items():
                 if isinstance(value, float) and not math.isfinite(value):

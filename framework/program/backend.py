@@ -205,10 +205,13 @@ class StepBackend(ABC):
         if not self.parts.parts:
             return state
         model_state = state.select(("parameter", "frozen", "ema", "buffer"))
+        # The host may not have room for the optimizer state next to the joined stacks.
+        for leaf in jax.tree.leaves(state.optimizer):
+            leaf.delete()
         joined_state = self.parts.join_stacks(model_state, self.checkpoint_layout)
-        # Free the split stacks and the optimizer state before the whole stacks are put on the devices, which may not
-        # have room for both. Leaves outside of stacks are the same arrays in the joined state, so they stay.
-        leaving = [state.optimizer]
+        # Free the split stacks before the whole stacks are put on the devices, which may not have room for both. Leaves
+        # outside of stacks are the same arrays in the joined state, so they stay.
+        leaving = []
         for _, tree in model_state.items():
             leaving += [part.select(tree) for part in self.parts.parts if part.stage in tree]
         for leaf in jax.tree.leaves(leaving):

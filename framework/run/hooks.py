@@ -140,7 +140,7 @@ class Report(Hook):
         row["run/goodput"] = run.goodput.fraction()
         # tokens_per_second or images_per_second; the heartbeat reports it under the same name.
         speed_name = f"{run.data.item}s_per_second"
-        run.pulse.note(**{speed_name: row.get(f"train/{speed_name}")})
+        run.pulse.note(**{speed_name: row.get(f"train/{speed_name}")}, **memory.metrics())
         # Writing the first row imports the libraries that write it, which takes seconds.
         with nullcontext() if self.has_written else phase("writing the first metrics", patience=SHORT):
             run.writer.write(step, row)

@@ -23,6 +23,7 @@ from plimsoll.framework.files.workdir import Workdir, write_json
 from plimsoll.framework.layers.experts.router import Router
 from plimsoll.framework.layout import TrainState
 from plimsoll.framework.metrics.image_grid import save_grid
+from plimsoll.framework.metrics.memory import ResidentMemory, memory_in_use
 from plimsoll.framework.metrics.plot import plot_experts, plot_losses, plot_objective
 from plimsoll.framework.metrics.writers import check_installed, import_writers
 from plimsoll.framework.models.causal_lm import CausalLM
@@ -30,13 +31,13 @@ from plimsoll.framework.plan.host_memory import explain_host_refusal
 from plimsoll.framework.plan.memory_budget import (
     MemoryNeed,
     check_pinned_memory,
+    compare_phases,
     explain_refusal,
     measure_need,
     predict_host_memory,
     recall_step_peak,
     record_step_peak,
 )
-from plimsoll.framework.plan.report_tables import host_verdict
 from plimsoll.framework.plan.startup import build_start_table
 from plimsoll.framework.processes import distributed
 from plimsoll.framework.processes.health import Pulse
@@ -91,7 +92,7 @@ def train(request: RunRequest, workdir: Workdir, pulse: Pulse) -> int:
         log_waits=True,
         item=experiment.data.item,
     )
-    with progress:
+    with progress, ResidentMemory(request.goodput) as resident:
         _print_lines(progress, [*request.notes, *lines])
         check_installed(experiment.trainer.wandb_project, experiment.trainer.mlflow_uri)
         _print_lines(progress, leftover_files.check(workdir, request.resume, config.to_dict()))
@@ -103,6 +104,8 @@ def train(request: RunRequest, workdir: Workdir, pulse: Pulse) -> int:
             return ExitCode.DONE
         if program.experiment.data.validation_names and (backend := _backend_that_compiles_ahead(program)):
             backend.begin_evaluation()
+        if need.host is not None:
+            pulse.note(rss_predicted_bytes=need.host.process_peak_bytes, device_predicted_bytes=need.peak)
         run = Run(config, program, workdir, progress, request.goodput, pulse)
         stop_signal = _train_steps(run, need, hooks, tuning, force=request.force)
         if stop_signal is not None:
@@ -111,6 +114,8 @@ def train(request: RunRequest, workdir: Workdir, pulse: Pulse) -> int:
             # Shell convention: 128 plus the signal number.
             return 128 + stop_signal
         _finish(run, request.spec)
+        device_peak = memory_in_use(program.mesh.local_devices).device_peak_bytes
+        progress.print(render([compare_phases(need, resident.peaks, device_peak)]))
         return ExitCode.DONE
 
 
@@ -173,18 +178,17 @@ def _check_memory(
         starts_at = "step 0 (published weights)"
     else:
         starts_at = "step 0 (fresh initialization)"
-    progress.print(render(build_start_table(request.spec, program, starts_at=starts_at)))
+    # Import now what a run needs later, because the memory that is in use now counts.
+    import_writers()
+    process_bytes = rss_bytes()
+    devices = list(program.mesh.devices.flat)
+    host = predict_host_memory(program, process_bytes, request.host_limit, recall_step_peak(config, devices))
+    progress.print(render(build_start_table(request.spec, program, host, starts_at=starts_at)))
     warnings = experiment.data.warnings()
     if experiment.pretrained is not None:
         warnings = [*warnings, *experiment.pretrained.warnings(experiment.data.seq_len)]
     _print_lines(progress, [f"warning: {warning}" for warning in warnings])
     check_pinned_memory(program)
-    # Import now what a run needs later, because the memory that is in use now counts.
-    import_writers()
-    devices = list(program.mesh.devices.flat)
-    process_bytes = rss_bytes()
-    host = predict_host_memory(program, process_bytes, request.host_limit, recall_step_peak(config, devices))
-    progress.print(f"host memory: {host_verdict(host)}")
     _refuse(explain_host_refusal(host), request, progress)
     request.goodput.enter("compile")
     # Weights from a checkpoint or from files are not initialized randomly, and a dry run initializes none.

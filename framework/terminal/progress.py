@@ -112,7 +112,7 @@ class Progress:
         """Show the metrics of a step.
 
         The line shows train/loss, train/learning_rate, train/grad_norm, train/tokens_per_second or images_per_second,
-        train/mfu, memory/device_bytes and, computed from train/steps_per_second, the remaining time.
+        train/mfu, memory/device_bytes, memory/rss_bytes and, computed from train/steps_per_second, the remaining time.
         """
         fields = self._fields(step, metrics)
         is_last = step >= self._total
@@ -206,6 +206,9 @@ class Progress:
         if mfu is not None:
             fields.append(f"MFU {mfu:6.1%}")
         fields.append(f"mem {memory:>11}")
+        resident = metrics.get("memory/rss_bytes")
+        if resident is not None:
+            fields.append(f"host {human_bytes(resident):>11}")
         fields.append(f"left {remaining_time:>8}")
         return fields
 

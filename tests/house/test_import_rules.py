@@ -23,7 +23,7 @@ ALLOWED_IMPORTS = {
     "objectives": "config layers layout",
     "models": "config layers layout",
     "optimizers": "config devices layout",
-    "processes": "config files metrics terminal",
+    "processes": "config devices files metrics terminal",
     "checkpoint": "config devices files layout metrics processes terminal",
     "learner": "config layers layout optimizers",
     "schedules": "config devices layers layout learner models optimizers",

@@ -8,7 +8,7 @@ layers in partial placements.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr
@@ -19,6 +19,8 @@ from plimsoll.framework.layers.base import batch_shards
 from plimsoll.framework.plan.build_report import estimate_step_time
 from plimsoll.framework.plan.device_trace import trace
 from plimsoll.framework.plan.estimate import estimate
+from plimsoll.framework.plan.host_memory import PROCESS_BYTES, PROGRAM_BYTES, build_host_model
+from plimsoll.framework.plan.plan_report import PhaseReport
 from plimsoll.framework.plan.split_experiment import SplitExperiment
 from plimsoll.framework.plan.suggest import check_target, state_bytes
 from plimsoll.framework.plan.targets import Target
@@ -31,7 +33,8 @@ class SettingsCost(NamedTuple):
     Attributes:
         peak: peak bytes of one device.
         state: the part of `peak` that stays allocated between steps.
-        host: host memory per device, in bytes.
+        host: arrays in host memory, in bytes per device.
+        host_need: everything that the memory of a host has to hold, in bytes; see `HostMemoryModel`.
         seconds: time of a step; infinite if the rates of the device are not published.
         moved: bytes that occupy the link to the host in a step, see `StepWork.link_bytes`.
     """
@@ -39,6 +42,7 @@ class SettingsCost(NamedTuple):
     peak: int
     state: int
     host: int
+    host_need: int
     seconds: float
     moved: float
 
@@ -108,10 +112,15 @@ class CostModel:
         sizes = check_target(experiment, self.target)
         need = estimate(experiment, sizes, self.target.spec, self._trace)
         time = estimate_step_time(experiment, need, self.target)
+        state = state_bytes(need)
+        host_model = build_host_model(experiment, need.layout, self.target)
+        # The step on a CPU counts with the memory of its devices, see `MemoryLimits.derive`.
+        step = PhaseReport(state if self.target.platform == "cpu" else need.peak_bytes, need.host_bytes)
         return SettingsCost(
             peak=need.peak_bytes,
-            state=state_bytes(need),
+            state=state,
             host=need.host_bytes,
+            host_need=host_model.report(host_model.checkpoint_peaks() | {"train": step}).peak_bytes,
             seconds=math.inf if time is None else time.seconds,
             moved=need.work.link_bytes,
         )
@@ -142,10 +151,9 @@ MOST_USED = 0.98
 _AIMED_FRACTION = 0.965
 # How far to lower the aim after a candidate turned out too big when compiled.
 _AIM_STEP = 0.02
-# If the memory of a host is unknown, assume this multiple of the memory of its devices.
+# If the memory of a host is unknown, assume this multiple of the memory of its devices: hosts usually have two to four
+# times as much.
 ASSUMED_HOST = 3
-# Host memory reserved for the operating system, the process itself with its libraries, and the batches, in bytes.
-HOST_RESERVE = 4 << 30
 _SCALE_RANGE = (0.5, 2.0)
 
 
@@ -164,32 +172,44 @@ class Candidate(NamedTuple):
 
 
 class MemoryLimits(NamedTuple):
-    """Memory that one device may use.
+    """Memory that settings may use.
 
     Attributes:
-        device: bytes of device memory; None if unknown.
-        host: bytes of host memory per device; None if unknown.
+        device: bytes of device memory, per device; None if unknown.
+        host: bytes of each host's memory; None if unknown.
     """
 
     device: int | None
     host: int | None
 
     @staticmethod
-    def derive(target: Target, device: int | None, process_host: int | None) -> MemoryLimits:
+    def derive(target: Target, device: int | None) -> MemoryLimits:
         """Return the limits on a target.
 
         Args:
             target: the machine.
             device: bytes that one device may use; None if unknown.
-            process_host: memory of one process's host, which its devices share, in bytes; None takes the target's
-                known value.
         """
-        host = process_host if process_host is not None else target.host_limit_bytes
-        if host is not None:
-            available = max(host - HOST_RESERVE, 0)
-            return MemoryLimits(device, available * target.num_processes // target.num_devices)
-        # Hosts usually have two to four times the memory of their cards.
-        return MemoryLimits(device, None if device is None else ASSUMED_HOST * device)
+        host = target.host_limit_bytes
+        num_local_devices = target.num_devices // target.num_processes
+        if target.platform == "cpu" and host is not None and device is not None:
+            # The devices have what the process leaves of the machine's memory.
+            left_bytes = host - PROCESS_BYTES["cpu"] - PROGRAM_BYTES["cpu"]
+            return MemoryLimits(min(device, max(left_bytes, 0) // num_local_devices), host)
+        return MemoryLimits(device, host)
+
+
+def with_host_memory(target: Target, device: int | None, host: int | None) -> Target:
+    """Return the target with the memory of its hosts.
+
+    Args:
+        target: the machine.
+        device: bytes that one device may use; None if unknown.
+        host: memory of each host, in bytes; None takes the target's own, or an assumption if that is unknown.
+    """
+    if host is None and target.host_limit_bytes is None and device is not None:
+        host = ASSUMED_HOST * device * target.num_devices // target.num_processes
+    return target if host is None else replace(target, host_bytes=host)
 
 
 @dataclass
@@ -237,8 +257,8 @@ class MemoryBudget:
         return self.peak(settings, cost) - int(usable)
 
     def host_over(self, cost: SettingsCost) -> int:
-        """Return by how many bytes one device exceeds its share of host memory; negative if there is room left."""
-        return -1 if self.limits.host is None else cost.host - self.limits.host
+        """Return by how many bytes the settings exceed the memory of a host; negative if there is room left."""
+        return -1 if self.limits.host is None else cost.host_need - self.limits.host
 
     def fits(self, settings: Settings, cost: SettingsCost | None) -> bool:
         """Return whether device and host have room for the settings.

@@ -57,8 +57,8 @@ def tune_memory(request: RunRequest, config: Config, folder: Path) -> TuneResult
     """
     target = targets.resolve("local")
     limit = target.limit_bytes if request.limit is None else request.limit
-    # On a CPU, host memory is the device memory.
-    host_bytes = None if target.platform == "cpu" else get_machine_memory_bytes()
+    # Not what is free now: a choice is stored for the machine, and a later start may find more or less of it free.
+    host_bytes = request.host_limit or get_machine_memory_bytes()
     machine = Machine.derive(target, limit, host_bytes)
     fixed = find_fixed_paths(config, request.override_paths)
     request_digest = _digest(config, fixed)

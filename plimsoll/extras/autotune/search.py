@@ -367,7 +367,7 @@ def _explain_rejection(budget: MemoryBudget, settings: Settings, cost: SettingsC
         return f"{human_bytes(over)} over the device limit"
     host_over = budget.host_over(cost)
     if host_over > 0:
-        return f"{human_bytes(host_over)} over the host memory per device"
+        return f"{human_bytes(host_over)} over the memory of a host"
     if cost.seconds > chosen.seconds * _SLOWER:
         return f"{100 * (cost.seconds / chosen.seconds - 1):.1f}% slower"
     if cost.moved > chosen.moved:

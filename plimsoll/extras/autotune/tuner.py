@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 import jax
 
 from plimsoll.extras.autotune.cost_model import (
-    HOST_RESERVE,
     Candidate,
     CostModel,
     MemoryBudget,
     MemoryLimits,
     SettingsCost,
+    with_host_memory,
 )
 from plimsoll.extras.autotune.search import TIE_FACTOR, SettingsSearch, compare_neighbors, iter_neighbors
 from plimsoll.extras.autotune.search_space import SearchSpace
@@ -103,13 +103,13 @@ class Tuner:
         fixed: frozenset[str] = frozenset(),
         allowed: Sequence[str] = (),
     ):
-        self.target = target
+        self.machine = Machine.derive(target, device_bytes, host_bytes)
+        self.target = target = with_host_memory(target, device_bytes, host_bytes)
         self.fixed = fixed
         self.allowed = tuple(allowed)
-        self.machine = Machine.derive(target, device_bytes, host_bytes)
         self.cost_model = CostModel(config, target)
         self.space = SearchSpace(config, target, fixed)
-        self.budget = MemoryBudget(MemoryLimits.derive(target, device_bytes, host_bytes))
+        self.budget = MemoryBudget(MemoryLimits.derive(target, device_bytes))
         self._refusal = ""
         self.variants = list_variants(config, allowed, fixed)
 
@@ -188,8 +188,8 @@ class Tuner:
     def _host_note(self, host: int) -> list[str]:
         if not host or self.machine.host_bytes is not None or self.budget.limits.host is None:
             return []
-        share = human_bytes(self.budget.limits.host)
-        return [f"host memory unknown: assuming {share} per device; set it with --host_memory_gib"]
+        assumed = human_bytes(self.budget.limits.host)
+        return [f"host memory unknown: assuming {assumed} per host; set it with --host_memory_gib"]
 
     def describe_failure(self) -> str:
         """Return the reason why nothing fits, in one line."""
@@ -204,17 +204,10 @@ class Tuner:
         peak = self.budget.peak(settings, cost)
         needs = f"the smallest found need {human_bytes(peak)} per device of {device}"
         if self.budget.host_over(cost) > 0:
-            devices_per_host = self.target.num_devices // self.target.num_processes
-            host_bytes = cost.host * devices_per_host
-            needs += f", and {human_bytes(host_bytes)} per host, which has {self._describe_host()}"
+            assumed = "" if self.machine.host_bytes is not None else " (assumed)"
+            needs += f", and {human_bytes(cost.host_need)} per host, which has {human_bytes(limits.host)}{assumed}"
         advice = f"use more devices, or --allow={','.join(ALLOWED)}"
         return f"no settings with the same result fit: {needs}; {advice}"
-
-    def _describe_host(self) -> str:
-        known_bytes = self.machine.host_bytes
-        if known_bytes is not None:
-            return f"{human_bytes(known_bytes)}, with {human_bytes(HOST_RESERVE)} reserved for the system"
-        return f"{human_bytes(self.budget.limits.host)} per device (assumed)"
 
     def _find_closest_fit(self) -> tuple[Settings, SettingsCost] | None:
         """Return the settings that come closest to fitting, among those estimated; None if there are none."""
