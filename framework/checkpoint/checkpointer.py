@@ -236,7 +236,7 @@ class Checkpointer:
         return number
 
     def _begin_write(
-        self, path: Path, leaves: dict[str, jax.Array | SplitArray], manifest: files.Manifest, window_bytes: int | None
+        self, path: Path, leaves: storage.Arrays, manifest: files.Manifest, window_bytes: int | None
     ) -> Callable[[], None]:
         """Move an existing checkpoint of the step aside and start the write; returns a function that finishes it."""
         if self._in_store:
@@ -398,7 +398,7 @@ class Checkpointer:
         state = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
         return Restored(step, state, manifest.extra, [])
 
-    def _restore_frozen(self, number: int, abstract: PyTree) -> dict[str, jax.Array]:
+    def _restore_frozen(self, number: int, abstract: PyTree) -> storage.Arrays:
         """Restore the frozen arrays of a state, by path in the state.
 
         All checkpoints of a run share them. They have their own numbers, independent of the steps.
@@ -409,7 +409,7 @@ class Checkpointer:
         return {f"frozen/{name}": x for name, x in flatten(restored.state).items()}
 
     def _check_checksums(
-        self, step: int, stored: dict[str, files.LeafRecord], arrays: dict[str, jax.Array], frozen: dict[str, jax.Array]
+        self, step: int, stored: dict[str, files.LeafRecord], arrays: storage.Arrays, frozen: storage.Arrays
     ) -> None:
         """Raise CheckpointCorruptError and free all arrays if the checksum of an array does not match."""
         sums = checksums(arrays)

@@ -37,10 +37,10 @@ from plimsoll.framework.checkpoint.directory import (
     Manifest,
     summarize_error,
 )
-from plimsoll.framework.checkpoint.storage import AbstractArrays, empty, read_bytes
+from plimsoll.framework.checkpoint.storage import AbstractArrays, Arrays, empty, read_bytes
 from plimsoll.framework.files import durable
 from plimsoll.framework.files.remote import is_url
-from plimsoll.framework.layout import SplitArray
+from plimsoll.framework.layout import SplitArray, SplitSpec
 from plimsoll.framework.processes import distributed
 
 if TYPE_CHECKING:
@@ -298,7 +298,37 @@ def _unit_shape(x: jax.Array | SplitArray) -> tuple[int, ...]:
     return x.sharding.shard_shape(x.shape)
 
 
-def read(path: Path, specs: AbstractArrays) -> dict[str, jax.Array]:
+@dataclass(frozen=True, eq=False)
+class _Target:
+    """An array to read, or a part of one.
+
+    Attributes:
+        name: path of the array in the state.
+        array: spec of the whole array.
+        first_row: index of the part's first row in the array.
+        spec: spec of the part.
+    """
+
+    name: str
+    array: jax.ShapeDtypeStruct | SplitSpec
+    first_row: int
+    spec: jax.ShapeDtypeStruct
+
+    @property
+    def nbytes(self) -> int:
+        return self.spec.size * self.spec.dtype.itemsize
+
+
+def _list_targets(specs: AbstractArrays) -> Iterator[_Target]:
+    for name, x in specs.items():
+        first_row = 0
+        for part in x.parts if isinstance(x, SplitSpec) else (x,):
+            if part.size:
+                yield _Target(name, x, first_row, part)
+            first_row += part.shape[0] if part.ndim else 0
+
+
+def read(path: Path, specs: AbstractArrays) -> Arrays:
     """Read the arrays in the folder `path`, each into the sharding and memory kind of its spec in `specs`.
 
     This does not validate the data: a missing chunk reads as zeros, so the caller must verify the checksums.
@@ -306,60 +336,64 @@ def read(path: Path, specs: AbstractArrays) -> dict[str, jax.Array]:
     Raises:
         CheckpointCorruptError: objects are missing or invalid; the message names the array.
     """
-    sizes: dict[str, int] = {}
-    for name, x in specs.items():
-        sizes[name] = x.size * x.dtype.itemsize
-    limit_bytes = read_bytes(max(sizes.values(), default=0))
-    arrays: dict[str, jax.Array] = {}
-    # Reads in progress, by array and then by index, in the order they were started.
-    started: dict[str, dict[str, ts.Future]] = {}
-    waiting = [name for name, x in specs.items() if x.size]
+    waiting = deque(_list_targets(specs))
+    limit_bytes = read_bytes(max((target.nbytes for target in waiting), default=0))
+    # Reads in progress, in the order they were started: the target, and its shards by index.
+    started: deque[tuple[_Target, dict[str, ts.Future]]] = deque()
+    parts: dict[str, list[jax.Array]] = {name: [] for name in specs}
     name = ""
     try:
         while started or waiting:
             # Read several arrays at a time, up to the limit on host memory.
             while waiting:
-                started_bytes = sum(sizes[key] for key in started)
+                started_bytes = sum(target.nbytes for target, _ in started)
                 if started and started_bytes >= limit_bytes:
                     break
-                name = waiting.pop(0)
-                started[name] = _start(path / name, specs[name])
-            name = next(iter(started))
-            x = specs[name]
-            reads = started.pop(name)
-            arrays[name] = jax.make_array_from_callback(
+                target = waiting.popleft()
+                name = target.name
+                started.append((target, _start(path / name, target)))
+            target, reads = started.popleft()
+            name = target.name
+            x = target.spec
+            part = jax.make_array_from_callback(
                 x.shape, x.sharding, lambda index, reads=reads: reads[str(index)].result()
             )
+            parts[name].append(part)
     except (jax.errors.JaxRuntimeError, MemoryError):
         # Not the checkpoint's fault, for example out of memory.
         raise
     except Exception as error:
         raise CheckpointCorruptError(f"{path} cannot be read: {name} ({summarize_error(error)})") from error
+    arrays: Arrays = {}
     for name, x in specs.items():
-        if not x.size:
-            arrays[name] = empty(x)
-    # In the order of the specs, not of the reads.
-    return {name: arrays[name] for name in specs}
+        if isinstance(x, SplitSpec):
+            arrays[name] = SplitArray(tuple(parts[name]) or tuple(empty(part) for part in x.parts))
+        else:
+            arrays[name] = parts[name][0] if x.size else empty(x)
+    return arrays
 
 
-def _start(path: Path, x: jax.ShapeDtypeStruct) -> dict[str, ts.Future]:
-    """Start reading this process's part of an array; returns the futures by index.
+def _start(path: Path, target: _Target) -> dict[str, ts.Future]:
+    """Start reading this process's shards of an array or a part of one; returns the futures by index in the part.
 
     Raises:
         ValueError: the array at `path` has another shape or dtype.
     """
-    # Indices are tuples of slices, which are not hashable before Python 3.12, so their string form is the key.
-    index_by_device = x.sharding.addressable_devices_indices_map(x.shape)
-    indices = {str(index): index for index in index_by_device.values()}
+    x = target.array
     store = _open(path, x, []).result()
     has_shape = tuple(store.shape) == tuple(x.shape)
     if not has_shape or store.dtype.numpy_dtype != x.dtype:
         raise ValueError(f"is {store.dtype.name}{list(store.shape)}")
+    if target.spec.ndim:
+        store = store[target.first_row : target.first_row + target.spec.shape[0]].translate_to[0]
+    # Indices are tuples of slices, which are not hashable before Python 3.12, so their string form is the key.
+    index_by_device = target.spec.sharding.addressable_devices_indices_map(target.spec.shape)
+    indices = {str(index): index for index in index_by_device.values()}
     return {key: store[index].read() for key, index in indices.items()}
 
 
 def _open(
-    path: Path, x: jax.Array | SplitArray | jax.ShapeDtypeStruct, chunk_shape: Sequence[int], create: bool | None = None
+    path: Path, x: jax.ShapeDtypeStruct | SplitSpec, chunk_shape: Sequence[int], create: bool | None = None
 ) -> ts.Future[ts.TensorStore]:
     """Open the array at `path` and return a future of it.
 

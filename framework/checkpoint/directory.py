@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import jax
     from etils import epath
 
-    from plimsoll.framework.layout import SplitArray
+    from plimsoll.framework.layout import SplitArray, SplitSpec
 
 FORMAT = 1
 MANIFEST = "manifest"
@@ -99,7 +99,8 @@ class LeafRecord:
 
 
 def record_leaves(
-    leaves: Mapping[str, jax.Array | SplitArray | jax.ShapeDtypeStruct], checksums: Mapping[str, str] | None = None
+    leaves: Mapping[str, jax.Array | SplitArray | jax.ShapeDtypeStruct | SplitSpec],
+    checksums: Mapping[str, str] | None = None,
 ) -> dict[str, LeafRecord]:
     """Return the record of each leaf, by path, with the leaf's checksum if `checksums` are given."""
     checksums = checksums or {}

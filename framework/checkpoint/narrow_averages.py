@@ -6,9 +6,11 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from plimsoll.framework.checkpoint.directory import LeafRecord
-from plimsoll.framework.checkpoint.storage import AbstractArrays
+from plimsoll.framework.checkpoint.storage import AbstractArrays, Arrays
+from plimsoll.framework.layout import SplitArray, SplitSpec
 
 
 def narrow(specs: AbstractArrays, stored: Mapping[str, LeafRecord]) -> AbstractArrays:
@@ -23,14 +25,26 @@ def narrow(specs: AbstractArrays, stored: Mapping[str, LeafRecord]) -> AbstractA
         is_average = name.startswith("ema/")
         in_bfloat16 = name in stored and stored[name].dtype == "bfloat16"
         if is_average and in_bfloat16 and x.dtype == jnp.float32:
-            narrow_specs[name] = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.sharding)
+            if isinstance(x, SplitSpec):
+                narrow_specs[name] = x.astype(jnp.bfloat16)
+            else:
+                narrow_specs[name] = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.sharding)
     return narrow_specs
 
 
-def widen(arrays: dict[str, jax.Array], specs: AbstractArrays) -> None:
+def widen(arrays: Arrays, specs: AbstractArrays) -> None:
     """Replace arrays that were read with the specs of `narrow` by arrays with the original specs."""
     for name, spec in specs.items():
-        if arrays[name].dtype != spec.dtype:
-            # Cast in device memory, because arithmetic on host memory does not compile.
-            on_device = jax.device_put(arrays[name], spec.sharding.with_memory_kind("device"))
-            arrays[name] = jax.device_put(on_device.astype(spec.dtype), spec.sharding)
+        x = arrays[name]
+        if x.dtype == spec.dtype:
+            continue
+        if isinstance(x, SplitArray):
+            arrays[name] = SplitArray(tuple(_cast(part, spec.dtype) for part in x.parts))
+        else:
+            arrays[name] = _cast(x, spec.dtype)
+
+
+def _cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    # In device memory, because arithmetic on host memory does not compile.
+    on_device = jax.device_put(x, x.sharding.with_memory_kind("device"))
+    return jax.device_put(on_device.astype(dtype), x.sharding)

@@ -20,9 +20,12 @@ import jax
 import numpy as np
 
 from plimsoll.framework.checkpoint.directory import MANIFEST, STATE, CheckpointCorruptError, summarize_error
+from plimsoll.framework.layout import SplitArray, SplitSpec
 
-# The shape, dtype and sharding of each array, by path in the state.
-AbstractArrays = Mapping[str, jax.ShapeDtypeStruct]
+# Arrays, and the shape, dtype and sharding of each array, by path in the state.
+Arrays = dict[str, jax.Array | SplitArray]
+_Specs = Mapping[str, jax.ShapeDtypeStruct]
+AbstractArrays = Mapping[str, jax.ShapeDtypeStruct | SplitSpec]
 
 # Maximum size of a stored chunk of an array, so that reading a small shard does not require reading the whole leaf.
 _CHUNK_BYTES = 64 << 20
@@ -69,10 +72,11 @@ def copy_to_numpy(x: jax.Array) -> np.ndarray:
     return np.array(copy, copy=True)
 
 
-def read(path: Path, specs: AbstractArrays) -> dict[str, jax.Array]:
-    """Read the arrays at `path`, each into the sharding and memory kind of its spec in `specs`. Collective.
+def read(path: Path, abstract: AbstractArrays) -> Arrays:
+    """Read the arrays at `path`, each into the sharding and memory kind of its spec in `abstract`. Collective.
 
-    This does not validate the data, so the caller must verify the checksums.
+    A split array is read as a whole one, into host memory. This does not validate the data, so the caller must verify
+    the checksums.
 
     Raises:
         CheckpointCorruptError: bytes or files are missing or invalid; the message names the arrays if they can be
@@ -80,6 +84,7 @@ def read(path: Path, specs: AbstractArrays) -> dict[str, jax.Array]:
     """
     problem = None
     loaded = {}
+    specs = {name: x.whole if isinstance(x, SplitSpec) else x for name, x in abstract.items()}
     with _silence_orbax() as drain:
         try:
             loaded = _load(path, specs)
@@ -91,7 +96,7 @@ def read(path: Path, specs: AbstractArrays) -> dict[str, jax.Array]:
         if problem is not None:
             # After the end of `except`, which releases the traceback and the coroutines that it references.
             drain()
-    arrays = {name: x for name, x in loaded.items() if isinstance(x, jax.Array)}
+    arrays: Arrays = {name: x for name, x in loaded.items() if isinstance(x, jax.Array)}
     if problem is None:
         # A changed byte in orbax's own index may hide a leaf; orbax then returns the spec.
         lost_names = [name for name in specs if name not in arrays]
@@ -150,7 +155,7 @@ def _drain() -> None:
         time.sleep(_DRAIN_INTERVAL_SECONDS)
 
 
-def _load(path: Path, specs: AbstractArrays) -> dict[str, object]:
+def _load(path: Path, specs: _Specs) -> dict[str, object]:
     """Load arrays with orbax, concurrently, with a limit on the bytes in host memory.
 
     A leaf that is not in orbax's index is None, or its spec.
@@ -188,7 +193,7 @@ def read_bytes(largest: int) -> int:
     return max(_READ_BYTES, 2 * largest)
 
 
-def _describe_unreadable(path: Path, specs: AbstractArrays) -> str:
+def _describe_unreadable(path: Path, specs: _Specs) -> str:
     """Describe the arrays that cannot be read, trying each separately; "" if all can, or with several processes."""
     # Several processes might disagree about which read fails, and then wait for one another.
     if jax.process_count() > 1:

@@ -14,7 +14,7 @@ from plimsoll.framework.layout.specs import (
     move_to_host,
     store_leaf,
 )
-from plimsoll.framework.layout.split_array import SplitArray
+from plimsoll.framework.layout.split_array import SplitArray, SplitSpec
 from plimsoll.framework.layout.table import StateLayout, StateLeaf, nearest_divisors
 from plimsoll.framework.layout.train_state import GROUPS, Group, TrainState
 from plimsoll.framework.layout.trees import (
@@ -40,6 +40,7 @@ __all__ = [
     "ParameterSpec",
     "PyTree",
     "SplitArray",
+    "SplitSpec",
     "StateLayout",
     "StateLeaf",
     "TensorSpec",

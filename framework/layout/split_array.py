@@ -10,6 +10,42 @@ import numpy as np
 
 
 @dataclass(frozen=True, eq=False)
+class SplitSpec:
+    """The spec of a `SplitArray`: a leaf of an abstract state, not a pytree.
+
+    Attributes:
+        parts: specs of the parts, with shardings.
+    """
+
+    parts: tuple[jax.ShapeDtypeStruct, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the whole array."""
+        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Return the dtype of all parts."""
+        return self.parts[0].dtype
+
+    @property
+    def size(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def whole(self) -> jax.ShapeDtypeStruct:
+        """The spec of the whole array in host memory."""
+        sharding = self.parts[0].sharding.with_memory_kind("pinned_host")
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=sharding)
+
+    def astype(self, dtype: np.dtype) -> SplitSpec:
+        """Return the spec with another dtype."""
+        return SplitSpec(tuple(jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding) for x in self.parts))
+
+
+@dataclass(frozen=True, eq=False)
 class SplitArray:
     """An array whose first axis is stored in parts, such as the weights of a stack with separate layers.
 
@@ -40,3 +76,8 @@ class SplitArray:
     def nbytes(self) -> int:
         """Return the logical bytes of all shards together; copies of a shard are not counted."""
         return self.size * self.dtype.itemsize
+
+    def delete(self) -> None:
+        """Delete all parts."""
+        for part in self.parts:
+            part.delete()

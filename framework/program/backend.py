@@ -174,11 +174,11 @@ class StepBackend(ABC):
 
     @property
     def abstract_checkpoint(self) -> TrainState:
-        """The abstract arrays that a checkpoint is read into. Stacks that will be split are read into host memory."""
-        specs = self.checkpoint_layout.checkpoint_specs
-        if self.parts.parts:
-            specs = self.parts.specs_before_split(self.checkpoint_layout)
-        return self.checkpoint_layout.abstract(specs)
+        """The abstract arrays that a checkpoint is read into; `SplitSpec`s for the leaves of split stacks."""
+        if not self.parts.parts:
+            return self.checkpoint_layout.abstract(self.checkpoint_layout.checkpoint_specs)
+        state = replace(self.layout.abstract(), gradient={})
+        return self.parts.join_stacks(state, self.checkpoint_layout, copy=False)
 
     def from_checkpoint(self, stored: TrainState) -> TrainState:
         """Build the state from a checkpoint's arrays. `stored` is deleted."""
@@ -187,18 +187,6 @@ class StepBackend(ABC):
         specs = self.layout.specs.gradient
         zeros = lambda: jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)  # noqa: E731
         return replace(state, gradient=jax.jit(zeros, out_shardings=self.layout.shardings(specs))())
-
-    @property
-    def bytes_through_host(self) -> int:
-        """Bytes of one device's memory that a restore routes through host memory, to be split there."""
-        if not self.parts.parts:
-            return 0
-        part_stages = {part.stage for part in self.parts.parts}
-        total = 0
-        for leaf in self.layout:
-            if not leaf.spec.is_offloaded and leaf.path.split("/")[1] in part_stages:
-                total += leaf.bytes_per_device
-        return total
 
     def join_stacks(self, state: TrainState) -> TrainState:
         """Return weights, averages and buffers with whole stacks, for generation. The state is deleted."""

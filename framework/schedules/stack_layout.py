@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ import numpy as np
 from plimsoll.framework.layers import remat
 from plimsoll.framework.layers.layer_range import LayerRange
 from plimsoll.framework.layers.stack import Stack
-from plimsoll.framework.layout import Nested, SplitArray, StateLayout, TensorSpec, TrainState, flatten
+from plimsoll.framework.layout import Nested, SplitArray, SplitSpec, StateLayout, TensorSpec, TrainState, flatten
 from plimsoll.framework.learner.group_optimizer import unflatten_like
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.schedules.memory import Memory, Placement, count_repeats
@@ -236,22 +237,6 @@ class StackParts:
                     replaced[part.stage] = parts[part]
         return replaced
 
-    def specs_before_split(self, layout: StateLayout) -> TrainState:
-        """Return the specs that `split_state` expects: the stacks to be split are in host memory.
-
-        Args:
-            layout: the layout of the whole stacks.
-        """
-        specs = {}
-        for group, tree in layout.checkpoint_specs.items():
-            specs[group] = dict(tree)
-            for stack in self.stacks:
-                if tree.get(stack):
-                    specs[group][stack] = jax.tree.map(
-                        lambda spec: replace(spec, memory_kind="pinned_host"), tree[stack]
-                    )
-        return TrainState(**specs)
-
     # --- inside jit --------------------------------------------------------------------------------------------------
 
     def join_in_jit(self, state: TrainState) -> TrainState:
@@ -276,11 +261,14 @@ class StackParts:
             state: the state in parts; empty groups stay empty.
             layout: the layout of the whole stacks.
             copy: whether the leaves of the stacks are copies in host memory; otherwise they are `SplitArray`s of the
-                parts.
+                parts, or `SplitSpec`s if the state is abstract.
         """
 
-        def join(spec: TensorSpec, *parts: jax.Array) -> jax.Array | SplitArray:
-            return _join_leaf(layout, spec, *parts) if copy else SplitArray(parts)
+        def join(spec: TensorSpec, *parts: Any) -> jax.Array | SplitArray | SplitSpec:
+            if copy:
+                return _join_leaf(layout, spec, *parts)
+            is_abstract = isinstance(parts[0], jax.ShapeDtypeStruct)
+            return SplitSpec(parts) if is_abstract else SplitArray(parts)
 
         joined_state = {}
         for group, tree in state.items():
@@ -301,7 +289,7 @@ class StackParts:
         """Split a state of whole stacks in host memory into parts, and delete the whole stacks.
 
         Args:
-            state: the state of whole stacks.
+            state: the state of whole stacks, whose leaves may also be `SplitArray`s of the parts.
             layout: the layout of the parts.
         """
         split_state = {}
@@ -319,6 +307,10 @@ class StackParts:
         specs_by_part = {part: flatten(part.select(specs)) for part in parts}
         leaves_by_part: dict[StackPart, dict[str, jax.Array]] = {part: {} for part in parts}
         for path, leaf in flatten(tree).items():
+            if isinstance(leaf, SplitArray):
+                for part, part_leaf in zip(parts, leaf.parts, strict=True):
+                    leaves_by_part[part][path] = part_leaf
+                continue
             for part in parts:
                 leaves_by_part[part][path] = _slice_leaf(leaf, part, specs_by_part[part][path], layout)
             # Freed leaf by leaf, so that host memory need not hold all whole stacks and all parts at the same time.

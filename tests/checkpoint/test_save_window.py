@@ -20,8 +20,9 @@ from plimsoll.framework.checkpoint.checkpointer import Checkpointer, CheckpointS
 from plimsoll.framework.checkpoint.directory import Manifest
 from plimsoll.framework.checkpoint.integrity import checksums
 from plimsoll.framework.devices import host
-from plimsoll.framework.layout import SplitArray
+from plimsoll.framework.layout import SplitArray, SplitSpec
 from plimsoll.framework.program import save_window
+from plimsoll.framework.schedules import stack_layout
 from tests.checkpoint import test_checkpoint, test_checkpoint_processes
 from tests.support import runs, small
 
@@ -73,8 +74,38 @@ def test_a_split_stack_is_saved_as_a_whole_one(tmp_path: Path, counts: tuple[int
         checkpointer.save(2, {"parameter": {"stack": SplitArray(parts)}}, {}, window_bytes=NARROW)
         abstract = {"parameter": {"stack": jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=whole.sharding)}}
         restored = checkpointer.restore(2, abstract)
-    np.testing.assert_array_equal(np.asarray(restored.state["parameter"]["stack"]), values)
-    assert read_leaves(tmp_path, 1) == read_leaves(tmp_path, 2)
+        np.testing.assert_array_equal(np.asarray(restored.state["parameter"]["stack"]), values)
+        assert read_leaves(tmp_path, 1) == read_leaves(tmp_path, 2)
+        # It is read into parts of any other sizes, each into its own memory kind.
+        kinds = ("device", "pinned_host", "device")
+        places = [place(part, None, "b", kind=kind) for part, kind in zip(np.split(values, (1, 5)), kinds, strict=True)]
+        spec = SplitSpec(tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in places))
+        restored = checkpointer.restore(2, {"parameter": {"stack": spec}}).state["parameter"]["stack"]
+        assert [part.sharding for part in restored.parts] == [x.sharding for x in places]
+        np.testing.assert_array_equal(np.concatenate([np.asarray(part) for part in restored.parts]), values)
+        # A checkpoint that was written as a copy is read as a whole stack, in host memory.
+        restored = checkpointer.restore(1, {"parameter": {"stack": spec}}).state["parameter"]["stack"]
+        assert restored.sharding.memory_kind == "pinned_host"
+        np.testing.assert_array_equal(np.asarray(restored), values)
+
+
+def test_separate_layers_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What was written through a window is not read as whole stacks, which the host may have no room for."""
+    memory = {"update": "layer_programs", "remat": "full", "optimizer_state": "pinned_host:1"}
+    program = small.program(small.experiment(small.llama(), mesh={"data": 2, "fsdp": 4}, memory=memory))
+    backend = program.backend
+    state = program.init()
+    expected = jax.tree.map(np.asarray, state)
+    with Checkpointer(directory=tmp_path, keep=9) as checkpointer:
+        checkpointer.save(1, backend.to_checkpoint(state, join=False), {}, window_bytes=NARROW)
+        checkpointer.save(2, backend.to_checkpoint(state), {})
+        assert read_leaves(tmp_path, 1) == read_leaves(tmp_path, 2)
+        for step in (2, 1):
+            if step == 1:
+                monkeypatch.setattr(stack_layout, "_slice_leaf", lambda *_: pytest.fail("a whole stack was read"))
+            restored = backend.from_checkpoint(checkpointer.restore(step, backend.abstract_checkpoint).state)
+            program.layout.check(restored)
+            jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, restored), expected)
 
 
 def test_the_state_can_be_donated_afterwards(tmp_path: Path):

@@ -1,22 +1,29 @@
-"""Limits on host memory: the variable set before JAX starts, and refusals before anything is compiled."""
+"""Host memory: the limits of a machine, what a run needs by phase, and refusals before anything is compiled."""
 
 import functools
+import math
+import resource
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 from plimsoll.framework import layout
-from plimsoll.framework.devices import accelerators
-from plimsoll.framework.devices.accelerators import GIB, HOST_LIMIT, get_machine_memory_bytes
-from plimsoll.framework.plan import memory_budget
+from plimsoll.framework.devices import environment, host
+from plimsoll.framework.devices.accelerators import GIB, HOST_LIMIT, MIB
+from plimsoll.framework.devices.host import get_free_memory_bytes, get_machine_memory_bytes
+from plimsoll.framework.plan import host_memory, memory_budget
+from plimsoll.framework.plan.host_memory import Host, HostMemoryModel
+from plimsoll.framework.plan.plan_report import HostReport, PhaseReport
 from plimsoll.framework.program.program import Program
-from plimsoll.framework.terminal.exit_codes import DoesNotFitError
 from plimsoll.launch import cli
 from tests.support import runs, small
 
 # Two moments in float32: per layer 32 x 32 for queries and outputs, 32 x 16 for keys and values, three times 32 x 48.
 STATE = 2 * 4 * (2 * 64 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48))
+PROCESS = 100 * MIB
 
 
 @pytest.fixture
@@ -27,48 +34,133 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Program:
     return small.program(small.experiment(small.llama(), mesh={"data": 8, "fsdp": 1}, memory=memory))
 
 
+def build_model(
+    program: Program, limit: int | None = None, num_here: int = 1, platform: str = "gpu"
+) -> HostMemoryModel:
+    return HostMemoryModel(program.experiment, program.layout, platform, 8, 1, Host(limit, num_here, PROCESS))
+
+
+def predict(program: Program, limit: int | None = None, num_here: int = 1, platform: str = "gpu") -> HostReport:
+    model = build_model(program, limit, num_here, platform)
+    return model.report(model.checkpoint_peaks())
+
+
+def _count_batch_bytes(program: Program) -> int:
+    return sum(
+        math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in program.experiment.data.arrays().values()
+    )
+
+
+# --- the machine's limits --------------------------------------------------------------------------------------------
+
+
 def test_the_limit_is_set_by_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HOST_LIMIT, "")  # so that monkeypatch restores it afterwards
     monkeypatch.delenv(HOST_LIMIT)
-    monkeypatch.setattr(accelerators, "get_machine_memory_bytes", lambda: 2000 * GIB)
+    monkeypatch.setattr(host, "get_machine_memory_bytes", lambda: 2000 * GIB)
     cli.prepare_jax()
     assert cli.os.environ[HOST_LIMIT] == "1800"
     monkeypatch.setenv(HOST_LIMIT, "7")
-    cli.prepare_jax()
+    environment.prepare_jax()
     assert cli.os.environ[HOST_LIMIT] == "7", "the user's own stays"
 
 
 @pytest.mark.parametrize(("said", "bytes_"), [("max\n", 5 * 2**40), ("1073741824\n", GIB), (None, 5 * 2**40)])
 def test_container_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str | None, bytes_: int) -> None:
-    monkeypatch.setattr(accelerators.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 5 * 2**28}.__getitem__)
-    monkeypatch.setattr(accelerators, "Path", lambda path: tmp_path / path.removeprefix("/"))
+    monkeypatch.setattr(host.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 5 * 2**28}.__getitem__)
+    monkeypatch.setattr(host, "Path", lambda path: tmp_path / path.removeprefix("/"))
     if said is not None:
         (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
         (tmp_path / "sys/fs/cgroup/memory.max").write_text(said)
     assert get_machine_memory_bytes() == bytes_
 
 
-def test_plan_that_exceeds_host_memory_is_refused(monkeypatch: pytest.MonkeyPatch, program: Program) -> None:
+@pytest.mark.parametrize("kind", [resource.RLIMIT_RSS, resource.RLIMIT_AS, resource.RLIMIT_DATA])
+def test_limits_of_the_process(monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
+    """`ulimit -m`, `-v` and `-d`."""
+    limit = host.rss_bytes() + GIB
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(host.resource, "getrlimit", lambda asked: (limit, limit) if asked == kind else unlimited)
+    assert get_machine_memory_bytes() == limit
+    assert GIB - 64 * MIB < get_free_memory_bytes() <= GIB
+
+
+# --- what a run needs ------------------------------------------------------------------------------------------------
+
+
+def test_the_parts_of_every_phase(program: Program) -> None:
+    """Counted by hand: the process, the offloaded state of all devices, the batches, and what a checkpoint needs."""
+    offloaded = 8 * STATE
+    leaves = [leaf for leaf in program.layout if leaf.group != "gradient"]
+    saved = sum(leaf.spec.num_bytes for leaf in leaves)
+    report = predict(program, limit=64 * GIB)
+    assert list(report.phases) == ["start", "compile", "restore", "save", "end"]
+    assert report.phases["start"] == {"Python and libraries": PROCESS}
+    assert report.phases["compile"] == {"Python and libraries": PROCESS, "compiler": 5 * GIB}
+    save = report.phases["save"]
+    assert save["offloaded state"] == offloaded
+    assert save["writing the checkpoint"] == saved // 8 * 8
+    # Tokens and segments as int32: [4, 16] each; two prefetched batches, one in use, one being prepared.
+    batch = _count_batch_bytes(program)
+    assert save["batches"] == 4 * batch
+    assert sum(save.values()) == PROCESS + 512 * MIB + offloaded + saved // 8 * 8 + 4 * batch
+    # Everything that a process holds passes through it at most once: the state is smaller than the buffer.
+    passing = 8 * (program.layout.bytes_per_device(memory_kind="device") + STATE)
+    assert report.phases["restore"]["reading the checkpoint"] == passing
+
+
+def test_memory_of_cpu_devices_is_host_memory(program: Program) -> None:
+    model = build_model(program, limit=64 * GIB, platform="cpu")
+    report = model.report(model.checkpoint_peaks() | {"train": PhaseReport(10 * MIB, STATE + MIB)})
+    assert report.phases["train"]["memory of the devices"] == 80 * MIB
+    assert report.phases["train"]["activations and temporaries"] == 8 * MIB
+    # A copy is written while the next steps run, so it comes on top of them.
+    assert report.phases["save"]["memory of the devices"] == 80 * MIB
+    assert report.phases["save"]["writing the checkpoint"] > 8 * MIB
+    assert report.peak_phase == "save"
+
+
+def test_a_save_that_has_no_room_goes_through_a_window(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = PROCESS + 512 * MIB + 8 * STATE + 4 * _count_batch_bytes(program)
+    copied = host_memory.save_window.count_copied_bytes(program.layout, program.backend.parts, 8)
+    room = base + copied + GIB
+    assert build_model(program, room).window_bytes is None
+    assert build_model(program, room - 1).window_bytes == (copied + GIB - 1) // 4
+    assert predict(program, room - 1).phases["save"]["writing the checkpoint"] <= copied
+    # With several processes on the machine, each has its share.
+    assert build_model(program, 2 * room, num_here=2).window_bytes is None
+    assert build_model(program, 2 * room - 2, num_here=2).window_bytes is not None
+    monkeypatch.setattr(program.experiment.checkpoint, "window_gib", 2**-20)
+    assert build_model(program, room).window_bytes == 1024
+    assert predict(program, room).phases["save"]["writing the checkpoint"] == 1024
+
+
+def test_processes_of_one_machine_share_its_memory(program: Program) -> None:
+    one = predict(program, limit=64 * GIB)
+    two = predict(program, limit=64 * GIB, num_here=2)
+    assert two.peak_bytes == 2 * one.peak_bytes
+    limit = two.peak_bytes - 1
+    assert HostReport(limit, 1, one.phases).fits
+    tight = HostReport(limit, 2, one.phases)
+    assert not tight.fits
+    assert "for 2 processes on this machine" in (host_memory.explain_host_refusal(tight) or "")
+    assert HostReport(None, 2, one.phases).fits, "an unknown limit refuses nothing"
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_more_than_xla_may_pin_is_refused(monkeypatch: pytest.MonkeyPatch, program: Program) -> None:
     offloaded = 8 * program.layout.bytes_per_device(memory_kind="pinned_host")
     assert offloaded == 8 * STATE
     monkeypatch.setenv(HOST_LIMIT, "0")
     text = r"config.memory offloads 1.19 MiB to host memory \(optimizer 1.19 MiB\), but "
     with pytest.raises(ValueError, match=text + f"{HOST_LIMIT}=0 lets XLA pin 0 B; set it to 1 or unset it"):
-        memory_budget.check_host(program, "gpu")
-    memory_budget.check_host(program, "tpu")  # only GPUs have that limit
-    memory_budget.check_host(program)  # on a CPU, host memory is the device memory
+        memory_budget.check_pinned_memory(program, "gpu")
+    memory_budget.check_pinned_memory(program, "tpu")  # only GPUs have that limit
+    memory_budget.check_pinned_memory(program)
     monkeypatch.setenv(HOST_LIMIT, "1")
-    memory_budget.check_host(program, "gpu")
-    for memory_bytes, fits in ((offloaded - 1, False), (offloaded, True)):
-        monkeypatch.setattr(memory_budget, "get_machine_memory_bytes", lambda memory_bytes=memory_bytes: memory_bytes)
-        for platform in ("gpu", "tpu"):
-            if fits:
-                memory_budget.check_host(program, platform)
-                continue
-            with pytest.raises(
-                DoesNotFitError, match=text + "this machine has 1.19 MiB; increase mesh.fsdp.* or offload fewer layers"
-            ):
-                memory_budget.check_host(program, platform)
+    memory_budget.check_pinned_memory(program, "gpu")
 
 
 @pytest.mark.pairs
@@ -78,11 +170,47 @@ def test_a_run_is_refused_before_it_compiles(
     monkeypatch.setenv("TINY_TEXT", "")
     runs.write_text(tmp_path / "text")
     monkeypatch.setenv(HOST_LIMIT, "0")
-    monkeypatch.setattr(memory_budget, "check_host", functools.partial(memory_budget.check_host, platform="gpu"))
-    monkeypatch.setattr(memory_budget, "measure_need", lambda _: pytest.fail("compiled"))
+    on_gpu = functools.partial(memory_budget.check_pinned_memory, platform="gpu")
+    monkeypatch.setattr("plimsoll.framework.run.train.check_pinned_memory", on_gpu)
+    monkeypatch.setattr("plimsoll.framework.run.train.measure_need", lambda _: pytest.fail("compiled"))
     assert runs.train(tmp_path / "run", "--config.memory.optimizer_state=pinned_host") == 2
     assert f"but {HOST_LIMIT}=0 lets XLA pin 0 B; set it to 1 or unset it" in "".join(capfd.readouterr())
-    monkeypatch.setattr(memory_budget, "get_machine_memory_bytes", lambda: 1)
-    assert runs.train(tmp_path / "run", "--config.memory.optimizer_state=pinned_host") == 4
-    assert "but this machine has 1 B; increase mesh.fsdp" in capfd.readouterr().err
+    monkeypatch.setenv(HOST_LIMIT, "64")
+    assert runs.train(tmp_path / "run", "--host_memory_gib=0.05") == 4
+    assert "of host memory (" in capfd.readouterr().out
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.pairs
+def test_a_known_step_is_refused_before_it_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """The memory of a step that this machine has compiled before is known; --force starts the run anyway."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    runs.write_text(tmp_path / "text")
+    need: list[HostReport] = []
+    predict_host = memory_budget.predict_host_memory
+
+    def record(*args: Any) -> HostReport:
+        need.append(predict_host(*args))
+        return need[-1]
+
+    monkeypatch.setattr("plimsoll.framework.run.train.predict_host_memory", record)
+    assert runs.train(tmp_path / "run", "--dry_run", config="wide") == 0
+    before, after = need
+    assert sum(before.phases["train"].values()) < sum(after.phases["train"].values()), "the state only"
+    capfd.readouterr()
+    need.clear()
+    assert runs.train(tmp_path / "run", "--dry_run", config="wide") == 0
+    assert sum(need[0].phases["train"].values()) == pytest.approx(sum(after.phases["train"].values()), rel=0.2)
+    assert need[0].phases["train"]["memory of the devices"] == after.phases["train"]["memory of the devices"]
+    limit_gib = (sum(need[0].phases["train"].values()) - (after.phases["train"]["memory of the devices"] >> 1)) / GIB
+    monkeypatch.setattr("plimsoll.framework.run.train.measure_need", lambda _: pytest.fail("compiled"))
+    assert runs.train(tmp_path / "run", f"--host_memory_gib={limit_gib}", config="wide") == 4
+    assert "the run needs " in capfd.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+def test_processes_here() -> None:
+    assert memory_budget.distributed.count_processes_here() == 1
+    assert jax.process_count() == 1
