@@ -43,7 +43,7 @@ def test_row_names_are_unique_and_baselines_exist(limit: int) -> None:
 
 
 @pytest.mark.parametrize("dry", [False, True])
-def test_most_valuable_rows_of_every_part_run_first(dry: bool) -> None:
+def test_most_valuable_rows_run_first(dry: bool) -> None:
     rows = gpu_rows.order_rows(("largest", *gpu_rows.PARTS), H100, dry=dry)
     parts = [row.part for row in rows]
     count = sum(min(number, parts.count(part)) for part, number in gpu_rows.FIRST_ROWS.items())

@@ -28,7 +28,6 @@ from plimsoll.framework import layout
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.data.sources import StdlibSource
 from plimsoll.framework.devices.accelerators import get_machine_memory_bytes, spec_for
-from plimsoll.framework.metrics.memory import memory_in_use
 from plimsoll.framework.metrics.throughput import MetricsBuffer, Throughput
 from plimsoll.framework.plan import memory_budget
 from plimsoll.framework.plan.targets import resolve
@@ -130,11 +129,13 @@ def train(row: Row, dry: bool) -> Iterator[Figures]:
         losses += [row["loss"] for _, row in buffer.take()]
         throughput.step()
         rates = throughput.metrics()
+        # None on a CPU. `memory_in_use` also looks at every array, which may wait for the device.
+        statistics = device.memory_stats() or {}
         figures = replace(
             figures,
             tokens_per_second=rates.get("train/tokens_per_second"),
             mfu=rates.get("train/mfu"),
-            peak_bytes=memory_in_use([device]).device_peak_bytes,
+            peak_bytes=statistics.get("peak_bytes_in_use"),
             losses=[*losses],
         )
         yield figures

@@ -53,8 +53,8 @@ OTHER_SCHEDULES = (
 DRY_SCHEDULES = (FIRST_SCHEDULES[0], "in_backward full clip_mode=two_pass", "after_backward state_offloaded")
 LAYERS = "layer_programs full state_offloaded"
 H200_BYTES = 128 * 2**30
-# Estimated seconds of a row of a dry run on two busy cores.
-DRY_SECONDS = 40
+# Estimated seconds of a row of a dry run, on two busy cores.
+DRY_SECONDS = 50
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def _build_exact_rows() -> list[Row]:
                 overrides = types | parse_overrides(settings)
                 dry = dtype == "float32" and settings in DRY_SCHEDULES
                 name = f"{settings} {dtype}"
-                rows.append(Row("exact", "exact", name, 40, dry=dry, config="llama3-8b", overrides=overrides))
+                rows.append(Row("exact", "exact", name, 30, dry=dry, config="llama3-8b", overrides=overrides))
     return rows
 
 
@@ -257,13 +257,13 @@ def _build_train_row(part: str, config: str, size: str, settings: str, steps: in
 def _build_memory_rows() -> list[Row]:
     in_backward = "in_backward full clip_mode=update_rms moment_dtype=bfloat16 master_dtype=none"
     rows = [
-        _build_train_row("memory", "gpt2-350m", "16x1024", LAYERS, 3, 30),
-        _build_train_row("memory", "gpt2-350m", "16x1024", "full", 3, 30),
+        _build_train_row("memory", "gpt2-350m", "16x1024", LAYERS, 3, 25),
+        _build_train_row("memory", "gpt2-350m", "16x1024", "full", 3, 25),
         _build_train_row("memory", "llama3-8b", "2x8192", in_backward, 3, 75),
-        _build_train_row("memory", "gpt2-350m", "16x1024", "none", 3, 30),
-        _build_train_row("memory", "gpt2-350m", "16x1024", "streamed full", 3, 30),
-        _build_train_row("memory", "gpt2-350m", "16x1024", "in_backward full clip_mode=two_pass", 3, 30),
-        _build_train_row("memory", "llama3-8b", "2x8192", LAYERS, 3, 100),
+        _build_train_row("memory", "gpt2-350m", "16x1024", "none", 3, 25),
+        _build_train_row("memory", "gpt2-350m", "16x1024", "streamed full", 3, 25),
+        _build_train_row("memory", "gpt2-350m", "16x1024", "in_backward full clip_mode=two_pass", 3, 25),
+        _build_train_row("memory", "llama3-8b", "2x8192", LAYERS, 3, 90),
     ]
     rows[1] = dataclasses.replace(rows[1], dry=True)
     return rows
@@ -281,13 +281,13 @@ def _build_speed_rows(is_large: bool) -> list[Row]:
     large, small = ("4x8192" if is_large else "3x8192"), "1x8192"
     # A loop over layers copies each layer's residuals into a stack and out again; unrolled, they stay in place.
     rows = [
-        build("llama3-8b", large, LAYERS, 5, 110, against=resident),
+        build("llama3-8b", large, LAYERS, 5, 90, against=resident),
         build("gpt2-124m", "32x1024", "none unrolled", 20, 40),
         build("llama3-8b", large, resident, 5, 75),
         build("gpt2-350m", "32x1024", "none unrolled", 20, 60),
         build("gpt2-1.5b", "32x1024", "full", 8, 60),
         build("gpt2-1.5b", "32x1024", LAYERS, 8, 60, against="full"),
-        build("llama3-8b", small, LAYERS, 5, 100, against=resident),
+        build("llama3-8b", small, LAYERS, 5, 90, against=resident),
         build("llama3-8b", small, resident, 5, 75),
         build("gpt2-124m", "32x1024", "none", 20, 30, against="none unrolled"),
         build("gpt2-350m", "32x1024", "none", 20, 40, against="none unrolled"),
