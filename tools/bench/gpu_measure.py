@@ -253,7 +253,7 @@ def describe_machine(row: Row, dry: bool) -> Iterator[Figures]:
     """Describe the machine."""
     device = jax.devices()[0]
     if device.platform == "cpu" and not dry:
-        raise ValueError("JAX finds no GPU; see its messages in the log")
+        raise ValueError("JAX finds no GPU")
     names = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch", "transformers")
     facts = Machine(
         device=device.device_kind,
