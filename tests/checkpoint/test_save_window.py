@@ -99,6 +99,7 @@ def test_separate_layers_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest
     with Checkpointer(directory=tmp_path, keep=9) as checkpointer:
         checkpointer.save(1, backend.to_checkpoint(state, join=False), {}, window_bytes=NARROW)
         checkpointer.save(2, backend.to_checkpoint(state), {})
+        checkpointer.wait()
         assert read_leaves(tmp_path, 1) == read_leaves(tmp_path, 2)
         for step in (2, 1):
             if step == 1:

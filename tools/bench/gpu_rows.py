@@ -1,214 +1,360 @@
-"""The measurements of tools.bench.gpu: each function takes a row and returns its figures, in its own process.
-
-A row has a config's name, `sets` (overrides by dotted path, as text), and sizes.
-"""
+"""The rows of tools.bench.gpu: what each part measures, in the order of worth, and the results in a file."""
 
 from __future__ import annotations
 
-import importlib.metadata
+import dataclasses
+import json
 import os
-import statistics
-import sys
-import tempfile
-import time
-import traceback
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
+# In the order of their worth.
+PARTS = ("exact", "memory", "speed", "torch", "link", "largest")
+# The most valuable rows of each part run before the other rows of any part. Of `exact`, as many as 16 cores compile at
+# the same time.
+FIRST_ROWS = {"exact": 8, "memory": 1, "speed": 2, "torch": 1, "link": 1, "largest": 1}
 
-from plimsoll import configs
-from plimsoll.framework import layout
-from plimsoll.framework.config import Config, config_for
-from plimsoll.framework.data.sources import StdlibSource
-from plimsoll.framework.devices.accelerators import spec_for
-from plimsoll.framework.devices.host import get_machine_memory_bytes
-from plimsoll.framework.metrics.memory import memory_in_use
-from plimsoll.framework.metrics.throughput import MetricsBuffer, Throughput
-from plimsoll.framework.plan import memory_budget
-from plimsoll.framework.plan.targets import resolve
-from plimsoll.framework.program.program import Program
-from plimsoll.framework.run import offload_self_test, user_errors
-from plimsoll.framework.schedules.memory import Memory
-from plimsoll.launch import cli
-from tools.bench.contestants import Torch, missing
-from tools.bench.sizes import SIZES, write_tokens
-
-Row = dict[str, Any]
-_MEDIUM = {"dim": 512, "heads": 8, "hidden": 1024, "layers": 8, "vocab": 4096, "seq": 512, "batch": 8}
-_TINY = {"dim": 64, "heads": 2, "hidden": 128, "layers": 4, "vocab": 257, "seq": 32, "batch": 4}
-_TORCH = {"layers": 2, "heads": 2, "dim": 64, "seq_len": 32, "batch": 4, "vocab": 257, "positions": 32}
-
-
-def build_config(row: Row, shape: dict[str, int]) -> Config:
-    """Return the row's config with its overrides, and with the given shape for the sizes that it contains."""
-    config = configs.load(row["config"])
-    block, positions = config.model.stack.pattern[0], ["model.embed.max_positions"]
-    names = {"dim": ["model.dim"], "layers": ["model.stack.num_layers"], "batch": ["data.global_batch_size"]}
-    names |= {"vocab": ["model.vocab_size", "data.tokenizer.vocab_size"]}
-    names |= {"seq": ["data.seq_len", *(positions if config.model.embed.max_positions else [])]}
-    for path, value in [(path, shape[name]) for name in names if name in shape for path in names[name]]:
-        config.set_path(path, value)
-    if "heads" in shape:
-        block.attention.num_heads, block.mlp.hidden = shape["heads"], shape["hidden"]
-        block.attention.num_kv_heads = block.attention.num_kv_heads and shape["heads"] // 2
-    config.learner.rules = []
-    return cli.apply_overrides(config, [*row["sets"].items()])
-
-
-def exact(row: Row, dry: bool) -> Row:
-    """Compare four steps under the row's schedule and placements with four steps that keep everything on the device."""
-    config, offload_self_test.STEPS = build_config(row, _TINY if dry else _MEDIUM), 4
-    config.learner.optimizer = config_for(
-        optax.sgd, learning_rate=4.0, momentum=0.9
-    )  # see framework.run.offload_self_test
-    ours = Program(config.instantiate(), jax.devices()[:1])
-    config.memory = config_for(Memory)
-    bits = jnp.finfo(config.model.compute_dtype).bits
-    with jax.default_matmul_precision("highest" if bits == 32 else "default"):
-        errors = offload_self_test.compare(ours, Program(config.instantiate(), jax.devices()[:1]))
-    worst = max(errors, key=lambda name: np.nan_to_num(errors[name], nan=np.inf))
-    loss = max(error for name, error in errors.items() if name.startswith("loss"))
-    offloaded = ours.layout.bytes_per_device(memory_kind="pinned_host")
-    status = "agrees" if errors[worst] <= offload_self_test.TOLERANCE[bits] else "WRONG"
-    return {"status": status, "off_by": errors[worst], "at": worst, "loss_off_by": loss, "host_bytes": offloaded}
+OFFLOADED = {"state": "optimizer_state", "weights": "parameters", "inputs": "activations", "gradients": "gradients"}
+WORDS = {f"{word}_offloaded": {f"memory.{name}": "pinned_host"} for word, name in OFFLOADED.items()}
+WORDS |= {x: {"memory.update": x} for x in ("after_backward", "streamed", "in_backward", "layer_programs")}
+WORDS |= {x: {"memory.remat": x} for x in ("none", "full", "sqrt:2", "offload")}
+WORDS |= {"at_once": {"memory.gradients": "none", "learner.clip": "none"}}
+WORDS |= {"unrolled": {"model.stack.unroll": "0"}}
+WORDS |= {"adafactor": {"learner.optimizer": "optax.adafactor", "learner.optimizer.learning_rate": "0.02"}}
+ADAMW = {"learner.optimizer": "optax.adamw", "learner.optimizer.learning_rate": "3e-4"}
+# Overrides are in WORDS; NAME=VALUE sets a field of the learner; weights_offloaded=N offloads the first N layers.
+# GPUs offload with layer_programs only, so it comes first.
+FIRST_SCHEDULES = (
+    "layer_programs full state_offloaded weights_offloaded gradients_offloaded inputs_offloaded",
+    "layer_programs full state_offloaded",
+    "layer_programs full",
+    "layer_programs full at_once state_offloaded weights_offloaded inputs_offloaded",
+    "layer_programs sqrt:2 state_offloaded weights_offloaded gradients_offloaded inputs_offloaded accumulate=2",
+    "in_backward full clip_mode=two_pass",
+    "streamed full",
+    "in_backward full clip_mode=update_rms",
+)
+OTHER_SCHEDULES = (
+    "layer_programs full weights_offloaded=2",
+    "layer_programs full weights_offloaded",
+    "layer_programs full gradients_offloaded",
+    "layer_programs full inputs_offloaded",
+    "layer_programs full at_once",
+    "in_backward full clip_mode=previous_norm",
+    "in_backward full clip_mode=norm_growth clip=1.01",
+    "after_backward state_offloaded",
+    "after_backward offload",
+    "streamed full state_offloaded",
+    "streamed full state_offloaded gradients_offloaded",
+    "in_backward full clip_mode=two_pass state_offloaded",
+)
+DRY_SCHEDULES = (FIRST_SCHEDULES[0], "in_backward full clip_mode=two_pass", "after_backward state_offloaded")
+LAYERS = "layer_programs full state_offloaded"
+H200_BYTES = 128 * 2**30
+# Estimated seconds of a row of a dry run, on two busy cores.
+DRY_SECONDS = 50
 
 
-def train(row: Row, dry: bool) -> Row:
-    """Train on the standard library's sources: speed, model FLOPs utilization, peak, and the plan's peak."""
-    config = build_config(row, _TINY if dry else {"seq": row["seq"], "batch": row["batch"]})
-    if dry:
-        config.model.param_dtype = config.model.compute_dtype = "float32"
-        if config.memory.parameters != "device":
-            config.memory.parameters = "pinned_host:1"
-    program = Program(config.instantiate(), jax.devices()[:1])
-    experiment, device, layouts = program.experiment, jax.devices()[0], program.layout
-    need, limit, losses = memory_budget.measure_need(program), resolve("local").limit_bytes, list[float]()
-    figures: Row = {"plan_bytes": need.peak, "limit_bytes": limit, "parameters": layouts.size("parameter")}
-    if need.message or (limit or need.peak) < need.peak:
-        return figures | {"status": "out of memory by the plan"}
-    source, (batch, seq) = StdlibSource(), program.batch_specs["tokens"].shape
-    text = "".join(part for file in source.files()[:300] for part in source.read(file))
-    tokens, rng = np.frombuffer(text.encode(), np.uint8), np.random.default_rng(0)
-    peak_flops = spec_for([device]).peak_flops(str(experiment.model.compute_dtype))
-    steps, flops = 2 if dry else row["steps"], experiment.model.flops_per_token(seq)
-    clock, buffer = Throughput(batch * seq, flops, peak_flops, window=max(1, steps - 3)), MetricsBuffer()
-    state, weights = program.init(), np.ones((batch, seq), np.float32)
-    for step in range(steps):
-        windows = np.array([tokens[i : i + seq + 1] for i in rng.integers(0, len(tokens) - seq - 1, batch)], np.int32)
-        data = program.put({"tokens": windows[:, :-1], "targets": windows[:, 1:], "weights": weights})
-        state, metrics = program.step(state, data)
-        buffer.put(step, {"loss": metrics["loss"]})
-        losses += [found["loss"] for _, found in buffer.take()]  # one step late, like the trainer's loop
-        clock.step()
-    losses += [found["loss"] for _, found in buffer.take(0)]
-    layouts.check(state)
-    figures |= {name.removeprefix("train/"): value for name, value in clock.metrics().items()}
-    peak, offloaded = memory_in_use([device]).device_peak_bytes, layouts.bytes_per_device(memory_kind="pinned_host")
-    figures |= {"peak_bytes": peak, "host_bytes": offloaded, "losses": [losses[0], losses[-1]]}
-    return figures | {"status": "ran" if losses[-1] < losses[0] else "LOSS DOES NOT FALL"}
+@dataclass(frozen=True)
+class Row:
+    """One measurement. It runs in its own process.
 
-
-def link(row: Row, dry: bool) -> Row:
-    """Measure GB/s between device and pinned host memory: by device_put, in a program, and both ways at once.
-
-    Also measures the share of a transfer that matrix products hide.
+    Attributes:
+        part: part that the row belongs to.
+        kind: name of its function in gpu_measure.KINDS.
+        name: the row's name in the table.
+        seconds: estimated seconds on an H100, including the start of the process and compilation. If less time is
+            left, the row does not run; after three times as long, its process is killed.
+        dry: whether `--dry` runs the row, with tiny shapes.
+        config: name of the config to train.
+        overrides: overrides of the config, by dotted path.
+        batch: sequences per step.
+        seq: tokens per sequence.
+        steps: steps to train.
+        against: name of the row that a speed is compared with.
+        mib: size of a transfer, in MiB.
+        shape: fields of tools.bench.sizes.Size, for torch's model.
     """
-    size, n = (1 << 20 if dry else row["mib"] << 20), 256 if dry else 8192
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    host = device.with_memory_kind("pinned_host")
-    ours, theirs = (jax.device_put(jnp.ones(size // 4, jnp.float32), place) for place in (device, host))
-    matrix, to, fro = jnp.full((n, n), 1 / n, jnp.bfloat16), jax.memory.Space.Device, jax.memory.Space.Host
-    move = {"to device": lambda x, y: jax.device_put(y, to), "to host": lambda x, y: jax.device_put(x, fro)}
-    places = {"to device": device, "to host": host}
-    inside = {name: jax.jit(f, out_shardings=places[name]) for name, f in move.items()}
-    both = jax.jit(lambda x, y: [f(x, y) for f in move.values()], out_shardings=[*places.values()])
-    eager = {"to device": lambda: jax.device_put(theirs, device), "to host": lambda: jax.device_put(ours, host)}
-    figures: Row = {}
-    for name in places:
-        figures[f"{name}, device_put GB/s"] = size / _seconds(eager[name]) / 1e9
-        figures[f"{name}, in jit GB/s"] = size / _seconds(lambda name=name: inside[name](ours, theirs)) / 1e9
-    figures["both at once GB/s"] = 2 * size / _seconds(lambda: both(ours, theirs)) / 1e9
-    moving = _seconds(lambda: inside["to device"](ours, theirs))
-    count = max(1, round(8 * moving / _seconds(lambda: _products(matrix, 8))))
-    computing = _seconds(lambda: _products(matrix, count))
-    together = _seconds(lambda: (_products(matrix, count), inside["to device"](ours, theirs)))
-    in_one = jax.jit(lambda m, x, y: (_products(m, count), move["to device"](x, y)), out_shardings=device)
-    for name, seconds in (("two programs", together), ("one program", _seconds(lambda: in_one(matrix, ours, theirs)))):
-        figures[f"hidden, {name}"] = (computing + moving - seconds) / min(computing, moving)
-    return figures | {"status": "ran", "compute_ms": 1e3 * computing, "transfer_ms": 1e3 * moving}
+
+    part: str
+    kind: str
+    name: str
+    seconds: float
+    dry: bool = False
+    config: str = ""
+    overrides: dict[str, str] = field(default_factory=dict)
+    batch: int = 0
+    seq: int = 0
+    steps: int = 0
+    against: str = ""
+    mib: int = 0
+    shape: dict[str, int] = field(default_factory=dict)
 
 
-@jax.jit
-def _products(matrix: jax.Array, count: jax.Array | int) -> jax.Array:
-    return jax.lax.fori_loop(0, count, lambda _, x: x @ matrix, matrix)
+@dataclass(frozen=True)
+class Machine:
+    """The machine that ran the rows. `limit_bytes` is the device memory that a program may use, if it is known."""
+
+    device: str
+    limit_bytes: int | None
+    cores: int
+    host_memory_bytes: int
+    python: str
+    versions: dict[str, str]
 
 
-def _seconds(call: Callable[[], Any]) -> float:
-    """Return the median seconds of five calls, after one that compiles."""
-    times = list[float]()
-    for _ in range(6):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+# The status of a row that has not finished.
+RUNNING = "running"
+# The statuses that make the command fail.
+BAD = ("WRONG", "FAILED", "TIMED OUT", "LOSS DOES NOT FALL")
 
 
-def torch(row: Row, dry: bool) -> Row:
-    """Train the same shape with transformers and torch.
+@dataclass(frozen=True)
+class Figures:
+    """Figures of a row, as far as they are known.
 
-    The model is compiled, with bf16 autocast, scaled_dot_product_attention and fused AdamW.
+    Attributes:
+        status: how the row ended.
+        message: why there are no figures, or not all.
+        tokens_per_second: speed after the step that compiles.
+        mfu: model FLOPs utilization.
+        plan_bytes: planned peak of device memory.
+        peak_bytes: measured peak of device memory, including initialization.
+        limit_bytes: device memory that a program may use.
+        host_bytes: bytes that are offloaded.
+        parameters: number of parameters.
+        losses: loss of each step.
+        error: largest difference from the plain schedule, relative to how far a leaf moved.
+        worst_leaf: name of the leaf with that difference.
+        loss_error: largest relative difference of a loss.
+        transfers: GB/s of transfers, and how much of them computation hides, by name.
+        machine: facts about the machine.
     """
-    if problem := missing("compiled"):
-        return {"status": "not available", "message": problem}
-    import torch as pytorch
 
-    if not dry and not pytorch.cuda.is_available():
-        return {"status": "not available", "message": "torch is installed, and sees no CUDA device"}
-    size, steps = replace(SIZES["gpt2-124m"], **(_TORCH if dry else row["size"])), 1 if dry else row["steps"]
-    with tempfile.TemporaryDirectory() as folder:
-        write_tokens(Path(folder) / "tokens.bin", size.vocab)
-        contestant = Torch(size, Path(folder) / "tokens.bin", compiled=not dry, device="cpu" if dry else "cuda")
-        contestant.run(steps)  # compiles
-        start = time.perf_counter()
-        contestant.run(steps)  # ends by waiting for its loss
-    rate, peak = steps * size.tokens_per_step / (time.perf_counter() - start), pytorch.cuda.max_memory_allocated
-    return {"status": "ran", "tokens_per_second": rate, "peak_bytes": 0 if dry else peak()}
-
-
-def machine(row: Row, dry: bool) -> Row:
-    """Describe the machine."""
-    names = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch")
-    versions = {one.name: one.version for one in importlib.metadata.distributions() if one.name in names}
-    facts = {"cores": os.cpu_count(), "host_memory_bytes": get_machine_memory_bytes(), "python": sys.version.split()[0]}
-    facts["limit_bytes"] = resolve("local").limit_bytes
-    return {"status": "ran", "device": jax.devices()[0].device_kind, **facts, "versions": versions}
+    status: str = RUNNING
+    message: str = ""
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    plan_bytes: int | None = None
+    peak_bytes: int | None = None
+    limit_bytes: int | None = None
+    host_bytes: int | None = None
+    parameters: int | None = None
+    losses: list[float] = field(default_factory=list)
+    error: float | None = None
+    worst_leaf: str = ""
+    loss_error: float | None = None
+    transfers: dict[str, float] = field(default_factory=dict)
+    machine: Machine | None = None
 
 
-KINDS = {"exact": exact, "train": train, "link": link, "torch": torch, "machine": machine}
+@dataclass(frozen=True)
+class Result:
+    """A row, its figures, and the seconds that it took."""
+
+    row: Row
+    figures: Figures
+    seconds: float = 0.0
 
 
-def measure(row: Row, dry: bool, log: str, answer: Any) -> None:
-    """Run the process of one row: send its figures, or why there are none; redirect its output to a file."""
-    with open(log, "a") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    try:
-        if row["part"] == "exact":  # several rows run at the same time
-            os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-        if dry:  # offload even tiny leaves
-            layout.move_to_host.__kwdefaults__.update(min_bytes=256)  # pyright: ignore[reportOptionalMemberAccess]
-        cli.prepare_jax()
-        result = KINDS[row["kind"]](row, dry)
-    except Exception as error:
-        traceback.print_exc()
-        wrong, full = isinstance(error, offload_self_test.SelfTestError), "RESOURCE_EXHAUSTED" in str(error)
-        status = "refused" if user_errors.is_user_error(error) else "out of memory" if full else "FAILED"
-        message = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        result = {"status": "WRONG" if wrong else status, "message": message}
-    answer.send(result)
+@dataclass(frozen=True)
+class Run:
+    """One call of the command, with the results of its rows in the order in which they ended."""
+
+    date: str
+    command: str
+    dry: bool
+    machine: Machine
+    results: list[Result] = field(default_factory=list)
+
+
+def parse_overrides(settings: str) -> dict[str, str]:
+    """Return the overrides for the words of a row's settings, by dotted path."""
+    overrides: dict[str, str] = {}
+    for word in settings.split():
+        name, _, value = word.partition("=")
+        if word in WORDS:
+            overrides |= WORDS[word]
+        elif name == "weights_offloaded":
+            overrides["memory.parameters"] = f"pinned_host:{value}"
+        else:
+            overrides[f"learner.{name}"] = value
+    return overrides
+
+
+def order_rows(parts: Collection[str], limit_bytes: int = H200_BYTES, *, dry: bool = False) -> list[Row]:
+    """Return the rows of some parts in the order in which to run them: first the most valuable ones of every part.
+
+    Args:
+        parts: names of the parts.
+        limit_bytes: see `build_rows`.
+        dry: return only the rows of a dry run.
+    """
+    first: list[Row] = []
+    others: list[Row] = []
+    for part in PARTS:
+        if part not in parts:
+            continue
+        rows = build_rows(part, limit_bytes)
+        if dry:
+            rows = [dataclasses.replace(row, seconds=DRY_SECONDS) for row in rows if row.dry]
+        count = FIRST_ROWS[part]
+        first += rows[:count]
+        others += rows[count:]
+    return first + others
+
+
+def build_rows(part: str, limit_bytes: int = H200_BYTES) -> list[Row]:
+    """Return the rows of a part, the most valuable first.
+
+    Args:
+        part: name of the part.
+        limit_bytes: device memory that a program may use. By the plan, the sizes fit on an H200 (128 GiB) or else on an
+            H100 (72.8 GiB): `plimsoll plan --target=h100 --config=...` with a row's settings.
+    """
+    is_large = limit_bytes >= H200_BYTES
+    if part == "exact":
+        return _build_exact_rows()
+    if part == "memory":
+        return _build_memory_rows()
+    if part == "speed":
+        return _build_speed_rows(is_large)
+    if part == "torch":
+        return _build_torch_rows()
+    if part == "link":
+        return [Row(part, "link", f"{mib} MiB", 20, dry=mib == 256, mib=mib) for mib in (256, 2048, 16, 1)]
+    assert part == "largest", part
+    return _build_largest_rows(is_large)
+
+
+def _build_exact_rows() -> list[Row]:
+    rows: list[Row] = []
+    for schedules in (FIRST_SCHEDULES, OTHER_SCHEDULES):
+        # float32 first: rounding hides less of an error.
+        for dtype, master in (("float32", "none"), ("bfloat16", "float32")):
+            types = {"model.param_dtype": dtype, "model.compute_dtype": dtype, "learner.master_dtype": master}
+            for settings in schedules:
+                overrides = types | parse_overrides(settings)
+                dry = dtype == "float32" and settings in DRY_SCHEDULES
+                name = f"{settings} {dtype}"
+                rows.append(Row("exact", "exact", name, 30, dry=dry, config="llama3-8b", overrides=overrides))
+    return rows
+
+
+def _build_train_row(part: str, config: str, size: str, settings: str, steps: int, seconds: float) -> Row:
+    batch, _, seq = size.partition("x")
+    overrides = parse_overrides(settings)
+    if "adafactor" not in settings:
+        overrides = ADAMW | overrides
+    name = f"{config} {size} {settings}"
+    return Row(
+        part, "train", name, seconds, config=config, overrides=overrides, batch=int(batch), seq=int(seq), steps=steps
+    )
+
+
+def _build_memory_rows() -> list[Row]:
+    in_backward = "in_backward full clip_mode=update_rms moment_dtype=bfloat16 master_dtype=none"
+    rows = [
+        _build_train_row("memory", "gpt2-350m", "16x1024", LAYERS, 3, 25),
+        _build_train_row("memory", "gpt2-350m", "16x1024", "full", 3, 25),
+        _build_train_row("memory", "llama3-8b", "2x8192", in_backward, 3, 75),
+        _build_train_row("memory", "gpt2-350m", "16x1024", "none", 3, 25),
+        _build_train_row("memory", "gpt2-350m", "16x1024", "streamed full", 3, 25),
+        _build_train_row("memory", "gpt2-350m", "16x1024", "in_backward full clip_mode=two_pass", 3, 25),
+        _build_train_row("memory", "llama3-8b", "2x8192", LAYERS, 3, 90),
+    ]
+    rows[1] = dataclasses.replace(rows[1], dry=True)
+    return rows
+
+
+def _build_speed_rows(is_large: bool) -> list[Row]:
+    def build(config: str, size: str, settings: str, steps: int, seconds: float, against: str = "") -> Row:
+        row = _build_train_row("speed", config, size, settings, steps, seconds)
+        return dataclasses.replace(row, against=f"{config} {size} {against}" if against else "")
+
+    # With the whole state resident and in float32, it does not fit.
+    resident = "full moment_dtype=bfloat16"
+    if not is_large:
+        resident += " master_dtype=none"
+    large, small = ("4x8192" if is_large else "3x8192"), "1x8192"
+    # A loop over layers copies each layer's residuals into a stack and out again; unrolled, they stay in place.
+    rows = [
+        build("llama3-8b", large, LAYERS, 5, 90, against=resident),
+        build("gpt2-124m", "32x1024", "none unrolled", 20, 40),
+        build("llama3-8b", large, resident, 5, 75),
+        build("gpt2-350m", "32x1024", "none unrolled", 20, 60),
+        build("gpt2-1.5b", "32x1024", "full", 8, 60),
+        build("gpt2-1.5b", "32x1024", LAYERS, 8, 60, against="full"),
+        build("llama3-8b", small, LAYERS, 5, 90, against=resident),
+        build("llama3-8b", small, resident, 5, 75),
+        build("gpt2-124m", "32x1024", "none", 20, 30, against="none unrolled"),
+        build("gpt2-350m", "32x1024", "none", 20, 40, against="none unrolled"),
+        build("gpt2-1.5b", "32x1024", "streamed full", 8, 60, against="full"),
+    ]
+    return [dataclasses.replace(row, dry=row in rows[:2]) for row in rows]
+
+
+def _build_torch_rows() -> list[Row]:
+    sizes = {"gpt2-124m": (12, 12, 768, 60), "gpt2-350m": (24, 16, 1024, 90), "gpt2-1.5b": (48, 25, 1600, 150)}
+    rows: list[Row] = []
+    for config, (layers, heads, dim, seconds) in sizes.items():
+        shape = {"layers": layers, "heads": heads, "dim": dim, "seq_len": 1024, "batch": 32}
+        name = f"{config} 32x1024 torch"
+        ours = "full" if config == "gpt2-1.5b" else "none unrolled"
+        against = f"{config} 32x1024 {ours}"
+        dry = config == "gpt2-124m"
+        rows.append(Row("torch", "torch", name, seconds, dry=dry, steps=10, against=against, shape=shape))
+    return rows
+
+
+def _build_largest_rows(is_large: bool) -> list[Row]:
+    lean = "layer_programs full at_once adafactor master_dtype=none moment_dtype=none inputs_offloaded"
+    # The first row offloads more, to be sure that it fits.
+    most, least = (16, 8) if is_large else (48, 40)
+    rows = [
+        _build_train_row("largest", "llama-65b", "2x2048", f"{lean} weights_offloaded={layers}", 6, 180)
+        for layers in (most, least)
+    ]
+    rows[0] = dataclasses.replace(rows[0], dry=True)
+    return rows
+
+
+def append_run(path: Path, run: Run) -> None:
+    """Append the first line of a run to a results file."""
+    facts = dataclasses.asdict(run)
+    del facts["results"]
+    # If a kill cut the last line, do not continue that line.
+    separator = "" if not path.exists() or path.read_bytes().endswith(b"\n") else "\n"
+    _append(path, f"{separator}{json.dumps({'run': facts})}\n")
+
+
+def append_result(path: Path, result: Result) -> None:
+    """Append a row's result to a results file."""
+    _append(path, json.dumps({"result": dataclasses.asdict(result)}) + "\n")
+
+
+def _append(path: Path, line: str) -> None:
+    # One unbuffered write, so that a kill does not leave a part of a line.
+    with open(path, "ab", buffering=0) as file:
+        file.write(line.encode())
+        os.fsync(file.fileno())
+
+
+def read_runs(path: Path) -> list[Run]:
+    """Return the runs in a results file, without a line that is cut."""
+    runs: list[Run] = []
+    for line in path.read_text().splitlines():
+        try:
+            record: dict[str, Any] = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if "run" in record:
+            facts = record["run"]
+            runs.append(Run(**{**facts, "machine": Machine(**facts["machine"])}))
+        else:
+            fields = record["result"]
+            figures = Figures(**fields["figures"])
+            runs[-1].results.append(Result(Row(**fields["row"]), figures, fields["seconds"]))
+    return runs
