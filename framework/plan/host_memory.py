@@ -49,7 +49,7 @@ PROCESS_BYTES: Mapping[str, int] = {"cpu": 400 * MIB, "gpu": 2 * GIB, "tpu": 2 *
 # to 5 GiB for a step when planning.
 COMPILER_BYTES: Mapping[str, int] = {"cpu": 300 * MIB, "gpu": 5 * GIB, "tpu": 5 * GIB}
 # Memory that stays occupied by compiled programs. CPU: measured. TPU and GPU: assumed.
-PROGRAM_BYTES: Mapping[str, int] = {"cpu": 320 * MIB, "gpu": 512 * MIB, "tpu": 512 * MIB}
+PROGRAM_BYTES: Mapping[str, int] = {"cpu": 400 * MIB, "gpu": 512 * MIB, "tpu": 512 * MIB}
 # What the operating system needs of a machine that is not this one. Assumed.
 SYSTEM_BYTES = GIB
 
@@ -231,8 +231,11 @@ def explain_host_refusal(report: HostReport) -> str | None:
         need += f" for {report.num_processes} processes on this machine"
     largest = sorted(report.phases[phase].items(), key=lambda item: -item[1])[:4]
     parts = ", ".join(f"{part} {human_bytes(size)}" for part, size in largest)
-    return (
-        f"{need}, but {human_bytes(report.limit_bytes)} are available; per process: {parts}. Increase mesh.fsdp, set "
-        "learner.moment_dtype=bfloat16, offload fewer layers (memory.FIELD=pinned_host:8), or set a smaller "
-        "checkpoint.window_gib"
+    advice = (
+        "increase mesh.fsdp, set learner.moment_dtype=bfloat16, or offload fewer layers (memory.FIELD=pinned_host:8)"
     )
+    if largest[0][0] == DEVICES:
+        advice = "use a smaller batch, memory.remat=full or a smaller model"
+    elif phase == "save" and largest[0][0] == _OTHER["save"]:
+        advice = "set a smaller checkpoint.window_gib"
+    return f"{need}, but {human_bytes(report.limit_bytes)} are available; per process: {parts}; {advice}"

@@ -23,7 +23,9 @@ def agree_on_window(program: Program) -> int | None:
     """Return the bytes of the window for a save now; None if every process can copy its state. Collective."""
     window_gib = program.experiment.checkpoint.window_gib
     copied = count_copied_bytes(program.layout, program.backend.parts, len(program.mesh.local_devices))
-    window = choose_window(copied, window_gib, get_free_memory_bytes())
+    # The processes on this machine save at the same time.
+    free_bytes = get_free_memory_bytes() // distributed.count_processes_here()
+    window = choose_window(copied, window_gib, free_bytes)
     if distributed.is_true_on_all(window is None):
         return None
     if window_gib is not None:
