@@ -27,6 +27,7 @@ from plimsoll.framework import layout
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.data.sources import StdlibSource
 from plimsoll.framework.devices.accelerators import get_machine_memory_bytes, spec_for
+from plimsoll.framework.devices.environment import set_memory_fraction
 from plimsoll.framework.metrics.memory import memory_in_use
 from plimsoll.framework.metrics.throughput import MetricsBuffer, Throughput
 from plimsoll.framework.plan import memory_budget
@@ -203,6 +204,7 @@ def measure(row: Row, dry: bool, log: str, answer: Any) -> None:
         if dry:  # offload even tiny leaves
             layout.move_to_host.__kwdefaults__.update(min_bytes=256)  # pyright: ignore[reportOptionalMemberAccess]
         cli.prepare_jax()
+        set_memory_fraction()
         result = KINDS[row["kind"]](row, dry)
     except Exception as error:
         traceback.print_exc()
