@@ -35,7 +35,69 @@ BATCH_AXES = ("data", "fsdp", "expert")
 _COMMUNICATORS_OF_TWO_AXES = 3
 # Fractions that this process has put in the environment itself: they are not the user's.
 _stored_fractions: list[str] = []
+
+
+@dataclass(frozen=True)
+class _CudaContext:
+    mib_per_multiprocessor: float
+    source: str
+
+
+@dataclass(frozen=True)
+class _Cublas:
+    workspace_kib: dict[str, int]
+    source: str
+
+
+@dataclass(frozen=True)
+class _Libraries:
+    system_mib: dict[str, int]
+    source: str
+
+
+@dataclass(frozen=True)
+class _Nccl:
+    kernels_mib: int
+    kernels_source: str
+    connection_mib: int
+    connection_source: str
+    channels: int
+    pcie_channels: int
+    channels_source: str
+    connections_per_channel: int
+    nvls_channels: dict[str, int]
+    nvls_mib_per_channel: int
+    nvls_most_gpus: int
+    nvls_source: str
+    peer_channels: int
+    pcie_peer_channels: int
+    peers_source: str
+    network_mib: int
+    pcie_network_mib: int
+    network_source: str
+
+
+@dataclass(frozen=True)
+class _Fragmentation:
+    share: dict[str, float]
+    source: str
+
+
+@dataclass(frozen=True)
+class _Compiler:
+    base_share: float
+    slop_factor: float
+    source: str
+
+
+# The comments in the file say what each figure means; keys such as "9" are major compute capabilities.
 _TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("outside_the_pool.toml").read_text())
+_CUDA_CONTEXT = _CudaContext(**_TABLE["cuda_context"])
+_CUBLAS = _Cublas(**_TABLE["cublas"])
+_LIBRARIES = _Libraries(**_TABLE["libraries"])
+_NCCL = _Nccl(**_TABLE["nccl"])
+_FRAGMENTATION = _Fragmentation(**_TABLE["fragmentation"])
+_COMPILER = _Compiler(**_TABLE["compiler"])
 
 
 @dataclass(frozen=True)
@@ -70,27 +132,24 @@ def list_reserved_parts(
     if spec.platform != "gpu" or not (spec.memory_bytes and spec.multiprocessors and spec.compute_capability):
         return []
     parts = [*_list_cuda_parts(spec), *_list_nccl_parts(spec, num_devices, mesh)]
-    share = _TABLE["fragmentation"]["share"].get(os.environ.get(_ALLOCATOR_VARIABLE, ""))
+    share = _FRAGMENTATION.share.get(os.environ.get(_ALLOCATOR_VARIABLE, ""))
     if share:
         pool_bytes = max(0, spec.memory_bytes - sum(part.bytes for part in parts))
-        parts.append(ReservedPart("fragmentation", int(share * pool_bytes), _TABLE["fragmentation"]["source"]))
+        parts.append(ReservedPart("fragmentation", int(share * pool_bytes), _FRAGMENTATION.source))
     return parts
 
 
 def _list_cuda_parts(spec: AcceleratorSpec) -> list[ReservedPart]:
     """Return the parts of a process that uses one GPU."""
-    context, cublas, libraries = _TABLE["cuda_context"], _TABLE["cublas"], _TABLE["libraries"]
     major = _major(spec)
     assert spec.multiprocessors is not None
-    context_bytes = int(context["mib_per_multiprocessor"] * spec.multiprocessors * MIB)
-    workspace_bytes = cublas["workspace_kib"][major] * 1024
-    system_bytes = libraries["system_mib"][major] * MIB
+    context_bytes = int(_CUDA_CONTEXT.mib_per_multiprocessor * spec.multiprocessors * MIB)
+    workspace_bytes = _CUBLAS.workspace_kib[major] * 1024
+    library_bytes = max(0, _LIBRARIES.system_mib[major] * MIB - context_bytes - workspace_bytes)
     return [
-        ReservedPart("CUDA context", context_bytes, context["source"]),
-        ReservedPart("cuBLAS workspace", workspace_bytes, cublas["source"]),
-        ReservedPart(
-            "kernels and libraries", max(0, system_bytes - context_bytes - workspace_bytes), libraries["source"]
-        ),
+        ReservedPart("CUDA context", context_bytes, _CUDA_CONTEXT.source),
+        ReservedPart("cuBLAS workspace", workspace_bytes, _CUBLAS.source),
+        ReservedPart("kernels and libraries", library_bytes, _LIBRARIES.source),
     ]
 
 
@@ -98,35 +157,29 @@ def _list_nccl_parts(spec: AcceleratorSpec, num_devices: int, mesh: Mapping[str,
     """Return what NCCL takes on each GPU; [] for one GPU."""
     if num_devices < 2:
         return []
-    nccl = _TABLE["nccl"]
     has_nvlink = spec.ici_bytes_per_second is not None
     # Machines of a cloud have a fast network, even those with one GPU each.
     is_fast = has_nvlink or spec.chips_per_host is not None
-    channels = nccl["channels" if is_fast else "pcie_channels"]
-    ring_bytes = channels * nccl["connections_per_channel"] * nccl["connection_mib"] * MIB
-    nvls_bytes_per_gpu = 0
-    if has_nvlink:
-        nvls_bytes_per_gpu = nccl["nvls_channels"].get(_major(spec), 0) * nccl["nvls_mib_per_channel"] * MIB
     local_sizes = _list_communicators(spec, num_devices, mesh)
-    ring_total = ring_bytes * len(local_sizes)
-    nvls_total = 0
-    for size in local_sizes:
+    connection_bytes = _NCCL.connection_mib * MIB
+    channels = _NCCL.channels if is_fast else _NCCL.pcie_channels
+    ring_bytes = len(local_sizes) * channels * _NCCL.connections_per_channel * connection_bytes
+    nvls_bytes = 0
+    if has_nvlink:
+        nvls_bytes_per_gpu = _NCCL.nvls_channels.get(_major(spec), 0) * _NCCL.nvls_mib_per_channel * MIB
         # A communicator with one GPU in each NVLink domain cannot use NVLink.
-        if size > 1:
-            nvls_total += nvls_bytes_per_gpu * min(size, nccl["nvls_most_gpus"])
-    peer_channels = nccl["peer_channels" if has_nvlink else "pcie_peer_channels"]
-    peer_bytes = (max(local_sizes) - 1) * peer_channels * nccl["connection_mib"] * MIB
-    network_bytes = nccl["network_mib" if has_nvlink else "pcie_network_mib"] * MIB
+        joined_sizes = [min(size, _NCCL.nvls_most_gpus) for size in local_sizes if size > 1]
+        nvls_bytes = nvls_bytes_per_gpu * sum(joined_sizes)
+    peer_channels = _NCCL.peer_channels if has_nvlink else _NCCL.pcie_peer_channels
+    peer_bytes = (max(local_sizes) - 1) * peer_channels * connection_bytes
+    network_mib = _NCCL.network_mib if has_nvlink else _NCCL.pcie_network_mib
+    ring_source = f"{_NCCL.connection_source}, {_NCCL.channels_source}"
     parts = [
-        ReservedPart("NCCL kernels", nccl["kernels_mib"] * MIB, nccl["kernels_source"]),
-        ReservedPart(
-            f"NCCL rings and trees, {len(local_sizes)} communicator{'s' if len(local_sizes) > 1 else ''}",
-            ring_total,
-            f"{nccl['connection_source']}, {nccl['channels_source']}",
-        ),
-        ReservedPart("NCCL NVLink SHARP", nvls_total, nccl["nvls_source"]),
-        ReservedPart("NCCL all-to-all", peer_bytes, nccl["peers_source"]),
-        ReservedPart("NCCL network buffers", network_bytes, nccl["network_source"]),
+        ReservedPart("NCCL kernels", _NCCL.kernels_mib * MIB, _NCCL.kernels_source),
+        ReservedPart("NCCL rings and trees", ring_bytes, ring_source),
+        ReservedPart("NCCL NVLink SHARP", nvls_bytes, _NCCL.nvls_source),
+        ReservedPart("NCCL all-to-all", peer_bytes, _NCCL.peers_source),
+        ReservedPart("NCCL network buffers", network_mib * MIB, _NCCL.network_source),
     ]
     return [part for part in parts if part.bytes]
 
@@ -231,11 +284,10 @@ def get_scheduler_limit_bytes(memory_bytes: int, io_bytes: int, slop_factor: flo
         io_bytes: arguments and results in device memory, aliased ones counted once.
         slop_factor: xla_gpu_memory_limit_slop_factor; None takes the one of XLA_FLAGS, or XLA's default.
     """
-    compiler = _TABLE["compiler"]
     if slop_factor is None:
         flag = re.search(rf"--{SLOP_FACTOR}=(\d+)", os.environ.get("XLA_FLAGS", ""))
-        slop_factor = float(flag[1]) if flag else compiler["slop_factor"]
-    return max(0, int((compiler["base_share"] * memory_bytes - io_bytes) * slop_factor / 100))
+        slop_factor = float(flag[1]) if flag else _COMPILER.slop_factor
+    return max(0, int((_COMPILER.base_share * memory_bytes - io_bytes) * slop_factor / 100))
 
 
 def choose_slop_factor(memory_bytes: int, io_bytes: int, limit: int) -> int | None:
