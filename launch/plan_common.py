@@ -61,7 +61,7 @@ def make_report(command: cli.Command, name: str, target: Any, limit: int | None,
     args = command.args
     config, rule_lines = command.resolve(target.name)
     if limit is None:
-        limit = target.get_limit_bytes(config.mesh.instantiate().resolve(target.num_devices))
+        limit = target.get_config_limit_bytes(config)
     plan_report = get_report(
         command.spec,
         config,

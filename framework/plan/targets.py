@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib import util
 from typing import Any
 
+from plimsoll.framework.config import Config
 from plimsoll.framework.devices.accelerators import ACCELERATORS, AcceleratorSpec, accelerator_name, find_spec, spec_for
 from plimsoll.framework.devices.reserved_memory import (
     CARDS_PER_HOST,
@@ -88,6 +89,14 @@ class Target:
         if self.platform != "gpu" or self.available_devices:
             return self.limit_bytes
         return get_limit_bytes(self.spec, self.num_devices, mesh)
+
+    def get_config_limit_bytes(self, config: Config) -> int | None:
+        """Return the device memory in bytes that a program may use on each device, with the mesh of a config."""
+        try:
+            return self.get_limit_bytes(config.mesh.instantiate().resolve(self.num_devices))
+        except ValueError:
+            # A mesh that does not fit the devices is refused where the config is built.
+            return self.limit_bytes
 
     def list_reserved_bytes(self, mesh: Mapping[str, int] | None) -> dict[str, int]:
         """Return {part: bytes} of each device's memory that programs cannot use; {} if unknown."""

@@ -89,7 +89,7 @@ def plan(
     machine = targets.resolve(target)
     resolved, rule_lines = request.resolve(machine.name)
     if device_memory_gib is None:
-        limit = machine.get_limit_bytes(resolved.mesh.instantiate().resolve(machine.num_devices))
+        limit = machine.get_config_limit_bytes(resolved)
     else:
         limit = int(device_memory_gib * 2**30)
     if not estimate and lacks_devices(machine):
