@@ -82,7 +82,7 @@ def find_installed_spec(gpus: list[InstalledGpu]) -> AcceleratorSpec | None:
     """Return the spec of GPUs of one kind; None if they are of several kinds or not in the accelerator tables."""
     if len({gpu.name for gpu in gpus}) != 1:
         return None
-    # Two cards may have the same name: the right one is the largest whose total the card's memory covers.
+    # Two cards may have the same name. Take the largest spec with no more memory than the card.
     best = None
     for spec in ACCELERATORS:
         memory_bytes = spec.memory_bytes or 0

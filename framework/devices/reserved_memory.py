@@ -90,7 +90,7 @@ class _Compiler:
     source: str
 
 
-# The comments in the file say what each figure means; keys such as "9" are major compute capabilities.
+# The comments in the file describe each figure; keys such as "9" are major compute capabilities.
 _TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("outside_the_pool.toml").read_text())
 _CUDA_CONTEXT = _CudaContext(**_TABLE["cuda_context"])
 _CUBLAS = _Cublas(**_TABLE["cublas"])
@@ -127,7 +127,7 @@ def list_reserved_parts(
             than one.
     """
     if spec.platform == "tpu" and spec.memory_bytes and spec.usable_bytes:
-        source = "usable memory as the TPU compiler states it (accelerators.toml)"
+        source = "usable memory as the TPU compiler reports it (accelerators.toml)"
         return [ReservedPart("reserved by the TPU compiler", spec.memory_bytes - spec.usable_bytes, source)]
     if spec.platform != "gpu" or not (spec.memory_bytes and spec.multiprocessors and spec.compute_capability):
         return []
