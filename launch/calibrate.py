@@ -31,8 +31,10 @@ def main(argv: list[str]) -> int:
     import jax
 
     from plimsoll.framework.devices.accelerators import spec_for
+    from plimsoll.framework.devices.environment import set_memory_fraction
     from plimsoll.framework.plan.step_time import device_rates
 
+    set_memory_fraction()
     devices = jax.local_devices()
     name = spec_for(devices).name
     if args.show:

@@ -142,7 +142,7 @@ def _plan_one_target(command: cli.Command, name: str) -> int:
 
     args = command.args
     target = resolve_target(args, name)
-    limit = cli.gib("device_memory_gib", args.device_memory_gib) or target.limit_bytes
+    limit = cli.gib("device_memory_gib", args.device_memory_gib)
     commands = list(_variants(command, args.compare, target))
     if not commands:
         raise cli.UsageError("no combination of the --compare values is valid; see the messages above")

@@ -67,13 +67,15 @@ def make_report(command: cli.Command, name: str, target: Any, limit: int | None,
         command: command whose config is planned.
         name: name of the target, as the user wrote it.
         target: the target.
-        limit: bytes that one device may use; None if unknown.
+        limit: bytes that one device may use; None takes what the target leaves to a program with the config's mesh.
         estimate: whether to use only the analytical estimate.
     """
     from plimsoll.framework.plan.build_report import get_report
 
     args = command.args
     config, rule_lines = command.resolve(target.name)
+    if limit is None:
+        limit = target.get_config_limit_bytes(config)
     plan_report = get_report(
         command.spec,
         config,

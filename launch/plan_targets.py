@@ -76,10 +76,10 @@ def _plan_if_it_may_fit(command: cli.Command, name: str, target: Any) -> "PlanRe
 
     args = command.args
     with phase(f"estimating {name}"):
-        plan_report = make_report(command, name, target, target.limit_bytes, True)
+        plan_report = make_report(command, name, target, None, True)
     if args.estimate or not targets.installed_compiler(target.platform):
         return plan_report
     # With --smallest there may be a hundred targets, and most are far too small.
     if args.smallest and not compare_targets.can_fit(plan_report):
         return plan_report
-    return make_report(command, name, target, target.limit_bytes, False)
+    return make_report(command, name, target, None, False)

@@ -5,7 +5,6 @@ This module imports only the standard library, because it is needed before JAX i
 """
 
 import difflib
-import os
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,15 +19,11 @@ MIB = 2**20
 _TABLES = ("accelerators.toml", "gpus_server.toml", "gpus_workstation.toml")
 # Optional prefixes of a card's name: "NVIDIA GeForce RTX 4090", "rtx4090" and "4090" are the same card.
 _MAKERS = ("nvidia", "tesla", "geforce", "rtx")
-# Fraction of a GPU's memory for XLA. The rest is for the CUDA context, kernel code, NCCL, and cuDNN and cuBLAS handles.
-GPU_MEMORY_FRACTION = 0.92
 # This variable limits the host memory that XLA pins on a GPU machine, in GiB for all GPUs of a process; the default is
 # 64. The pool grows on demand, so `plimsoll train` sets the limit to most of the machine's memory and leaves the rest
 # to Python, data and checkpoints.
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 HOST_MEMORY_FRACTION = 0.9
-# The second is the old name, which JAX still accepts.
-_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 class Device(Protocol):
@@ -51,7 +46,7 @@ class AcceleratorSpec:
             compiling for it without a device.
         aliases: further names, in addition to the spellings that `find_spec` already understands.
         memory_bytes: device memory: HBM as published or, for GPUs, the total that the CUDA driver reports.
-        usable_bytes: memory that one program may use, if published. None for GPUs, see `limit_bytes`.
+        usable_bytes: memory that one program may use, if published. None for GPUs, see reserved_memory.py.
         peak_bf16_flops: FLOP/s of dense bfloat16 matrix products, and of float16 ones unless peak_f16_flops is set.
         peak_f16_flops: FLOP/s of dense float16 matrix products, if they differ from bfloat16 ones.
         peak_tf32_flops: FLOP/s of float32 matrix products in tensor cores.
@@ -107,24 +102,6 @@ class AcceleratorSpec:
     clock_ghz: float | None = None
     l2_bytes: int | None = None
     compiler_options: tuple[tuple[str, bool | int | str], ...] = ()
-
-    @property
-    def limit_bytes(self) -> int | None:
-        """The memory that a program has to fit into: usable bytes if known, else the whole memory, else None.
-
-        On a GPU, JAX reserves the fraction XLA_CLIENT_MEM_FRACTION of the memory when it starts, and programs get no
-        more than that. If the environment does not set it, `plimsoll train` uses GPU_MEMORY_FRACTION (JAX's own default
-        is 0.75).
-        """
-        if self.platform == "gpu" and self.memory_bytes is not None:
-            values = [os.environ.get(name) for name in _FRACTION_VARIABLES]
-            # An empty variable counts as not set.
-            fractions = [value for value in values if value]
-            fraction = fractions[0] if fractions else GPU_MEMORY_FRACTION
-            return int(self.memory_bytes * float(fraction))
-        if self.usable_bytes is not None:
-            return self.usable_bytes
-        return self.memory_bytes
 
     def peak_flops(self, dtype: str = "bfloat16") -> float | None:
         """Return the peak FLOP/s of a matrix product of `dtype` at XLA's default precision; None if unknown.

@@ -1,22 +1,19 @@
 """Prepares the environment of JAX's backends, and starts them."""
 
 import os
+from collections.abc import Callable, Mapping
 
 
 def prepare_jax() -> None:
     """Check the environment variables of JAX's backends, and set defaults for those that are missing."""
     import jax  # noqa: F401
 
-    from plimsoll.framework.devices.accelerators import GIB, GPU_MEMORY_FRACTION, HOST_LIMIT, HOST_MEMORY_FRACTION
+    from plimsoll.framework.devices.accelerators import GIB, HOST_LIMIT, HOST_MEMORY_FRACTION
     from plimsoll.framework.devices.compiler import check_environment
     from plimsoll.framework.devices.host import get_machine_memory_bytes
 
     check_environment()
 
-    # By default JAX reserves three quarters of a GPU's memory, but the largest model needs nearly all of it. The
-    # variable also has an old name, and jaxlib refuses both at the same time.
-    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
-        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY_FRACTION))
     # By default JAX uses at most 64 GiB of host memory. Only the GPU backend reads either variable.
     host_gib = HOST_MEMORY_FRACTION * get_machine_memory_bytes() / GIB
     os.environ.setdefault(HOST_LIMIT, str(int(host_gib)))
@@ -27,6 +24,39 @@ def prepare_jax() -> None:
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
 
 
+def set_memory_fraction(
+    num_processes: int = 1,
+    local_devices: int | None = None,
+    choose_mesh: Callable[[str, int], Mapping[str, int] | None] = lambda accelerator, num_devices: None,
+) -> None:
+    """Set the share of a GPU's memory that JAX takes when it starts, unless it is set already.
+
+    Args:
+        num_processes: number of processes of the run.
+        local_devices: number of GPUs of this process; None for all that it sees.
+        choose_mesh: returns {mesh axis: size} for (accelerator name, number of devices); None if the mesh is not known
+            yet, and then NCCL's part is an upper bound, see reserved_memory.py.
+    """
+    from plimsoll.framework.devices.gpu_driver import find_installed_spec, list_gpus
+    from plimsoll.framework.devices.reserved_memory import (
+        UNKNOWN_GPU_FRACTION,
+        get_memory_fraction,
+        is_fraction_set,
+        store_fraction,
+    )
+
+    if is_fraction_set():
+        return
+    gpus = list_gpus()
+    spec = find_installed_spec(gpus)
+    fraction = UNKNOWN_GPU_FRACTION
+    if spec is not None:
+        num_devices = num_processes * (local_devices or len(gpus))
+        fraction = get_memory_fraction(spec, num_devices, choose_mesh(f"{spec.name}x{num_devices}", num_devices))
+    # Only the GPU backend reads it.
+    store_fraction(fraction)
+
+
 def start_devices() -> None:
     """Make JAX find its devices. Call it after the processes of a run have connected.
 
@@ -35,6 +65,7 @@ def start_devices() -> None:
     """
     import jax
 
+    set_memory_fraction()
     try:
         jax.devices()
     # JAX 0.10 uses an assertion to check that there is a backend.

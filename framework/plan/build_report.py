@@ -185,6 +185,7 @@ def compile_report(
         flops = sum_flops(program.backend.step_jaxprs(step.tracker))
         report = replace(_describe(name, program.experiment, target, limit, flops), zero_gradients=zero_gradients)
         report.notes.extend(target.compiler_notes)
+        report.notes.extend(target.note_recomputation(step.temp, step.argument + step.output - step.alias, limit))
         report = _add_step(report, program, step)
         report = _add_offloaded(report, state_bytes_on_host, step.host_temp, target)
         report = _add_batch_transform(report, transform, target)
@@ -310,6 +311,8 @@ def _describe(name: str, experiment: Experiment, target: Target, limit: int | No
         mesh=sizes,
         mesh_across=experiment.mesh.split(sizes, target.num_slices),
         device_limit_bytes=limit,
+        device_reserved=target.list_reserved_bytes(sizes),
+        device_memory_fraction=target.get_memory_fraction(limit),
         host_limit_bytes=target.host_limit_bytes,
         versions=cache.versions("jax", "jaxlib", *COMPILERS[target.platform]),
         item=data.item,

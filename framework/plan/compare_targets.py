@@ -27,7 +27,7 @@ def list_candidates() -> list[str]:
     machines: list[tuple[int, int, str]] = []
     for spec in ACCELERATORS:
         names = []
-        if spec.platform == "gpu" and spec.limit_bytes is not None:
+        if spec.platform == "gpu" and spec.memory_bytes is not None:
             # A rented machine has one GPU or all GPUs of a host; consumer cards come in any of these counts.
             counts = [n for n in _GPU_COUNTS if n in (1, spec.chips_per_host) or spec.chips_per_host is None]
             names = [spec.name if count == 1 else f"{spec.name}x{count}" for count in counts]

@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh
 
 from plimsoll.framework.devices.accelerators import AcceleratorSpec
+from plimsoll.framework.devices.reserved_memory import get_limit_bytes
 from plimsoll.framework.layers.base import batch_shards, batch_specs
 from plimsoll.framework.layout import MemoryKind, OptStateSpec, ParameterSpec, StateLayout, StateLeaf, TensorSpec
 from plimsoll.framework.models.causal_lm import CausalLM
@@ -345,8 +346,9 @@ def _whole_update(layout: StateLayout, spec: AcceleratorSpec, resident: int) -> 
         return Counter()
     moved = Counter(gradients=layout.bytes_per_device("parameter"), optimizer_state=sum(offloaded_sizes))
     selected_bytes = sum(size for size in offloaded_sizes if size == max(offloaded_sizes))
-    if spec.limit_bytes is not None:
-        free_bytes = spec.limit_bytes - resident - sum(moved.values())
+    limit = get_limit_bytes(spec)
+    if limit is not None:
+        free_bytes = limit - resident - sum(moved.values())
         selected_bytes = selected_bytes if selected_bytes <= free_bytes else 0
     return moved + Counter(activations=selected_bytes)
 

@@ -111,6 +111,8 @@ def _report(
         mesh=dict(mesh.shape),
         mesh_across={},
         device_limit_bytes=limit,
+        device_reserved=target.list_reserved_bytes(None),
+        device_memory_fraction=target.get_memory_fraction(limit),
         host_limit_bytes=target.host_limit_bytes,
         versions=versions("jax", "jaxlib", *COMPILERS[target.platform]),
         fits=not compiled.message and (limit is None or compiled.allocated <= limit),

@@ -18,8 +18,8 @@ _HOST_KEYS = ("host_argument_bytes", "host_peak_bytes", "host_process_bytes", "h
 _FIRST_KEYS = (
     *("largest", "zero_gradients", "suggestions", "notes", "collective_bytes", "phases", "host_transfer_bytes"),
     *("compile_seconds", "message", "config", "target", "accelerator", "platform", "devices", "processes", "mesh"),
-    *("mesh_across", "device_limit_bytes", "host_limit_bytes", "item", "tokens_per_step", "in_effect"),
-    *("model_flops_per_token", "versions"),
+    *("mesh_across", "device_limit_bytes", "device_reserved", "device_memory_fraction", "host_limit_bytes", "item"),
+    *("tokens_per_step", "in_effect", "model_flops_per_token", "versions"),
 )
 _COMPILED_KEYS = (
     *_FIRST_KEYS,
@@ -38,7 +38,7 @@ _ESTIMATED_KEYS = (
 )
 _FUNCTION_KEYS = (
     *("config", "subject", "settings", "target", "accelerator", "platform", "devices", "processes", "mesh"),
-    *("mesh_across", "device_limit_bytes", "host_limit_bytes", "versions"),
+    *("mesh_across", "device_limit_bytes", "device_reserved", "device_memory_fraction", "host_limit_bytes", "versions"),
     *_DEVICE_KEYS,
     *("breakdown", "host_breakdown", "host_peak_bytes", "host_process_bytes", "largest", "flops_per_step"),
     *("collective_bytes", "host_transfer_bytes", "time", "compile_seconds", "message", "estimated", "fits", "notes"),
@@ -187,7 +187,9 @@ class PlanReport:
         processes: number of hosts.
         mesh: {mesh axis: size}.
         mesh_across: {mesh axis: number of slices that it spans}, for the axes that span several.
-        device_limit_bytes: memory of each device; None if unknown.
+        device_limit_bytes: memory of each device that programs may use; None if unknown.
+        device_reserved: {part: bytes} of each device's memory that programs cannot use; {} if unknown.
+        device_memory_fraction: XLA_CLIENT_MEM_FRACTION that gives programs the limit; None if there is nothing to set.
         host_limit_bytes: memory of each process's host; None if unknown.
         versions: {package: version} of the compiler.
         item: what `tokens_per_step` counts, in the singular.
@@ -234,6 +236,8 @@ class PlanReport:
     mesh: dict[str, int]
     mesh_across: dict[str, int]
     device_limit_bytes: int | None
+    device_reserved: dict[str, int] = field(default_factory=dict)
+    device_memory_fraction: float | None = None
     host_limit_bytes: int | None
     versions: dict[str, str]
     item: str = "item"

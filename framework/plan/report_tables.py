@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plimsoll.framework.devices.mesh import mesh_text
+from plimsoll.framework.devices.reserved_memory import MEMORY_FRACTION
 from plimsoll.framework.plan.plan_report import HostReport, PlanReport, Suggestion
 from plimsoll.framework.terminal.tables import TableSection, human_bytes, human_count, human_duration
 
@@ -75,6 +76,7 @@ def sections(report: PlanReport) -> list[TableSection]:
         TableSection("largest buffers", largest),
         TableSection("phases, per device", phases, numbers=True),
         *([] if report.host is None else [host_section(report.host)]),
+        TableSection("device memory outside of the program", _reserved(report)),
         TableSection("work", _work(report)),
         TableSection("time, estimated", _time(report), numbers=False),
         TableSection("never trained: the gradient is zero for all data (freeze these with a rule)", untrained),
@@ -137,6 +139,17 @@ def _about(report: PlanReport) -> list[list[str]]:
         compiled = f"the {human_bytes(report.device_peak_bytes)} alive at the peak, without packing gaps"
         percentage = f"{100 * abs(error):.1f}% {'more' if error > 0 else 'less'}"
         rows.append(["estimate", f"{human_bytes(report.estimate.device_peak_bytes)}, {percentage} than {compiled}"])
+    return rows
+
+
+def _reserved(report: PlanReport) -> list[list[str]]:
+    """Return the rows of the memory that programs cannot use; [] if it is not known."""
+    rows = [[name, human_bytes(size)] for name, size in report.device_reserved.items()]
+    if len(rows) > 1:
+        rows.append(["total", human_bytes(sum(report.device_reserved.values()))])
+    if rows and report.device_memory_fraction is not None:
+        # JAX reads the variable when it starts.
+        rows.append(["set", f"{MEMORY_FRACTION}={report.device_memory_fraction:g}"])
     return rows
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from plimsoll.framework.config import Config
 from plimsoll.framework.data.batches import Pipeline
 from plimsoll.framework.devices.accelerators import accelerator_name, spec_for
 from plimsoll.framework.devices.mesh import island, mesh_text
+from plimsoll.framework.devices.reserved_memory import get_limit_bytes
 from plimsoll.framework.layers.base import BATCH_AXES
 from plimsoll.framework.layout import GROUPS, MemoryKind
 from plimsoll.framework.learner.rules import DEFAULT
@@ -73,7 +75,7 @@ def build_start_table(
         device_bytes=device_bytes,
         tokens_per_step=data.global_batch_size * data.seq_len,
         flops_per_token=experiment.model.flops_per_token(data.seq_len),
-        device_limit_bytes=spec_for(devices).limit_bytes,
+        device_limit_bytes=_get_limit_bytes(program),
         data={"not checked": without_data} if without_data else {row.name: str(row) for row in data.source_report()},
         item=data.item,
         versions={name: version(name) for name in ("jax", "jaxlib", "optax", "orbax-checkpoint", "grain")},
@@ -82,6 +84,17 @@ def build_start_table(
             "host memory": host_verdict(host),
         },
     )
+
+
+def _get_limit_bytes(program: Program) -> int | None:
+    """Return the memory that programs may use on each device: what JAX has taken, or what a target leaves."""
+    devices = list(program.mesh.devices.flat)
+    # Devices of other processes, and those of a topology, do not report their memory.
+    with suppress(AttributeError, RuntimeError, NotImplementedError, IndexError):
+        stats = program.mesh.local_devices[0].memory_stats() or {}
+        if "bytes_limit" in stats:
+            return stats["bytes_limit"]
+    return get_limit_bytes(spec_for(devices), len(devices), dict(program.mesh.shape))
 
 
 def _describe_run_length(program: Program, starts_at: str, *, has_data: bool) -> dict[str, str]:
@@ -142,7 +155,7 @@ def dry_run(name: str, config: Config, experiment: Experiment, target: Target, f
     need = memory_budget.measure_need(program)
     seconds = time.perf_counter() - start
     if limit is None:
-        limit = target.limit_bytes
+        limit = target.get_limit_bytes(dict(program.mesh.shape))
     refusal = memory_budget.explain_refusal(config, program, need, limit, target) or explain_host_refusal(host_report)
     peak = f"its peak is {human_bytes(need.peak)} of {human_bytes(limit)} per device"
     summary = f"dry run: the step compiles for {target.name} in {seconds:.0f} s, and {peak}. Nothing was trained."

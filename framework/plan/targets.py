@@ -10,13 +10,25 @@ import math
 import os
 import re
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import util
 from typing import Any
 
+from plimsoll.framework.config import Config
 from plimsoll.framework.devices.accelerators import ACCELERATORS, AcceleratorSpec, accelerator_name, find_spec, spec_for
 from plimsoll.framework.devices.host import get_free_memory_bytes, get_machine_memory_bytes, rss_bytes
+from plimsoll.framework.devices.reserved_memory import (
+    CARDS_PER_HOST,
+    SLOP_FACTOR,
+    choose_slop_factor,
+    get_fraction_for_limit,
+    get_island_size,
+    get_limit_bytes,
+    get_scheduler_limit_bytes,
+    list_reserved_parts,
+)
 from plimsoll.framework.plan.gpu_description import (
     architecture_note,
     find_architecture,
@@ -26,9 +38,9 @@ from plimsoll.framework.plan.gpu_description import (
 from plimsoll.framework.terminal.tables import TableSection, human_bytes
 
 TPUS = {alias: spec for spec in ACCELERATORS if spec.topologies for alias in (spec.name, *spec.aliases)}
+# Temporaries above this fraction of XLA's own limit may be the result of recomputation, which stops a little below it.
+_NEAR_SCHEDULER_LIMIT = 0.95
 GPUS = {alias: spec for spec in ACCELERATORS if spec.platform == "gpu" for alias in (spec.name, *spec.aliases)}
-# Consumer cards are bought one by one, and no machine has room for more than this.
-_CARDS_PER_HOST = 8
 
 
 @dataclass(frozen=True)
@@ -40,7 +52,8 @@ class Target:
         spec: specification of one of its devices.
         num_devices: number of devices in all slices.
         num_processes: number of hosts (VMs on Cloud) in all slices.
-        limit_bytes: device memory in bytes that a program may use on each device; None if unknown.
+        limit_bytes: device memory in bytes that a program may use on each device, if its mesh is not known yet; None if
+            unknown.
         topology: chips along each dimension of a TPU slice, such as "4x4".
         num_slices: number of TPU slices; for GPUs, the number of hosts, or of NVLink domains if those are larger.
         available_devices: the jax devices, if they belong to this machine.
@@ -74,6 +87,50 @@ class Target:
             return None
         devices_of_host = self.spec.chips_per_host * self.spec.devices_per_chip
         return self.spec.host_memory_bytes * self.num_devices // (self.num_processes * devices_of_host)
+
+    def get_limit_bytes(self, mesh: Mapping[str, int]) -> int | None:
+        """Return the device memory in bytes that a program may use on each device, with a mesh {axis: size}."""
+        # Devices of this machine report what JAX has taken.
+        if self.platform != "gpu" or self.available_devices:
+            return self.limit_bytes
+        return get_limit_bytes(self.spec, self.num_devices, mesh)
+
+    def get_config_limit_bytes(self, config: Config) -> int | None:
+        """Return the device memory in bytes that a program may use on each device, with the mesh of a config."""
+        try:
+            return self.get_limit_bytes(config.mesh.instantiate().resolve(self.num_devices))
+        except ValueError:
+            # A mesh that does not fit the devices is refused where the config is built.
+            return self.limit_bytes
+
+    def list_reserved_bytes(self, mesh: Mapping[str, int] | None) -> dict[str, int]:
+        """Return {part: bytes} of each device's memory that programs cannot use; {} if unknown."""
+        return {part.name: part.bytes for part in list_reserved_parts(self.spec, self.num_devices, mesh)}
+
+    def get_memory_fraction(self, limit: int | None) -> float | None:
+        """Return the XLA_CLIENT_MEM_FRACTION that gives programs `limit` bytes; None if it is not a GPU's to set."""
+        return None if self.available_devices else get_fraction_for_limit(self.spec, limit)
+
+    def note_recomputation(self, temporaries: int, io_bytes: int, limit: int | None) -> list[str]:
+        """Return a note if XLA's GPU compiler may have recomputed parts of a program to save memory; else [].
+
+        Args:
+            temporaries: bytes of the program's temporaries.
+            io_bytes: bytes of its arguments and results, aliased ones counted once.
+            limit: bytes that programs may use on each device.
+        """
+        memory_bytes = self.spec.memory_bytes
+        if self.platform != "gpu" or memory_bytes is None or limit is None:
+            return []
+        most = get_scheduler_limit_bytes(memory_bytes, io_bytes)
+        factor = choose_slop_factor(memory_bytes, io_bytes, limit)
+        has_more_room = most < limit - io_bytes
+        if factor is None or not has_more_room or temporaries < _NEAR_SCHEDULER_LIMIT * most:
+            return []
+        return [
+            f"XLA recomputes parts of a program to keep its temporaries below {human_bytes(most)}; "
+            f"XLA_FLAGS=--{SLOP_FACTOR}={factor} lets them fill the device"
+        ]
 
     @property
     def rings(self) -> tuple[bool, bool, bool]:
@@ -278,8 +335,8 @@ def _three_dims(topology: str) -> tuple[int, ...]:
 
 def _gpus(name: str, spec: AcceleratorSpec, count: int) -> Target:
     """Return the target of `count` GPUs: any number within one host, or whole hosts, or whole NVLink domains."""
-    host = spec.chips_per_host or _CARDS_PER_HOST
-    island = spec.chips_per_nvlink or host
+    host = spec.chips_per_host or CARDS_PER_HOST
+    island = get_island_size(spec)
     unit = 1
     if count > island:
         unit = island
@@ -289,7 +346,8 @@ def _gpus(name: str, spec: AcceleratorSpec, count: int) -> Target:
     valid_counts = {smaller_count, smaller_count + unit} - {0}
     check_size(name, count, valid_counts, f"{spec.name}x")
     hosts = -(-count // host)
-    return Target(f"{spec.name}x{count}", spec, count, hosts, spec.limit_bytes, num_slices=-(-count // island))
+    limit = get_limit_bytes(spec, count)
+    return Target(f"{spec.name}x{count}", spec, count, hosts, limit, num_slices=-(-count // island))
 
 
 def _slices(family: str, topology: str, count: int) -> Target:
@@ -305,7 +363,7 @@ def _slices(family: str, topology: str, count: int) -> Target:
         spec=spec,
         num_devices=count * chips * spec.devices_per_chip,
         num_processes=count * hosts,
-        limit_bytes=spec.limit_bytes,
+        limit_bytes=get_limit_bytes(spec),
         topology=topology,
         num_slices=count,
     )
@@ -322,7 +380,7 @@ def _local() -> Target:
     local_devices = jax.local_devices()
     spec = spec_for(devices)
     memory_stats = local_devices[0].memory_stats() or {}
-    limit = memory_stats.get("bytes_limit", spec.limit_bytes)
+    limit = memory_stats.get("bytes_limit", get_limit_bytes(spec, len(devices)))
     if spec.platform == "cpu":
         limit = get_machine_memory_bytes() // len(local_devices)
     return Target(
@@ -370,7 +428,7 @@ def build_tables() -> list[TableSection]:
             architecture = find_architecture(spec, installed_cuda())
             if architecture.capability != spec.compute_capability:
                 planner += f", as {architecture.capability}"
-        row = [spec.name, human_bytes(spec.memory_bytes), human_bytes(spec.limit_bytes), peak]
+        row = [spec.name, human_bytes(spec.memory_bytes), human_bytes(get_limit_bytes(spec)), peak]
         row += [_gigabytes(spec.hbm_bytes_per_second), links, _gigabytes(spec.pcie_bytes_per_second), planner]
         rows_by_platform[spec.platform].append(row)
     this_machine = [

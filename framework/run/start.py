@@ -8,12 +8,12 @@ import socket
 import sys
 import time
 import traceback
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import jax
 
-from plimsoll.framework.devices.environment import prepare_jax, start_devices
+from plimsoll.framework.devices.environment import prepare_jax, set_memory_fraction, start_devices
 from plimsoll.framework.devices.executables import use_compilation_cache
 from plimsoll.framework.files.workdir import Workdir
 from plimsoll.framework.processes import distributed
@@ -60,6 +60,7 @@ def execute(request: RunRequest, cluster: distributed.Cluster | None) -> int:
         return ExitCode.DONE
     workdir = Workdir(request.folder)
     prepare_jax()
+    _set_memory_fraction(request, cluster)
     health = request.experiment.health
     distributed.initialize(cluster, connect_seconds=health.connect_seconds, heartbeat_seconds=health.heartbeat_seconds)
     start_devices()
@@ -90,6 +91,26 @@ def execute(request: RunRequest, cluster: distributed.Cluster | None) -> int:
     if error is not None:
         raise error
     return code
+
+
+def _set_memory_fraction(request: RunRequest, cluster: distributed.Cluster | None) -> None:
+    """Set the share of a GPU's memory that JAX takes, for the run's mesh."""
+
+    def choose_mesh(accelerator: str, num_devices: int) -> dict[str, int] | None:
+        config, _ = request.resolve(accelerator)
+        # Autotuning chooses the mesh only after JAX has started.
+        if config.memory.auto:
+            return None
+        # A mesh that does not fit the devices is refused later.
+        with suppress(ValueError):
+            return config.mesh.instantiate().resolve(num_devices)
+        return None
+
+    if cluster is None:
+        set_memory_fraction(choose_mesh=choose_mesh)
+        return
+    local_devices = None if cluster.local_device_ids is None else len(cluster.local_device_ids)
+    set_memory_fraction(cluster.num_processes, local_devices, choose_mesh)
 
 
 def _check_workdir_is_shared(workdir: Workdir) -> None:

@@ -87,8 +87,11 @@ def plan(
     request = create_request(config, shape_only=True)
     prepare_jax()
     machine = targets.resolve(target)
-    limit = machine.limit_bytes if device_memory_gib is None else int(device_memory_gib * 2**30)
     resolved, rule_lines = request.resolve(machine.name)
+    if device_memory_gib is None:
+        limit = machine.get_config_limit_bytes(resolved)
+    else:
+        limit = int(device_memory_gib * 2**30)
     if not estimate and lacks_devices(machine):
         figures = plan_in_subprocess(request.spec, resolved, target, limit, phases=phases, fresh=fresh)
         return Plan(replace(figures, settings=[*request.settings, *rule_lines]))

@@ -66,7 +66,7 @@ def test_all_targets_are_listed(capsys: pytest.CaptureFixture, monkeypatch: pyte
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line]
     row_by_name = {line[0]: line[1:] for line in lines}
     assert row_by_name["v5e"][:-1] == ["16.00", "GiB", "15.75", "GiB", "197", "819", "200", "16"]
-    assert row_by_name["rtx4090"] == ["23.52", "GiB", "21.64", "GiB", "165.2", "1008", "-", "32", "CUDA", "13"]
+    assert row_by_name["rtx4090"] == ["23.52", "GiB", "22.01", "GiB", "165.2", "1008", "-", "32", "CUDA", "13"]
     assert row_by_name["a40"][4:8] == ["149.7", "696", "pair", "56"]
     assert row_by_name["v100-16"][4:] == ["f16", "125", "898", "150", "16", "CUDA", "13,", "as", "7.5"]
     # A v4 core, which is a separate device only in ahead-of-time compilation, has no row.

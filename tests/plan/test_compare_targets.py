@@ -50,7 +50,7 @@ def test_several_targets_share_one_table(isolated_folder: Path, capsys: pytest.C
     assert plan.main([MODEL, *flags]) == 0
     captured = capsys.readouterr()
     row_by_target = rows(captured.out)
-    assert row_by_target["4090"][:2] == ["21.64", "GiB"]
+    assert row_by_target["4090"][:2] == ["22.01", "GiB"]
     assert "TOO BIG" in " ".join(row_by_target["4090"])
     assert row_by_target["4090"][-1].startswith("--config.")
     assert " ".join(row_by_target["v5e-8"]).startswith("8 x 15.75 GiB")

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from plimsoll.framework.families.published import load_published_models
-from tools.bench import record_page, record_results
+from tools.bench import outside_record, record_page, record_results
 from tools.bench.public_record import PublicFact, main, read_record
 from tools.bench.record_settings import NotPlannedError, nearest_setting
 
@@ -112,6 +112,18 @@ def test_prints_the_requested_facts(capsys):
     assert lines[-1] == f"{len(lines) - 1} of {len(FACTS)} facts"
     assert len(lines) > 2
     assert all("v6e" in line and "out of memory" in line for line in lines[:-1])
+
+
+def test_memory_outside_of_the_program_is_quoted_and_predicted():
+    figures = outside_record.read_figures()
+    assert len(figures) >= 8
+    for figure in figures:
+        assert re.search(rf"(?<![\d.]){re.escape(f'{figure.value:g}')}(?!\d)", figure.source.quote), figure.what
+        assert re.match(r"https://github.com/[\w./-]+$", figure.source.page), figure.what
+        assert figure.differs
+        assert 0.75 < figure.predict() / figure.value < 1.25, figure.what
+    by_slop_factor = [figure for figure in figures if figure.slop_factor is not None]
+    assert all(abs(figure.predict() / figure.value - 1) < 0.011 for figure in by_slop_factor)
 
 
 # --- compared to our plans -------------------------------------------------------------------------------------------

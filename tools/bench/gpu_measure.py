@@ -28,6 +28,7 @@ from plimsoll.framework import layout
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.data.sources import StdlibSource
 from plimsoll.framework.devices.accelerators import spec_for
+from plimsoll.framework.devices.environment import set_memory_fraction
 from plimsoll.framework.devices.host import get_machine_memory_bytes
 from plimsoll.framework.metrics.throughput import MetricsBuffer, Throughput
 from plimsoll.framework.plan import memory_budget
@@ -287,6 +288,7 @@ def measure(row: Row, dry: bool, connection: Connection) -> None:
         if dry:
             layout.move_to_host.__kwdefaults__.update(min_bytes=256)  # pyright: ignore[reportOptionalMemberAccess]
         cli.prepare_jax()
+        set_memory_fraction()
         for figures in KINDS[row.kind](row, dry):
             connection.send(figures)
     except Exception as error:

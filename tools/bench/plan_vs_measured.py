@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -111,9 +110,8 @@ def main() -> None:
     for share in SHARES:
         fields = shape(share * gib, platform == "cpu")
         command = [sys.executable, "-m", "tools.bench.plan_vs_measured", "--fields", *fields]
-        # the default memory fraction of a run on a GPU, so that plan and measurement have the same limit
-        environment = {**os.environ, "XLA_CLIENT_MEM_FRACTION": os.environ.get("XLA_CLIENT_MEM_FRACTION", "0.92")}
-        done = subprocess.run(command, text=True, capture_output=True, cwd=ROOT, env=environment)
+        # On a GPU, resolving the target sets the memory fraction of a run.
+        done = subprocess.run(command, text=True, capture_output=True, cwd=ROOT)
         if done.returncode:
             sys.exit(done.stderr)
         row = json.loads(done.stdout.splitlines()[-1]) | {"share": share, "fields": fields}

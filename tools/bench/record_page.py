@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
+from tools.bench import outside_record
 from tools.bench.public_record import Amount, PublicFact
 from tools.bench.record_settings import NotPlannedError, nearest_setting
 
@@ -184,6 +185,8 @@ def page(facts: list[PublicFact], results: dict[int, PlannedFact]) -> str:
         "determines the peak. So our verdict describes the memory of *our* program, not of theirs.",
         "",
         *_table(others),
+        "",
+        *outside_record.section(),
         "",
         "## Not planned",
         "",

@@ -19,7 +19,8 @@ _TARGETS = {
 }  # fmt: skip
 # Cloud TPU names count cores for these, with two cores per chip.
 _CORES_COUNTED = ("v4", "v5p")
-# Machines that differ from our target only in memory: GiB that a program may use, 0.92 of the memory CUDA reports.
+# Machines that differ from our target only in memory: GiB that a program may use, 0.92 of the memory CUDA reports,
+# the limit when the facts were planned.
 _MEMORY_GIB = {"H100 96 GB HBM2e, 500 W": 86.1}
 _NOT_OURS = {
     "float8": "products in FP8",
