@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
@@ -178,7 +179,8 @@ class Run:
             keep_every=self.options.keep_every,
             # If the workdir is a URL, this uploads its other files, so that none is older than a checkpoint.
             before_commit=self.workdir.sync,
-            after_commit=self._record_commit,
+            # Not a method of the run: a cycle would keep the state until the next garbage collection.
+            after_commit=partial(_record_commit, self.workdir),
             # A save through a window may take longer than health.hang_seconds.
             on_progress=self.pulse.note,
         )
@@ -192,12 +194,6 @@ class Run:
             self.writer = MultiWriter([*writers, *services])
         self.workdir.keep()
         self.progress.write_log()
-
-    def _record_commit(self, step: int) -> None:
-        """Record the commit of a step, and flush the rows of metrics up to it to disk."""
-        if self.workdir.metrics.exists():
-            durable.sync(self.workdir.metrics)
-        leftover_files.record_saved(self.workdir.path, step)
 
     def initialize(self) -> None:
         """Fill the state with initial values or pretrained weights."""
@@ -293,6 +289,8 @@ class Run:
             self.checkpointer.close()
         finally:
             self.writer.close()
+            # The writer refers to the run, and a cycle would keep the state until the next garbage collection.
+            self.writer = MultiWriter([])
 
     def _stamp(self, step: int) -> dict[str, float]:
         """Return the columns of every row of metrics.jsonl.
@@ -309,3 +307,10 @@ class Run:
             f"{self.data.item}s": num_items,
             "epoch": self.data.count_epochs(num_batches, origin),
         }
+
+
+def _record_commit(workdir: Workdir, step: int) -> None:
+    """Record the commit of a step, and flush the rows of metrics up to it to disk."""
+    if workdir.metrics.exists():
+        durable.sync(workdir.metrics)
+    leftover_files.record_saved(workdir.path, step)
