@@ -67,7 +67,7 @@ def count_copied_bytes(layout: StateLayout, parts: StackParts, num_local_devices
         held = leaf.bytes_per_device * num_local_devices
         # Replicas on the devices of one process are written only once.
         total += min(leaf.spec.num_bytes, held)
-        # Parts of a stack are joined in host memory first, the replicas too.
-        if leaf.path.split("/")[1] in split_stages:
+        # Parts of a stack are joined in host memory first, the replicas too; but not for a GPU, see `Run.save`.
+        if leaf.path.split("/")[1] in split_stages and program.backend.platform != "gpu":
             total += held
     return total

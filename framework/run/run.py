@@ -252,7 +252,9 @@ class Run:
             with self._report_save_failures(step):
                 self.checkpointer.wait()
             with self._report_save_failures(step):
-                saved_state = self.program.backend.to_checkpoint(self.state, join=window_bytes is None)
+                # Joined stacks would be in pinned memory, which a process with GPUs never returns; see `chunk_store`.
+                join = window_bytes is None and self.program.backend.platform != "gpu"
+                saved_state = self.program.backend.to_checkpoint(self.state, join=join)
                 self.checkpointer.save(step, saved_state, extra, window_bytes=window_bytes)
 
     @contextmanager
