@@ -58,6 +58,7 @@ def count_copied_bytes(layout: StateLayout, parts: StackParts, num_local_devices
         parts: split of the stacks in that state.
         num_local_devices: number of devices of each process.
     """
+    platform = layout.mesh.devices.flat[0].platform
     split_stages = {part.stage for part in parts.parts}
     total = 0
     for leaf in layout:
@@ -68,6 +69,6 @@ def count_copied_bytes(layout: StateLayout, parts: StackParts, num_local_devices
         # Replicas on the devices of one process are written only once.
         total += min(leaf.spec.num_bytes, held)
         # Parts of a stack are joined in host memory first, the replicas too; but not for a GPU, see `Run.save`.
-        if leaf.path.split("/")[1] in split_stages and program.backend.platform != "gpu":
+        if leaf.path.split("/")[1] in split_stages and platform != "gpu":
             total += held
     return total

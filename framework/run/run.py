@@ -17,6 +17,7 @@ from plimsoll.framework.config.changes import config_changes
 from plimsoll.framework.config.value_parsing import as_text
 from plimsoll.framework.data.order import BatchOrder
 from plimsoll.framework.devices.accelerators import spec_for
+from plimsoll.framework.devices.allocator import release_freed_memory
 from plimsoll.framework.files import durable
 from plimsoll.framework.files.workdir import Workdir
 from plimsoll.framework.layout import TrainState
@@ -225,7 +226,15 @@ class Run:
         self.goodput.go_back(self._extra.get("goodput", {}))
         self.batch_order = resuming.order_after(self._extra, restored.step, self.data)
         self.writer.resume(restored.step)
+        # The buffers of the files that were read.
+        release_freed_memory()
         return restored.step
+
+    def delete_state(self) -> None:
+        """Free the arrays of the state, even if something else still refers to them."""
+        for leaf in jax.tree.leaves(self.state):
+            leaf.delete()
+        self.state = TrainState()
 
     def save(self, step: int) -> None:
         """Save the state. A full disk is reported, and the run continues.

@@ -18,6 +18,7 @@ import numpy as np
 from plimsoll.api.configs import create_request
 from plimsoll.extras.autotune.run_tuning import tune_memory
 from plimsoll.framework.config import Config, ConfigError
+from plimsoll.framework.devices.allocator import share_one_heap
 from plimsoll.framework.files.workdir import read_only
 from plimsoll.framework.metrics.goodput import Goodput
 from plimsoll.framework.metrics.jsonl import read_metrics
@@ -100,6 +101,8 @@ def train(
     """
     started_at = time.monotonic()
     _check(resume, device_memory_gib)
+    # Before JAX starts its threads, like `plimsoll train`. What threads free in heaps of their own stays there.
+    share_one_heap()
     requested = create_request(config)
     request = RunRequest(
         spec=requested.spec,
