@@ -313,7 +313,7 @@ def test_two_processes_save_through_a_window(tmp_path: Path, monkeypatch: pytest
 def test_a_run_copies_while_there_is_room(monkeypatch: pytest.MonkeyPatch):
     program = small.program(small.experiment(small.llama(), mesh={"data": 2, "fsdp": 4}))
     state = program.init()
-    copied = save_window.count_copied_bytes(program.layout, program.backend.parts, 8)
+    copied = save_window.count_copied_bytes(program.layout, program.backend.parts, 8, "cpu")
     assert copied == sum(x.nbytes for x in jax.tree.leaves(state))
     free = {"bytes": copied + save_window._RESERVE_BYTES}
     monkeypatch.setattr(save_window, "get_free_memory_bytes", lambda: free["bytes"])
@@ -326,6 +326,22 @@ def test_a_run_copies_while_there_is_room(monkeypatch: pytest.MonkeyPatch):
     assert save_window.choose_window(8 << 30, None, None) is None, "a host of unknown size is not refused"
     assert save_window.choose_window(8 << 30, 8.0, 0) is None, "the window has room for the copy"
     assert save_window.choose_window(8 << 30, 7.5, 1 << 40) == 15 << 29
+
+
+def test_a_gpu_does_not_join_separate_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Joined stacks would be in pinned memory; the parts are saved as they are, and count once."""
+    program = small.program(small.experiment(memory={"update": "layer_programs", "remat": "full"}))
+    state = program.init()
+    counts = {
+        platform: save_window.count_copied_bytes(program.layout, program.backend.parts, 1, platform)
+        for platform in ("cpu", "gpu")
+    }
+    assert counts["gpu"] == sum(x.nbytes for x in jax.tree.leaves(state)) < counts["cpu"]
+    monkeypatch.setattr(chunk_store, "get_platform", lambda x: "gpu")
+    with Checkpointer(directory=tmp_path) as checkpointer:
+        checkpointer.save(1, program.backend.to_checkpoint(state, join=False), {})
+        restored = checkpointer.restore(1, program.backend.abstract_checkpoint)
+    test_checkpoint.assert_same(program.backend.from_checkpoint(restored.state), state, placed=False)
 
 
 def test_free_memory_in_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
