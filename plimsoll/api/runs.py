@@ -100,9 +100,10 @@ def train(
         KeyboardInterrupt: Ctrl-C was pressed; the training progress is saved.
     """
     started_at = time.monotonic()
-    _check(resume, device_memory_gib)
-    # Before JAX starts its threads, like `plimsoll train`. What threads free in heaps of their own stays there.
+    # First, because the number of processes starts JAX and its threads, and what threads free in heaps of their own
+    # stays there.
     share_one_heap()
+    _check(resume, device_memory_gib)
     requested = create_request(config)
     request = RunRequest(
         spec=requested.spec,
