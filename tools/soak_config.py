@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
@@ -37,22 +38,56 @@ class Sample:
     """Resources of this process after an event.
 
     Attributes:
-        rss_bytes: resident memory.
+        rss_bytes: resident memory, which includes what malloc keeps for later allocations.
+        used_bytes: memory that malloc has handed out, over all of its heaps; 0 if the C library does not report it.
         array_bytes: bytes of live jax arrays.
         num_files: number of open file descriptors.
         num_threads: number of Python threads.
     """
 
     rss_bytes: int
+    used_bytes: int
     array_bytes: int
     num_files: int
     num_threads: int
+
+
+class _MallocInfo(ctypes.Structure):
+    """The result of glibc's mallinfo2."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    )
+
+
+def count_used_bytes() -> int:
+    """Return the bytes that malloc has handed out, without those that it keeps; 0 without mallinfo2 (glibc 2.33)."""
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo2 is None:
+        return 0
+    mallinfo2.restype = _MallocInfo
+    info = mallinfo2()
+    # Blocks in heaps, and blocks with their own mappings.
+    return info.uordblks + info.hblkhd
 
 
 def record_sample(path: str | Path) -> None:
     """Append a sample of this process to a file of JSON lines."""
     sample = Sample(
         rss_bytes=rss_bytes(),
+        used_bytes=count_used_bytes(),
         array_bytes=sum(live_array_bytes().values()),
         num_files=len(os.listdir("/proc/self/fd")),
         num_threads=threading.active_count(),
