@@ -180,6 +180,9 @@ def test_a_gpu_is_copied_piece_by_piece(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(chunk_store, "_CHUNK_BYTES", NARROW)
     monkeypatch.setattr(chunk_store, "_slice_rows", record)
     monkeypatch.setattr(chunk_store, "get_platform", lambda x: "gpu")
+    shard = offloaded.addressable_shards[0].data
+    rows = chunk_store._ShardRows(shard, 0, shard.shape[0]).read()
+    assert not np.shares_memory(rows, np.asarray(shard))
     with Checkpointer(directory=tmp_path, keep=9) as checkpointer:
         checkpointer.save(2, state, {}, window_bytes=window_bytes)
         # The offloaded array has no view, with which a GPU would refuse to donate it, and a CPU would copy it.
