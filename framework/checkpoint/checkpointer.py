@@ -173,7 +173,7 @@ class Checkpointer:
 
         Args:
             step: number of training steps that the state has taken.
-            state: a `TrainState`, or any other pytree of jax.Arrays; with a window also of `SplitArray`s.
+            state: a `TrainState`, or any other pytree of jax.Arrays and `SplitArray`s.
             extra: JSON data to store with the arrays.
             window_bytes: maximum number of bytes of host memory that the save needs, but at least one row of each
                 array's shard; None for a copy of this process's part of the state.
@@ -199,7 +199,7 @@ class Checkpointer:
         leaves = flatten(state)
         assert len(leaves) == len(jax.tree.leaves(state)), "two leaves of the state have the same path"
         for name, leaf in leaves.items():
-            if not isinstance(leaf, jax.Array) and not (window_bytes is not None and isinstance(leaf, SplitArray)):
+            if not isinstance(leaf, jax.Array | SplitArray):
                 raise TypeError(f"{name}: expected a jax.Array, got {type(leaf).__name__}")
         # The round trip raises for values that are not JSON, before anything is written for this step.
         stored_extra = json.loads(json.dumps(extra, allow_nan=False))
@@ -246,7 +246,7 @@ class Checkpointer:
             # Delete it only after its successor is committed: if the save fails, it is put back.
             path.rename(path.with_name(f"{path.name}.replaced"))
             logging.warning("checkpoints: step %d already exists and is being replaced", manifest.step)
-        if window_bytes is not None:
+        if window_bytes is not None or chunk_store.is_needed(leaves):
             return chunk_store.write(path, leaves, manifest, on_progress=self._on_progress, window_bytes=window_bytes)
         return storage.write(path, cast("dict[str, jax.Array]", leaves), manifest.to_json())
 

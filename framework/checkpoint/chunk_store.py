@@ -7,7 +7,7 @@ which names their folder.
 
 Disks: orbax copies the whole state to host memory before it writes. A save through a window (`window_bytes`) copies and
 writes a few rows at a time, so it needs only the window, and the arrays must not change until it is done. It writes to
-a temporary folder, which a rename commits.
+a temporary folder, which a rename commits. Saves from GPUs are written in the same way, see `is_needed`.
 
 Endpoints and credentials come from the environment: AWS_ENDPOINT_URL, AWS_REGION, AWS_PROFILE, ... and
 GOOGLE_APPLICATION_CREDENTIALS, TENSORSTORE_GCS_HTTP_URL.
@@ -97,13 +97,34 @@ class _ShardRows:
 
     def read(self) -> np.ndarray:
         """Return the rows in host memory; on a CPU, a view of them."""
-        if next(iter(self.shard.sharding.device_set)).platform == "cpu":
+        rows = ... if self.count is None else slice(self.first, self.first + self.count)
+        platform = get_platform(self.shard)
+        if platform == "cpu":
             # JAX keeps the view in this object of the shard, which is not the one that the state refers to.
-            view = np.asarray(self.shard)
-            return view if self.count is None else view[self.first : self.first + self.count]
-        if self.count is None or self.count == self.shard.shape[0]:
+            return np.asarray(self.shard)[rows]
+        if platform == "gpu" and self.shard.sharding.memory_kind == "pinned_host":
+            # XLA's GPU compiler cannot slice host memory. Not a view: an array with views cannot be donated.
+            return np.array(np.asarray(self.shard)[rows])
+        if self.count is None:
             return np.asarray(self.shard)
+        # Even if these are all rows: JAX would keep the host copy of the shard itself until the state is donated.
         return np.asarray(_slice_rows(self.shard, np.int32(self.first), self.count))
+
+
+def get_platform(x: jax.Array | SplitArray) -> str:
+    """Return the platform of an array's devices: cpu, gpu or tpu."""
+    part = x.parts[0] if isinstance(x, SplitArray) else x
+    return next(iter(part.sharding.device_set)).platform
+
+
+def is_needed(arrays: Mapping[str, jax.Array | SplitArray]) -> bool:
+    """Return whether a save has to be written here, and not by orbax, even if it is a copy on a disk.
+
+    Orbax cannot write `SplitArray`s. From a GPU it copies all arrays at once, through XLA's pool of pinned host memory
+    (xla_gpu_host_bfc), with `enable_pinned_host_transfer` or without it. The pool has a limit and never shrinks, so one
+    save would occupy the size of the state there until the process ends. Here, one piece at a time is copied.
+    """
+    return any(isinstance(x, SplitArray) or get_platform(x) == "gpu" for x in arrays.values())
 
 
 @partial(jax.jit, static_argnums=2)

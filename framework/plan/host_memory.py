@@ -111,7 +111,7 @@ class HostMemoryModel:
         self._parts: StackParts = get_stack_split(experiment)
         self._device_bytes = layout.bytes_per_device(memory_kind="device")
         self._offloaded_bytes = layout.bytes_per_device(memory_kind="pinned_host")
-        self._copied_bytes = save_window.count_copied_bytes(layout, self._parts, num_local_devices)
+        self._copied_bytes = save_window.count_copied_bytes(layout, self._parts, num_local_devices, platform)
         free_bytes = 0
         if host.limit_bytes is not None:
             held_bytes = self._base_bytes() + num_local_devices * self._offloaded_bytes
@@ -145,8 +145,10 @@ class HostMemoryModel:
             is_split = leaf.path.split("/")[1] in split_stages
             if is_split and leaf.group in ("parameter", "frozen", "ema", "buffer"):
                 joined += leaf.bytes_per_device
-            # A device's layers are read into host memory as whole stacks, unless a window was needed to write them.
-            if is_split and not leaf.spec.is_offloaded and self.window_bytes is None:
+            # A device's layers are read into host memory as whole stacks, unless they were written in chunks: through a
+            # window, or from a GPU.
+            is_chunked = self.window_bytes is not None or self._platform == "gpu"
+            if is_split and not leaf.spec.is_offloaded and not is_chunked:
                 passing += count * leaf.bytes_per_device
         host = self._offloaded_bytes
         return {

@@ -22,7 +22,8 @@ MAX_WINDOW_BYTES = 1 << 30
 def agree_on_window(program: Program) -> int | None:
     """Return the bytes of the window for a save now; None if every process can copy its state. Collective."""
     window_gib = program.experiment.checkpoint.window_gib
-    copied = count_copied_bytes(program.layout, program.backend.parts, len(program.mesh.local_devices))
+    backend = program.backend
+    copied = count_copied_bytes(program.layout, backend.parts, len(program.mesh.local_devices), backend.platform)
     # The processes on this machine save at the same time.
     free_bytes = get_free_memory_bytes() // distributed.count_processes_here()
     window = choose_window(copied, window_gib, free_bytes)
@@ -50,13 +51,14 @@ def choose_window(copied_bytes: int, window_gib: float | None, free_bytes: int |
     return min(MAX_WINDOW_BYTES, max(0, free_bytes) // 4)
 
 
-def count_copied_bytes(layout: StateLayout, parts: StackParts, num_local_devices: int) -> int:
+def count_copied_bytes(layout: StateLayout, parts: StackParts, num_local_devices: int, platform: str) -> int:
     """Return the bytes of host memory that each process needs to save the state without a window.
 
     Args:
         layout: layout of the running state.
         parts: split of the stacks in that state.
         num_local_devices: number of devices of each process.
+        platform: tpu, gpu or cpu.
     """
     split_stages = {part.stage for part in parts.parts}
     total = 0
@@ -67,7 +69,7 @@ def count_copied_bytes(layout: StateLayout, parts: StackParts, num_local_devices
         held = leaf.bytes_per_device * num_local_devices
         # Replicas on the devices of one process are written only once.
         total += min(leaf.spec.num_bytes, held)
-        # Parts of a stack are joined in host memory first, the replicas too.
-        if leaf.path.split("/")[1] in split_stages:
+        # Parts of a stack are joined in host memory first, the replicas too; but not for a GPU, see `Run.save`.
+        if leaf.path.split("/")[1] in split_stages and platform != "gpu":
             total += held
     return total

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from plimsoll.framework.config.changes import config_changes
 from plimsoll.framework.config.value_parsing import as_text
 from plimsoll.framework.data.order import BatchOrder
 from plimsoll.framework.devices.accelerators import spec_for
+from plimsoll.framework.devices.allocator import release_freed_memory
 from plimsoll.framework.files import durable
 from plimsoll.framework.files.workdir import Workdir
 from plimsoll.framework.layout import TrainState
@@ -178,7 +180,8 @@ class Run:
             keep_every=self.options.keep_every,
             # If the workdir is a URL, this uploads its other files, so that none is older than a checkpoint.
             before_commit=self.workdir.sync,
-            after_commit=self._record_commit,
+            # Not a method of the run: a cycle would keep the state until the next garbage collection.
+            after_commit=partial(_record_commit, self.workdir),
             # A save through a window may take longer than health.hang_seconds.
             on_progress=self.pulse.note,
         )
@@ -192,12 +195,6 @@ class Run:
             self.writer = MultiWriter([*writers, *services])
         self.workdir.keep()
         self.progress.write_log()
-
-    def _record_commit(self, step: int) -> None:
-        """Record the commit of a step, and flush the rows of metrics up to it to disk."""
-        if self.workdir.metrics.exists():
-            durable.sync(self.workdir.metrics)
-        leftover_files.record_saved(self.workdir.path, step)
 
     def initialize(self) -> None:
         """Fill the state with initial values or pretrained weights."""
@@ -229,7 +226,15 @@ class Run:
         self.goodput.go_back(self._extra.get("goodput", {}))
         self.batch_order = resuming.order_after(self._extra, restored.step, self.data)
         self.writer.resume(restored.step)
+        # The buffers of the files that were read.
+        release_freed_memory()
         return restored.step
+
+    def delete_state(self) -> None:
+        """Free the arrays of the state, even if something else still refers to them."""
+        for leaf in jax.tree.leaves(self.state):
+            leaf.delete()
+        self.state = TrainState()
 
     def save(self, step: int) -> None:
         """Save the state. A full disk is reported, and the run continues.
@@ -256,7 +261,9 @@ class Run:
             with self._report_save_failures(step):
                 self.checkpointer.wait()
             with self._report_save_failures(step):
-                saved_state = self.program.backend.to_checkpoint(self.state, join=window_bytes is None)
+                # Joined stacks would be in pinned memory, which a process with GPUs never returns; see `chunk_store`.
+                join = window_bytes is None and self.program.backend.platform != "gpu"
+                saved_state = self.program.backend.to_checkpoint(self.state, join=join)
                 self.checkpointer.save(step, saved_state, extra, window_bytes=window_bytes)
 
     @contextmanager
@@ -293,6 +300,8 @@ class Run:
             self.checkpointer.close()
         finally:
             self.writer.close()
+            # The writer refers to the run, and a cycle would keep the state until the next garbage collection.
+            self.writer = MultiWriter([])
 
     def _stamp(self, step: int) -> dict[str, float]:
         """Return the columns of every row of metrics.jsonl.
@@ -309,3 +318,10 @@ class Run:
             f"{self.data.item}s": num_items,
             "epoch": self.data.count_epochs(num_batches, origin),
         }
+
+
+def _record_commit(workdir: Workdir, step: int) -> None:
+    """Record the commit of a step, and flush the rows of metrics up to it to disk."""
+    if workdir.metrics.exists():
+        durable.sync(workdir.metrics)
+    leftover_files.record_saved(workdir.path, step)

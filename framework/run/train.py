@@ -107,13 +107,21 @@ def train(request: RunRequest, workdir: Workdir, pulse: Pulse) -> int:
         if need.host is not None:
             pulse.note(rss_predicted_bytes=need.host.process_peak_bytes, device_predicted_bytes=need.peak)
         run = Run(config, program, workdir, progress, request.goodput, pulse)
-        stop_signal = _train_steps(run, need, hooks, tuning, force=request.force)
-        if stop_signal is not None:
-            name = signal.Signals(stop_signal).name
-            progress.print(f"stopped by {name}; run the same command to resume")
-            # Shell convention: 128 plus the signal number.
-            return 128 + stop_signal
-        _finish(run, request.spec)
+        try:
+            stop_signal = _train_steps(run, need, hooks, tuning, force=request.force)
+            if stop_signal is not None:
+                name = signal.Signals(stop_signal).name
+                progress.print(f"stopped by {name}; run the same command to resume")
+                # Shell convention: 128 plus the signal number.
+                return 128 + stop_signal
+            _finish(run, request.spec)
+        except BaseException:
+            # A notebook keeps the traceback of the last error, whose frames refer to the state.
+            run.delete_state()
+            raise
+        finally:
+            run.state = TrainState()
+            release_freed_memory()
         device_peak = memory_in_use(program.mesh.local_devices).device_peak_bytes
         progress.print(render([compare_phases(need, resident.peaks, device_peak)]))
         return ExitCode.DONE
@@ -292,13 +300,11 @@ def _finish(run: Run, spec: str) -> None:
     experiment = run.experiment
     path = run.workdir.path
     with phase("drawing a sample", patience=1.0):
-        state = run.state
+        run.state = program.backend.join_stacks(run.state)
+        text = sample_text(program, run.state)
+        images = sample_images(program, run.state)
+        table = held_out_answers.answer_table(program, run.state)
         run.state = TrainState()
-        state = program.backend.join_stacks(state)
-        text = sample_text(program, state)
-        images = sample_images(program, state)
-        table = held_out_answers.answer_table(program, state)
-        del state
     if distributed.is_primary():
         metrics = run.workdir.metrics
         model = experiment.model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import os
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import numpy as np
 from plimsoll.api.configs import create_request
 from plimsoll.extras.autotune.run_tuning import tune_memory
 from plimsoll.framework.config import Config, ConfigError
+from plimsoll.framework.devices.allocator import release_freed_memory, share_one_heap
 from plimsoll.framework.files.workdir import read_only
 from plimsoll.framework.metrics.goodput import Goodput
 from plimsoll.framework.metrics.jsonl import read_metrics
@@ -99,6 +101,9 @@ def train(
         KeyboardInterrupt: Ctrl-C was pressed; the training progress is saved.
     """
     started_at = time.monotonic()
+    # First, because the number of processes starts JAX and its threads, and what threads free in heaps of their own
+    # stays there.
+    share_one_heap()
     _check(resume, device_memory_gib)
     requested = create_request(config)
     request = RunRequest(
@@ -117,8 +122,14 @@ def train(
         force=force,
     )
     # The run prints its table and its progress, so it shows its phases as well.
-    with interrupts.raise_on_signals(), phases.show_phases(create_view(sys.stderr)):
-        code = start.execute(request, None)
+    try:
+        with interrupts.raise_on_signals(), phases.show_phases(create_view(sys.stderr)):
+            code = start.execute(request, None)
+    finally:
+        # The figures of the run are cycles of 4 MiB each, which automatic collections reach only after several runs.
+        if gc.isenabled():
+            gc.collect()
+            release_freed_memory()
     if code == ExitCode.INTERRUPTED:
         raise KeyboardInterrupt(f"the progress is saved in {request.folder}; call train again to resume")
     if code == ExitCode.TERMINATED:

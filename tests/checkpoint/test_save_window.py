@@ -8,6 +8,7 @@ import sys
 import time
 import weakref
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,10 @@ NARROW = 1 << 10
 
 def place(values: np.ndarray, *axes: str | None, kind: str = "device") -> jax.Array:
     return jax.device_put(values, NamedSharding(MESH, PartitionSpec(*axes), memory_kind=kind))
+
+
+def list_pointers(x: jax.Array) -> list[int]:
+    return [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]
 
 
 def read_leaves(directory: Path, step: int) -> dict:
@@ -114,20 +119,20 @@ def test_the_state_can_be_donated_afterwards(tmp_path: Path):
     state = {"parameter": {"x": place(np.ones((16, 16), np.float32), "a", "b")}}
     with Checkpointer(directory=tmp_path) as checkpointer:
         checkpointer.save(1, state, {}, window_bytes=NARROW)
-    pointers = [shard.data.unsafe_buffer_pointer() for shard in state["parameter"]["x"].addressable_shards]
+    pointers = list_pointers(state["parameter"]["x"])
     new = jax.jit(lambda x: x + 1, donate_argnums=0)(state["parameter"]["x"])
     assert state["parameter"]["x"].is_deleted()
-    assert [shard.data.unsafe_buffer_pointer() for shard in new.addressable_shards] == pointers
+    assert list_pointers(new) == pointers
 
 
 def test_a_copy_can_be_written_after_the_state_is_donated(tmp_path: Path):
     """As object stores do: the step that follows reuses the memory, and the checkpoint has the values from before."""
     x = place(np.ones((16, 16), np.float32), "a", "b")
-    pointers = [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]
+    pointers = list_pointers(x)
     manifest = Manifest.create(1, {"x": x}, checksums({"x": x}), {}, None)
     finish = chunk_store.write(tmp_path / "00000001", {"x": x}, manifest)
     new = jax.jit(lambda x: x + 1, donate_argnums=0)(x)
-    assert [shard.data.unsafe_buffer_pointer() for shard in new.addressable_shards] == pointers
+    assert list_pointers(new) == pointers
     finish()
     spec = jax.ShapeDtypeStruct(new.shape, new.dtype, sharding=new.sharding)
     restored = Checkpointer(directory=tmp_path).restore(1, {"x": spec})
@@ -154,6 +159,38 @@ def test_rows_wait_until_the_window_has_room(tmp_path: Path, monkeypatch: pytest
     assert len(pieces) >= 8 * 16, "progress is reported piece by piece"
     # tensorstore releases rows shortly after it has reported that they are written; all of them are 128 KiB.
     assert NARROW <= alive["peak"] <= 2 * 4 * NARROW
+
+
+@pytest.mark.parametrize("window_bytes", [None, NARROW])
+def test_a_gpu_is_copied_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window_bytes: int | None):
+    """Orbax would copy the whole state through XLA's pinned memory, which never shrinks; here one piece at a time."""
+    state = test_checkpoint.make_state()
+    offloaded = state["optimizer"][0].nu["dense"]["weight"]
+    pointers = list_pointers(offloaded)
+    with Checkpointer(directory=tmp_path, keep=9) as checkpointer:
+        checkpointer.save(1, state, {})
+    transferred: list[int] = []
+    slice_rows = chunk_store._slice_rows
+
+    def record(*args: Any) -> jax.Array:
+        rows = slice_rows(*args)
+        transferred.append(rows.nbytes)
+        return rows
+
+    monkeypatch.setattr(chunk_store, "_CHUNK_BYTES", NARROW)
+    monkeypatch.setattr(chunk_store, "_slice_rows", record)
+    monkeypatch.setattr(chunk_store, "get_platform", lambda x: "gpu")
+    shard = offloaded.addressable_shards[0].data
+    rows = chunk_store._ShardRows(shard, 0, shard.shape[0]).read()
+    assert not np.shares_memory(rows, np.asarray(shard))
+    with Checkpointer(directory=tmp_path, keep=9) as checkpointer:
+        checkpointer.save(2, state, {}, window_bytes=window_bytes)
+        # The offloaded array has no view, with which a GPU would refuse to donate it, and a CPU would copy it.
+        stay = jax.jit(lambda x: x, donate_argnums=0, out_shardings=offloaded.sharding)
+        assert list_pointers(stay(offloaded)) == pointers
+    assert 0 < max(transferred) <= NARROW
+    assert any(name.startswith("state-") for name in os.listdir(tmp_path / "00000002"))
+    assert read_leaves(tmp_path, 1) == read_leaves(tmp_path, 2)
 
 
 def test_frozen_arrays_go_through_the_window_too(tmp_path: Path):
@@ -279,7 +316,7 @@ def test_two_processes_save_through_a_window(tmp_path: Path, monkeypatch: pytest
 def test_a_run_copies_while_there_is_room(monkeypatch: pytest.MonkeyPatch):
     program = small.program(small.experiment(small.llama(), mesh={"data": 2, "fsdp": 4}))
     state = program.init()
-    copied = save_window.count_copied_bytes(program.layout, program.backend.parts, 8)
+    copied = save_window.count_copied_bytes(program.layout, program.backend.parts, 8, "cpu")
     assert copied == sum(x.nbytes for x in jax.tree.leaves(state))
     free = {"bytes": copied + save_window._RESERVE_BYTES}
     monkeypatch.setattr(save_window, "get_free_memory_bytes", lambda: free["bytes"])
@@ -292,6 +329,22 @@ def test_a_run_copies_while_there_is_room(monkeypatch: pytest.MonkeyPatch):
     assert save_window.choose_window(8 << 30, None, None) is None, "a host of unknown size is not refused"
     assert save_window.choose_window(8 << 30, 8.0, 0) is None, "the window has room for the copy"
     assert save_window.choose_window(8 << 30, 7.5, 1 << 40) == 15 << 29
+
+
+def test_a_gpu_does_not_join_separate_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Joined stacks would be in pinned memory; the parts are saved as they are, and count once."""
+    program = small.program(small.experiment(memory={"update": "layer_programs", "remat": "full"}))
+    state = program.init()
+    counts = {
+        platform: save_window.count_copied_bytes(program.layout, program.backend.parts, 1, platform)
+        for platform in ("cpu", "gpu")
+    }
+    assert counts["gpu"] == sum(x.nbytes for x in jax.tree.leaves(state)) < counts["cpu"]
+    monkeypatch.setattr(chunk_store, "get_platform", lambda x: "gpu")
+    with Checkpointer(directory=tmp_path) as checkpointer:
+        checkpointer.save(1, program.backend.to_checkpoint(state, join=False), {})
+        restored = checkpointer.restore(1, program.backend.abstract_checkpoint)
+    test_checkpoint.assert_same(program.backend.from_checkpoint(restored.state), state, placed=False)
 
 
 def test_free_memory_in_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -43,3 +43,23 @@ def test_allocator_keeps_freed_blocks():
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
 def test_user_malloc_settings_are_respected():
     assert run("keep", MALLOC_MMAP_MAX_="65536")[0] == "False"
+
+
+RETURN = """
+from plimsoll.framework.devices.allocator import keep_freed_memory, release_freed_memory
+from plimsoll.framework.metrics.memory import rss_bytes
+assert keep_freed_memory()
+bytearray(64 << 20)
+kept = rss_bytes()
+release_freed_memory()
+print(kept - rss_bytes())
+"""
+
+
+@pytest.mark.pairs
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_kept_memory_can_be_returned():
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", RETURN]
+    output = subprocess.run(command, env=clean, capture_output=True, text=True, check=True).stdout
+    assert int(output) > 60 << 20
