@@ -364,7 +364,7 @@ def test_a_flag_is_quoted_for_a_shell():
         (["--auto=foo"], "invalid choice: 'foo'"),
         (["--auto", "--allow=momentum"], "--allow=momentum: 'momentum' is not one of rounding, moments, optimizer8bit"),
         (["--allow=moments"], "--allow requires --auto"),
-        (["--host_memory_gib=4"], "--host_memory_gib requires --auto"),
+        (["--host_memory_gib=0"], "--host_memory_gib=0: expected more than 0"),
         (["--auto", "--host_memory_gib=0"], "--host_memory_gib=0: expected more than 0"),
         (
             ["--auto", "--compare=memory.remat=none,full"],

@@ -60,8 +60,8 @@ def tpu():
         ("gh200x2", "gh200x2", 2, 2, "", 0.969 * 94.5, 480),
         ("gb200x8", "gb200x8", 8, 2, "", 0.951 * 184.31, 960),
         ("v7-8", "tpu7x-8", 8, 1, "2x2x1", 94.75, 960),
-        ("cpu:8", "cpu-8", 8, 1, "", _MACHINE_GIB / 8, None),
-        ("cpu-8", "cpu-8", 8, 1, "", _MACHINE_GIB / 8, None),
+        ("cpu:8", "cpu-8", 8, 1, "", _MACHINE_GIB / 8, _MACHINE_GIB * 1.024**3),
+        ("cpu-8", "cpu-8", 8, 1, "", _MACHINE_GIB / 8, _MACHINE_GIB * 1.024**3),
     ],
 )
 def test_names(monkeypatch, name, canonical, devices, hosts, topology, limit_gib, host_gb):
