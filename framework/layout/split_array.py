@@ -35,10 +35,14 @@ class SplitSpec:
         return math.prod(self.shape)
 
     @property
+    def sharding(self) -> jax.sharding.Sharding:
+        """Return the sharding of the whole array in host memory."""
+        return self.parts[0].sharding.with_memory_kind("pinned_host")
+
+    @property
     def whole(self) -> jax.ShapeDtypeStruct:
-        """The spec of the whole array in host memory."""
-        sharding = self.parts[0].sharding.with_memory_kind("pinned_host")
-        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=sharding)
+        """Return the spec of the whole array in host memory."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
 
     def astype(self, dtype: np.dtype) -> SplitSpec:
         """Return the spec with another dtype."""
