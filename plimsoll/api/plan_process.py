@@ -6,6 +6,7 @@ report comes back in a file, because libraries may print to stdout.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -32,14 +33,17 @@ def lacks_devices(target: Target) -> bool:
 
 
 def plan_in_subprocess(
-    spec: str, config: Config, name: str, limit: int | None, *, phases: bool, fresh: bool
+    spec: str, config: Config, name: str, limit: int | None, host_bytes: int | None, *, phases: bool, fresh: bool
 ) -> PlanReport:
-    """Run framework.plan.build_report in another process and return its report; the arguments are the same.
+    """Run framework.plan.build_report in another process and return its report.
+
+    The arguments are the same; `name` and `host_bytes` are those of the target.
 
     Raises:
         ConfigError: the plan is refused, or the config has classes that another process cannot find.
     """
-    job = {"spec": spec, "config": config.to_json(), "name": name, "limit": limit, "phases": phases, "fresh": fresh}
+    job = {"spec": spec, "config": config.to_json(), "name": name, "limit": limit, "host_bytes": host_bytes}
+    job |= {"phases": phases, "fresh": fresh}
     with tempfile.TemporaryDirectory() as folder:
         answer_file = Path(folder) / "answer.json"
         command = [sys.executable, "-P", "-m", "plimsoll.api.plan_process", str(answer_file)]
@@ -78,7 +82,7 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
         report = get_report(
             job["spec"],
             config,
-            targets.resolve(name),
+            dataclasses.replace(targets.resolve(name), host_bytes=job["host_bytes"]),
             job["limit"],
             name=name,
             estimate=False,

@@ -65,6 +65,7 @@ def plan(
     *,
     estimate: bool = False,
     device_memory_gib: float | None = None,
+    host_memory_gib: float | None = None,
     phases: bool = True,
     fresh: bool = False,
 ) -> Plan:
@@ -75,6 +76,7 @@ def plan(
         target: v5e-16, v5p-1024 (cores), 2xv5e-256, h200x8, 4090, cpu:8, local ...
         estimate: use only the analytical estimate, which takes seconds but is less exact.
         device_memory_gib: memory of each device in GiB (2^30 bytes), instead of the target's own.
+        host_memory_gib: memory of each host in GiB, instead of the target's own.
         phases: also plan initialization and evaluation, not only the training step.
         fresh: compile again even if nothing has changed.
 
@@ -82,18 +84,23 @@ def plan(
         ConfigError, ValueError: the target does not exist, its compiler is not installed, or the config does not fit
             the target.
     """
-    if device_memory_gib is not None and not device_memory_gib > 0:
-        raise ConfigError(f"device_memory_gib={device_memory_gib}: expected more than 0")
+    for name, size in (("device_memory_gib", device_memory_gib), ("host_memory_gib", host_memory_gib)):
+        if size is not None and not size > 0:
+            raise ConfigError(f"{name}={size}: expected more than 0")
     request = create_request(config, shape_only=True)
     prepare_jax()
     machine = targets.resolve(target)
+    if host_memory_gib is not None:
+        machine = replace(machine, host_bytes=int(host_memory_gib * 2**30))
     resolved, rule_lines = request.resolve(machine.name)
     if device_memory_gib is None:
         limit = machine.get_config_limit_bytes(resolved)
     else:
         limit = int(device_memory_gib * 2**30)
     if not estimate and lacks_devices(machine):
-        figures = plan_in_subprocess(request.spec, resolved, target, limit, phases=phases, fresh=fresh)
+        figures = plan_in_subprocess(
+            request.spec, resolved, target, limit, machine.host_bytes, phases=phases, fresh=fresh
+        )
         return Plan(replace(figures, settings=[*request.settings, *rule_lines]))
     with use_target_environment(target, starts=not estimate), disable_compilation_cache():
         figures = get_report(

@@ -82,6 +82,7 @@ def train(
     resume: Literal["auto", "never", "must"] = "auto",
     force: bool = False,
     device_memory_gib: float | None = None,
+    host_memory_gib: float | None = None,
 ) -> TrainedRun:
     """Train in this process, like `plimsoll train`: with the same table, checks, refusals, lock and resume.
 
@@ -94,6 +95,7 @@ def train(
             if there are none.
         force: resume even on different data, and train even if the run does not fit into memory.
         device_memory_gib: memory of each device in GiB (2^30 bytes), instead of its actual memory.
+        host_memory_gib: host memory in GiB that the run may use, instead of what is free.
 
     Raises:
         ConfigError, ValueError, OSError: the request is invalid; the workdir is unchanged.
@@ -104,7 +106,7 @@ def train(
     # First, because the number of processes starts JAX and its threads, and what threads free in heaps of their own
     # stays there.
     share_one_heap()
-    _check(resume, device_memory_gib)
+    _check(resume, device_memory_gib=device_memory_gib, host_memory_gib=host_memory_gib)
     requested = create_request(config)
     request = RunRequest(
         spec=requested.spec,
@@ -118,6 +120,7 @@ def train(
         goodput=Goodput(since=started_at),
         tune_memory=tune_memory,
         limit=None if device_memory_gib is None else int(device_memory_gib * 2**30),
+        host_limit=None if host_memory_gib is None else int(host_memory_gib * 2**30),
         resume=resume,
         force=force,
     )
@@ -140,12 +143,13 @@ def train(
     return TrainedRun(os.fspath(workdir), request.spec, request.experiment.data.loss_unit, rows)
 
 
-def _check(resume: str, device_memory_gib: float | None) -> None:
+def _check(resume: str, **sizes: float | None) -> None:
     """Raise ConfigError if an argument of `train` is invalid, or if there are several processes."""
     if resume not in _RESUME:
         raise ConfigError(f"resume={resume!r}: expected one of {', '.join(_RESUME)}")
-    if device_memory_gib is not None and not device_memory_gib > 0:
-        raise ConfigError(f"device_memory_gib={device_memory_gib}: expected more than 0")
+    for name, size in sizes.items():
+        if size is not None and not size > 0:
+            raise ConfigError(f"{name}={size}: expected more than 0")
     if jax.process_count() > 1:
         raise ConfigError("pl.train is for a single process; `plimsoll local` and the other launchers start several")
 

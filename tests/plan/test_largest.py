@@ -20,7 +20,7 @@ from plimsoll.launch import plan
 def choice(parameters: int, *, compiled: bool = False) -> TunedSettings:
     """Return the choice for a size that takes two bytes per parameter."""
     machine = Machine("h100", 1, 80 << 30, None)
-    return TunedSettings(machine, (), (), (), 2 * parameters, 0, 1e-9 * parameters, 0.0, compiled)
+    return TunedSettings(machine, (), (), (), 2 * parameters, 0, 0, 1e-9 * parameters, 0.0, compiled)
 
 
 class Answers:

@@ -21,7 +21,7 @@ def write(folder: Path, *settings: tuple[Any, Any], **fields: Any) -> Path:
     """Write a record with these settings, and replace other fields of the choice."""
     chosen = tuple(Setting(*pair) for pair in settings)
     machine = Machine("cpu:1", 1, 2**30, None)
-    choice = TunedSettings(machine, chosen, (), (), peak=1, host=0, seconds=None, moved=0.0, compiled=True)
+    choice = TunedSettings(machine, chosen, (), (), peak=1, host=0, host_need=0, seconds=None, moved=0.0, compiled=True)
     path = folder / TUNING_FILE
     path.write_text(json.dumps({"asked": "digest", "choice": choice.to_json() | fields}))
     return path

@@ -2,10 +2,10 @@
 
     python -m tools.bench.largest_model [MACHINE ...] [--missing] [--estimate] [--jsonl=FILE] [--page=FILE]
 
-Without names, runs all machines whose compiler is installed. Running a machine again replaces its rows; with --missing,
-only rows that do not exist yet are added. AdamW trains as the config specifies: bfloat16 weights with a float32 master
-copy, float32 moments. The other two store the weights only in bfloat16, with stochastic rounding. One row of 8192
-tokens.
+Without names, runs all machines whose compiler is installed, or all with --estimate. Running a machine again replaces
+its rows; with --missing, only rows that do not exist yet are added. AdamW trains as the config specifies: bfloat16
+weights with a float32 master copy, float32 moments. The other two store the weights only in bfloat16, with stochastic
+rounding. One row of 8192 tokens.
 """
 
 from __future__ import annotations
@@ -40,24 +40,30 @@ OPTIMIZERS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "8-bit AdamW": (("learner.optimizer", "adamw8bit"), *_ROUNDED),
     "AdaLomo": (("learner.optimizer", "adalomo"), *_ROUNDED),
 }
-# GiB of host memory; None uses the target's known host memory.
-MACHINES: Mapping[str, int | None] = {"h200": 128, "h100": 128, "4090": 64, "v5e-1": None}
+# GiB of host memory to plan for; None uses the target's known host memory.
+MACHINES: Mapping[str, tuple[int | None, ...]] = {
+    "h200": (128, 1536),
+    "h100": (64, 128, 256, 512, 1536),
+    "4090": (64, 128, 256),
+    "v5e-1": (None,),
+}
 # Billions of parameters that fit by bytes only: all device and host memory, and one layer's buffers.
 ARITHMETIC = {
-    ("h100", "AdamW"): 13,
-    ("h100", "8-bit AdamW"): 47,
-    ("h100", "AdaLomo"): 95,
-    ("h200", "AdamW"): 18,
-    ("h200", "8-bit AdamW"): 62,
-    ("h200", "AdaLomo"): 125,
+    ("h100", 128, "AdamW"): 13,
+    ("h100", 128, "8-bit AdamW"): 47,
+    ("h100", 128, "AdaLomo"): 95,
+    ("h200", 128, "AdamW"): 18,
+    ("h200", 128, "8-bit AdamW"): 62,
+    ("h200", 128, "AdaLomo"): 125,
 }
 _HEAD = """# The largest model on one device
 
-The largest Llama 3 (width and depth grown together, [plan.md](../plan.md#the-largest-model)) that one device trains
-with its host's memory, one row of 8192 tokens at a time. `python -m tools.bench.largest_model` wrote this on {day}: two
-CPU cores, {versions}. The bytes are those of the target's compiler for the whole step, or of the analytical estimate
-in rows with "estimate"; no step ran. "By bytes only": the size that device and host memory allow by the sum of the
-bytes of weights, state and gradients.
+The largest Llama 3 (width and depth grown together, [plan.md](../plan.md#the-largest-model)) that one device trains,
+saves, evaluates and resumes with its host's memory, one row of 8192 tokens at a time. `python -m
+tools.bench.largest_model` wrote this on {day}: two CPU cores, {versions}. The bytes are those of the target's compiler
+for the whole step, or of the analytical estimate in rows with "estimate"; no step ran. "Host" is
+[everything that the host has to hold](../plan.md#host-memory) in the phase that needs the most. "By bytes only": the
+size that device and host memory allow by the sum of the bytes of weights, state and gradients.
 
 | machine | its host | optimizer | parameters | by bytes only | layers | device | host | tokens/s | search | settings |
 |---|---|---|---|---|---|---|---|---|---|---|
@@ -69,12 +75,14 @@ class LargestRow(NamedTuple):
 
     Attributes:
         machine: target name of the machine.
+        host_gib: GiB of its host's memory; None for the target's own.
         optimizer: name in `OPTIMIZERS`.
         point: the largest size, or None if nothing fits.
         seconds: duration of the search.
     """
 
     machine: str
+    host_gib: int | None
     optimizer: str
     point: FrontierPoint | None
     seconds: float
@@ -84,13 +92,12 @@ class LargestRow(NamedTuple):
         return {**self._asdict(), "point": None if self.point is None else self.point.to_json()}
 
 
-def find_largest(machine_name: str, optimizer: str, *, estimate: bool) -> LargestRow:
+def find_largest(machine_name: str, host_gib: int | None, optimizer: str, *, estimate: bool) -> LargestRow:
     """Search for the largest size."""
     target = targets.resolve(machine_name)
     config = load(_CONFIG)
     overrides = [_BATCH, *OPTIMIZERS[optimizer]]
     apply_overrides(config, overrides)
-    host_gib = MACHINES[machine_name]
     host_bytes = None if host_gib is None else host_gib * GIB
     machine = Machine.derive(target, target.limit_bytes, host_bytes)
     fixed = sorted(find_fixed_paths(config, [path for path, _ in overrides]))
@@ -101,7 +108,7 @@ def find_largest(machine_name: str, optimizer: str, *, estimate: bool) -> Larges
         return autotune(question, target, host_bytes=host_bytes)
 
     search = FrontierSearch(SizeFamily.derive(config), ask, not estimate, lambda line: print(f"  {line}", flush=True))
-    return LargestRow(machine_name, optimizer, search.largest(), time.monotonic() - start)
+    return LargestRow(machine_name, host_gib, optimizer, search.largest(), time.monotonic() - start)
 
 
 def render_page(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -113,8 +120,8 @@ def render_page(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _line(row: Mapping[str, Any]) -> str:
     target = targets.resolve(row["machine"])
-    host_gib = MACHINES[row["machine"]]
-    arithmetic = ARITHMETIC.get((row["machine"], row["optimizer"]))
+    host_gib = row["host_gib"]
+    arithmetic = ARITHMETIC.get((row["machine"], host_gib, row["optimizer"]))
     first = [
         row["machine"],
         f"{host_gib} GiB" if host_gib is not None else human_bytes(target.host_limit_bytes),
@@ -133,7 +140,7 @@ def _line(row: Mapping[str, Any]) -> str:
         "" if arithmetic is None else f"{arithmetic}B",
         str(point["layers"]),
         f"{human_bytes(choice['peak'])}{used}{judge}",
-        human_bytes(choice["host"]) if choice["host"] else "-",
+        human_bytes(choice["host_need"]),
         "-" if rate is None else human_count(rate),
         human_duration(row["seconds"]),
         f"`{flags(Setting(*pair) for pair in choice['settings'])}`",
@@ -158,21 +165,21 @@ def main() -> None:
     unknown = set(args.machines) - set(MACHINES)
     if unknown:
         parser.error(f"no machines {sorted(unknown)}; there are {', '.join(MACHINES)}")
-    names = args.machines or [name for name in MACHINES if _compiles(targets.resolve(name))]
+    names = args.machines or [name for name in MACHINES if args.estimate or _compiles(targets.resolve(name))]
     targets.set_environment(",".join(names))
-    rows: dict[tuple[str, str], Mapping[str, Any]] = {}
+    # {(machine, GiB of its host, optimizer): row}
+    rows: dict[tuple[str, int | None, str], Mapping[str, Any]] = {}
     if args.jsonl.exists():
         stored_rows = [json.loads(line) for line in args.jsonl.read_text().splitlines()]
-        rows = {(row["machine"], row["optimizer"]): row for row in stored_rows}
-    for name in names:
-        for optimizer in OPTIMIZERS:
-            if args.missing and (name, optimizer) in rows:
-                continue
-            print(f"{name}, {optimizer}", flush=True)
-            rows[name, optimizer] = find_largest(name, optimizer, estimate=args.estimate).to_json()
+        rows = {(row["machine"], row["host_gib"], row["optimizer"]): row for row in stored_rows}
+    all_keys = [(machine, host, one) for one in OPTIMIZERS for machine, hosts in MACHINES.items() for host in hosts]
+    for key in all_keys:
+        machine, host_gib, optimizer = key
+        if machine in names and not (args.missing and key in rows):
+            print(f"{machine}, {host_gib} GiB, {optimizer}", flush=True)
+            rows[key] = find_largest(machine, host_gib, optimizer, estimate=args.estimate).to_json()
             # Write after each row: a later one may take minutes, or fail.
-            ordered_keys = [(machine, one) for machine in MACHINES for one in OPTIMIZERS if (machine, one) in rows]
-            ordered_rows = [rows[key] for key in ordered_keys]
+            ordered_rows = [rows[key] for key in all_keys if key in rows]
             args.jsonl.write_text("".join(f"{json.dumps(row)}\n" for row in ordered_rows))
             args.page.write_text(render_page(ordered_rows))
 

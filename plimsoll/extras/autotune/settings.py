@@ -270,7 +270,8 @@ class TunedSettings:
         kept: fields that the user has set, and that tuning left unchanged.
         allowed: names of the changes to the training that were allowed.
         peak: peak bytes of one device.
-        host: host memory per device, in bytes.
+        host: arrays in host memory, in bytes per device.
+        host_need: everything that the memory of a host has to hold, in bytes.
         seconds: time of a step by the analytical estimate, which ranked the settings; None if the rates of the device
             are not published.
         moved: bytes that occupy the link to the host in a step. Simultaneous traffic in both directions counts once.
@@ -285,6 +286,7 @@ class TunedSettings:
     allowed: tuple[str, ...]
     peak: int
     host: int
+    host_need: int
     seconds: float | None
     moved: float
     compiled: bool
@@ -310,7 +312,8 @@ class TunedSettings:
         rows.append(["device", f"{human_bytes(self.peak)}{use}, {source}"])
         if self.host:
             traffic = f"{human_bytes(self.moved)} over the host link per step"
-            rows.append(["host", f"{human_bytes(self.host)} per device; {traffic}"])
+            need = f"the host has to hold {human_bytes(self.host_need)} in all"
+            rows.append(["host", f"{human_bytes(self.host)} per device; {need}; {traffic}"])
         if self.seconds is not None:
             rows.append(["step time", f"{human_duration(self.seconds)}, estimated; the settings are ranked by it"])
         if self.kept:

@@ -178,6 +178,7 @@ class Tuner:
             allowed=self.allowed,
             peak=self.budget.peak(candidate.settings, cost),
             host=cost.host,
+            host_need=cost.host_need,
             seconds=None if math.isinf(cost.seconds) else cost.seconds,
             moved=cost.moved,
             compiled=candidate.settings in self.budget.compiled,
