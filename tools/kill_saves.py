@@ -83,6 +83,10 @@ class SavingRun:
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         with open(f"{self.workdir}.out", "a") as output:
             self.process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        # The folder of the save that was killed is not a save of this start, which removes it.
+        step = self.find_save()
+        if step is not None:
+            self.wait_for_commit(step)
 
     def wait_for_save(self) -> int | None:
         """Wait until the next save has begun and return its step; None if the run has ended."""
