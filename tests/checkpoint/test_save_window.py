@@ -205,6 +205,9 @@ def test_a_step_is_replaced_and_old_steps_are_removed(tmp_path: Path):
     with Checkpointer(directory=tmp_path, keep=2) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(step, state(step), {}, window_bytes=NARROW)
+            assert checkpointer.steps()[-1] == step
+        # Old steps are removed in the background.
+        checkpointer.wait()
         assert checkpointer.steps() == [2, 3]
     with Checkpointer(directory=tmp_path, keep=2) as checkpointer:
         checkpointer.save(3, state(30), {}, window_bytes=NARROW)

@@ -89,8 +89,10 @@ def compare_with_disk(state: dict[str, jax.Array], values: np.ndarray, directory
             clock = Stopwatch()
             checkpointer.save(step, state, {}, window_bytes=window_mib << 20)
             window_seconds.append(clock.seconds)
-            print(f"plain write {step}: {plain}; save through {window_mib} MiB: {clock}", end="")
-            print(f", {size_mib / clock.seconds:.0f} MiB/s")
+            speed = size_mib / window_seconds[-1]
+            print(f"plain write {step}: {plain}; save through {window_mib} MiB: {clock}, {speed:.0f} MiB/s")
+            # The previous checkpoint is removed in the background.
+            checkpointer.wait()
     disk = size_mib / statistics.median(disk_seconds)
     window = size_mib / statistics.median(window_seconds)
     print(
