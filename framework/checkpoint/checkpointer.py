@@ -5,8 +5,8 @@ flipped bits. Arrays are restored directly into the shardings and memory kinds o
 without a second copy. docs/checkpoints.md describes the files.
 
 This file has the `Checkpointer`. The other files are directory.py (names, manifests, errors), integrity.py (checksums),
-storage.py (orbax), chunk_store.py (object stores, and saves through a window) and narrow_averages.py (averages of
-earlier versions).
+storage.py (orbax), chunk_store.py (object stores, and saves through a window), state_groups.py (groups of a state) and
+narrow_averages.py (averages of earlier versions).
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from plimsoll.framework.checkpoint.directory import (
     CheckpointSaveError,
 )
 from plimsoll.framework.checkpoint.integrity import checksums
+from plimsoll.framework.checkpoint.state_groups import select_groups, split_frozen
 from plimsoll.framework.checkpoint.storage import AbstractArrays
 from plimsoll.framework.config import PositiveInt
 from plimsoll.framework.files import durable
 from plimsoll.framework.files.remote import is_url
-from plimsoll.framework.layout import Nested, PyTree, SplitArray, TrainState, flatten
+from plimsoll.framework.layout import Nested, PyTree, SplitArray, flatten
 from plimsoll.framework.processes import distributed
 from plimsoll.framework.terminal.phases import SHORT, phase
 
@@ -106,8 +107,9 @@ class Checkpointer:
         self._before_commit = before_commit
         self._after_commit = after_commit
         self._on_progress = on_progress
-        # The thread that waits for the commit of the last save, and the error that it raised.
+        # The thread that commits the last save and removes old ones, whether it committed or failed, and its error.
         self._thread: threading.Thread | None = None
+        self._is_settled = threading.Event()
         self._failure: CheckpointSaveError | None = None
         # Steps that this object has committed, and steps that it found to be corrupt.
         self._saved: set[int] = set()
@@ -194,7 +196,7 @@ class Checkpointer:
         self.wait()
         if step in self._saved:
             return False
-        state, frozen_arrays = _split_frozen(state)
+        state, frozen_arrays = split_frozen(state)
         frozen_number = self._save_frozen(frozen_arrays, window_bytes) if frozen_arrays else None
         leaves = flatten(state)
         assert len(leaves) == len(jax.tree.leaves(state)), "two leaves of the state have the same path"
@@ -213,10 +215,13 @@ class Checkpointer:
             finish_write = self._begin_write(path, leaves, manifest, window_bytes)
         except Exception as error:
             raise self._handle_failed_save(step, error) from error
+        self._is_settled.clear()
         self._thread = threading.Thread(target=self._finish, args=(step, finish_write), name=f"checkpoint-{step}")
         self._thread.start()
         if window_bytes is not None:
-            self.wait()
+            # Not until the old checkpoints are removed, which takes as long as half of the write.
+            self._is_settled.wait()
+            self._raise_failure()
         return True
 
     def _save_frozen(self, frozen_arrays: Nested, window_bytes: int | None) -> int:
@@ -264,31 +269,32 @@ class Checkpointer:
         )
 
     def _finish(self, step: int, finish_write: Callable[[], None]) -> None:
-        """Wait for the commit in a background thread, and only then remove old checkpoints.
+        """Wait for the commit in a background thread, and only then remove old checkpoints."""
+        try:
+            is_committed = self._commit(step, finish_write)
+        finally:
+            self._is_settled.set()
+        if is_committed and distributed.is_primary():
+            self._remove_old(step)
 
-        Orbax syncs the arrays to disk, but not their index, the manifest, or the file names. Without syncing these, a
-        power cut would lose the checkpoint.
-        """
+    def _commit(self, step: int, finish_write: Callable[[], None]) -> bool:
+        """Wait for the commit and record it, or the error; returns whether the checkpoint is committed."""
         try:
             finish_write()
-            if distributed.is_primary() and not self._in_store:
-                durable.sync_tree(files.step_directory(self.directory, step))
-                durable.sync(self.directory)
         except BaseException as error:
             # An exception in a thread would go unnoticed, so `wait` raises it in the thread of the training loop.
             self._failure = self._handle_failed_save(step, error)
-            return
+            return False
         self._saved.add(step)
         self._bad.discard(step)
         if self._known is not None:
             self._known.add(step)
-        if not distributed.is_primary():
-            return
-        try:
-            self._after_commit(step)
-        except OSError as error:
-            logging.warning("checkpoints: step %d was saved, but not recorded in the workdir: %s", step, error)
-        self._remove_old(step)
+        if distributed.is_primary():
+            try:
+                self._after_commit(step)
+            except OSError as error:
+                logging.warning("checkpoints: step %d was saved, but not recorded in the workdir: %s", step, error)
+        return True
 
     def _remove_old(self, step: int) -> None:
         """Remove the replaced checkpoint of `step`, and older checkpoints beyond those to keep."""
@@ -331,12 +337,15 @@ class Checkpointer:
             CheckpointSaveError: the last save failed; the message names the step. Raised only once.
         """
         self._join()
+        self._raise_failure()
+
+    close = wait
+
+    def _raise_failure(self) -> None:
         failure = self._failure
         self._failure = None
         if failure:
             raise failure
-
-    close = wait
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -370,7 +379,7 @@ class Checkpointer:
         """
         self._join()
         manifest = self.manifest(step)
-        abstract = _select_groups(abstract, groups)
+        abstract = select_groups(abstract, groups)
         target_specs = flatten(abstract)
         stored = manifest.leaves
         if groups is not None:
@@ -403,7 +412,7 @@ class Checkpointer:
 
         All checkpoints of a run share them. They have their own numbers, independent of the steps.
         """
-        _, frozen_abstract = _split_frozen(abstract)
+        _, frozen_abstract = split_frozen(abstract)
         reader = Checkpointer(directory=self.directory / files.FROZEN, read_only=True)
         restored = reader.restore(number, frozen_abstract, what="the frozen weights")
         return {f"frozen/{name}": x for name, x in flatten(restored.state).items()}
@@ -434,7 +443,7 @@ class Checkpointer:
         """
         manifest = self.manifest(step)
         if manifest.frozen is not None:
-            abstract, frozen_abstract = _split_frozen(abstract)
+            abstract, frozen_abstract = split_frozen(abstract)
             reader = Checkpointer(directory=self.directory / files.FROZEN, read_only=True)
             reader.compare(manifest.frozen, frozen_abstract)
         self._check_specs(step, manifest.leaves, narrow_averages.narrow(flatten(abstract), manifest.leaves))
@@ -474,27 +483,3 @@ class Checkpointer:
         error_class = CheckpointCorruptError if steps else CheckpointMissingError
         headline = f"no checkpoint in {self.directory} can be restored:"
         raise error_class("\n  ".join([headline, *problems]))
-
-
-# --- the leaves of a state -------------------------------------------------------------------------------------------
-
-
-def _select_groups(abstract: PyTree, groups: Collection[str] | None) -> PyTree:
-    """Return a state with only these groups; None for all. Raises ValueError if a group does not exist."""
-    if groups is None:
-        return abstract
-    trees = dict(abstract.items())
-    missing_groups = set(groups) - set(trees)
-    if missing_groups:
-        raise ValueError(f"groups: expected some of {sorted(trees)}, got {sorted(missing_groups)}")
-    selected = {name: tree for name, tree in trees.items() if name in groups}
-    return TrainState(**selected) if isinstance(abstract, TrainState) else selected
-
-
-def _split_frozen(state: PyTree) -> tuple[PyTree, Nested]:
-    """Return a state without its group "frozen", and this group: {} if the state has no groups, or not this one."""
-    if isinstance(state, TrainState):
-        return replace(state, frozen={}), state.frozen
-    if not isinstance(state, dict):
-        return state, {}
-    return {name: group for name, group in state.items() if name != "frozen"}, state.get("frozen", {})

@@ -19,6 +19,9 @@ import contextlib
 import json
 import math
 import os
+import time
+import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -50,6 +53,9 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = 64 << 20
 # A narrow window does not make chunks smaller than this.
 _MIN_CHUNK_BYTES = 1 << 20
+# Maximum time to wait until rows of the state are released: a failure to release them costs memory, not correctness.
+_RELEASE_SECONDS = 10.0
+_RELEASE_INTERVAL_SECONDS = 0.0002
 # A part of an array: a slice for each dimension.
 Index = tuple[slice, ...]
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
@@ -134,6 +140,25 @@ def _slice_rows(shard: jax.Array, first_row: jax.Array, num_rows: int) -> jax.Ar
     return jax.device_put(rows, jax.memory.Space.Device)
 
 
+def _refer_to_base(rows: np.ndarray) -> weakref.ref[np.ndarray]:
+    """Return a weak reference to the array that `rows` is a view of; tensorstore may refer to another view of it."""
+    while isinstance(rows.base, np.ndarray):
+        rows = rows.base
+    return weakref.ref(rows)
+
+
+def _wait_until_released(views: Sequence[weakref.ref[np.ndarray]]) -> None:
+    """Wait until nothing refers to the arrays, for a limited time.
+
+    tensorstore releases rows in its own threads, shortly after it has reported that they are written. Until then, XLA
+    cannot reuse the memory of a donated array, so a step that starts at once would copy it.
+    """
+    deadline = time.monotonic() + _RELEASE_SECONDS
+    for view in views:
+        while view() is not None and time.monotonic() < deadline:
+            time.sleep(_RELEASE_INTERVAL_SECONDS)
+
+
 def _split_into_pieces(name: str, x: jax.Array | SplitArray, chunk_shape: Sequence[int]) -> Iterator[_Piece]:
     """Split the part of an array that this process writes; each shard comes from only one process.
 
@@ -211,6 +236,23 @@ class _Upload:
             raise OSError("the primary process did not commit it")
 
     def _write_arrays(self) -> None:
+        """Write the arrays of this process. Afterwards, with a window, nothing refers to them any more."""
+        views: list[weakref.ref[np.ndarray]] = []
+        try:
+            self._write_pieces(views)
+        except BaseException as error:
+            # The error outlives the save, and its frames refer to rows of the state.
+            traceback.clear_frames(error.__traceback__)
+            raise
+        finally:
+            # Without a window the upload itself keeps its copies.
+            if self.window_bytes is not None:
+                _wait_until_released(views)
+        if self.count > 1:
+            self._note(self.process).write_text("")
+
+    def _write_pieces(self, views: list[weakref.ref[np.ndarray]]) -> None:
+        """Write all pieces, and add the arrays that own their rows to `views`."""
         # Open all arrays before waiting for the first one: each takes a network request.
         opening = {}
         for name, spec in self.specs.items():
@@ -228,14 +270,15 @@ class _Upload:
                 del write
             # The rows do not change until they are written, so tensorstore need not copy them.
             store = opening[piece.name].result()
-            write = store[piece.index].write(piece.read(), can_reference_source_data_indefinitely=True)
+            rows = piece.read()
+            views.append(_refer_to_base(rows))
+            write = store[piece.index].write(rows, can_reference_source_data_indefinitely=True)
+            del rows
             self.on_progress()
             writes.append((write, piece.nbytes))
             written_bytes += piece.nbytes
         for write, _ in writes:
             write.result()
-        if self.count > 1:
-            self._note(self.process).write_text("")
 
     def _commit(self) -> None:
         """Write the manifest, which commits the checkpoint. Raises OSError if a process has not written its part."""

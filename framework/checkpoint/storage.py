@@ -20,7 +20,9 @@ import jax
 import numpy as np
 
 from plimsoll.framework.checkpoint.directory import MANIFEST, STATE, CheckpointCorruptError, summarize_error
+from plimsoll.framework.files import durable
 from plimsoll.framework.layout import SplitArray, SplitSpec
+from plimsoll.framework.processes import distributed
 
 # Arrays, and the shape, dtype and sharding of each array, by path in the state.
 Arrays = dict[str, jax.Array | SplitArray]
@@ -43,7 +45,7 @@ def write(path: Path, arrays: Mapping[str, jax.Array], manifest: dict[str, objec
     """Start to write a checkpoint to `path`, atomically; the arrays may be donated when this returns. Collective.
 
     Returns:
-        A function that waits for the commit, in any thread, and raises any error.
+        A function that waits for the commit, in any thread, and raises any error. Then the checkpoint is on disk.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -59,7 +61,16 @@ def write(path: Path, arrays: Mapping[str, jax.Array], manifest: dict[str, objec
     checkpointables = {STATE: stored, MANIFEST: manifest}
     with context:
         response = ocp.save_checkpointables_async(str(path), checkpointables)
-    return response.result
+
+    def finish() -> None:
+        response.result()
+        # Orbax syncs the arrays to disk, but not their index, the manifest, or the file names. Without syncing these, a
+        # power cut would lose the checkpoint.
+        if distributed.is_primary():
+            durable.sync_tree(path)
+            durable.sync(path.parent)
+
+    return finish
 
 
 def copy_to_numpy(x: jax.Array) -> np.ndarray:

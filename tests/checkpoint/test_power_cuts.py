@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -27,6 +28,9 @@ from plimsoll.framework.files.workdir import write_json
 from tests.support.runs import ROOT
 
 MIB = 1 << 20
+# Saves with a copy of the state, and through a window of host memory.
+WINDOWS = [None, 1024]
+WINDOW_NAMES = ["copy", "window"]
 
 
 def make_state(step: int) -> dict[str, jax.Array]:
@@ -68,28 +72,33 @@ def paths_under(folder: Path) -> set[str]:
     return {str(path) for path in (folder, *folder.rglob("*"))}
 
 
-def test_step_is_synced_before_older_steps_are_deleted(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+@pytest.mark.parametrize("window_bytes", WINDOWS, ids=WINDOW_NAMES)
+def test_step_is_synced_before_older_steps_are_deleted(
+    tmp_path: Path, calls: list[tuple[str, str]], window_bytes: int | None
+) -> None:
     with Checkpointer(directory=tmp_path, keep=1) as checkpointer:
-        checkpointer.save(1, make_state(1), {})
+        checkpointer.save(1, make_state(1), {}, window_bytes=window_bytes)
         checkpointer.wait()
         calls.clear()
-        checkpointer.save(2, make_state(2), {})
+        checkpointer.save(2, make_state(2), {}, window_bytes=window_bytes)
     synced_before_removal = set()
     for call, path in calls:
         if path.endswith("00000001.deleting"):
             break
         if call == "fsync":
-            synced_before_removal.add(path)
+            # A save through a window syncs its files before it renames their folder.
+            synced_before_removal.add(path.replace(".writing", ""))
     else:
         pytest.fail("the older step was not removed")
     assert paths_under(tmp_path / "00000002") <= synced_before_removal
     assert str(tmp_path) in synced_before_removal, "the step's own name"
 
 
-def test_a_frozen_part_is_synced(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+@pytest.mark.parametrize("window_bytes", WINDOWS, ids=WINDOW_NAMES)
+def test_a_frozen_part_is_synced(tmp_path: Path, calls: list[tuple[str, str]], window_bytes: int | None) -> None:
     with Checkpointer(directory=tmp_path) as checkpointer:
-        checkpointer.save(1, {"parameter": make_state(1), "frozen": make_state(0)}, {})
-    synced = {path for call, path in calls if call == "fsync"}
+        checkpointer.save(1, {"parameter": make_state(1), "frozen": make_state(0)}, {}, window_bytes=window_bytes)
+    synced = {path.replace(".writing", "") for call, path in calls if call == "fsync"}
     assert paths_under(tmp_path / "frozen" / "00000001") | {str(tmp_path / "frozen"), str(tmp_path)} <= synced
 
 
@@ -135,11 +144,15 @@ def test_complete_successor_is_kept(tmp_path: Path) -> None:
 
 SAVES = """
 import sys, time
+from plimsoll.framework.checkpoint import chunk_store
 from plimsoll.framework.checkpoint.checkpointer import Checkpointer
 from tests.checkpoint.test_power_cuts import make_state
+window_bytes = int(sys.argv[4]) or None
+# Several files per array, as in arrays of gigabytes.
+chunk_store._MIN_CHUNK_BYTES = 256
 with Checkpointer(directory=sys.argv[1], keep=int(sys.argv[2])) as checkpointer:
     for step in range(1, 1000000):
-        checkpointer.save(step, make_state(step), {"step": step})
+        checkpointer.save(step, make_state(step), {"step": step}, window_bytes=window_bytes)
         checkpointer.wait()
         print(step, flush=True)
         time.sleep(float(sys.argv[3]))
@@ -170,24 +183,39 @@ def can_mount(folder: Path) -> bool:
         return False
 
 
-def find_losses(folder: Path, *, keep: int, every: float, cuts: int) -> list[str]:
-    """Cut the power at random moments while checkpoints are saved, and return what was lost at each cut, if anything.
+@dataclass
+class Cuts:
+    """Result of several power cuts.
+
+    Attributes:
+        lost: descriptions of the cuts that lost a committed checkpoint.
+        num_within_windows: number of cuts while a save through a window was not committed yet.
+    """
+
+    lost: list[str]
+    num_within_windows: int
+
+
+def cut_power(folder: Path, *, keep: int, every: float, cuts: int, window_bytes: int | None) -> Cuts:
+    """Cut the power at random moments while checkpoints are saved.
 
     Args:
         folder: working directory.
         keep: number of checkpoints to keep.
         every: seconds between two saves.
         cuts: number of power cuts.
+        window_bytes: window of each save; None for a copy of the state.
     """
     image = folder / "disk.img"
     image.write_bytes(b"")
     os.truncate(image, 64 * MIB)
     subprocess.run(["mkfs.ext4", "-q", image], check=True)
     draw = random.Random(0)
-    lost = []
+    result = Cuts([], 0)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     with mount_image(image, folder / "disk") as disk:
         words = [sys.executable, "-c", SAVES, str(disk / "checkpoints"), str(keep), str(every)]
+        words.append(str(window_bytes or 0))
         with subprocess.Popen(words, env=environment, cwd=ROOT, stdout=subprocess.PIPE) as saver:
             try:
                 os.set_blocking(saver.stdout.fileno(), False)  # pyright: ignore[reportOptionalMemberAccess]
@@ -201,16 +229,17 @@ def find_losses(folder: Path, *, keep: int, every: float, cuts: int) -> list[str
                     said += saver.stdout.read() or b""  # pyright: ignore[reportOptionalMemberAccess]
                     copy = folder / "copy.img"
                     shutil.copyfile(image, copy)
+                    result.num_within_windows += any((disk / "checkpoints").glob("*.writing"))
                     saver.send_signal(signal.SIGCONT)
                     said = said[said.rindex(b"\n", 0, -1) + 1 :] if said.count(b"\n") > 1 else said
                     committed = int(said)
                     with mount_image(copy, folder / f"cut-{number}") as place:
                         problem = problem_after_cut(place / "checkpoints", committed)
                     if problem:
-                        lost.append(f"cut {number}, after step {committed} was committed: {problem}")
+                        result.lost.append(f"cut {number}, after step {committed} was committed: {problem}")
             finally:
                 saver.kill()
-    return lost
+    return result
 
 
 def problem_after_cut(checkpoints: Path, committed: int) -> str | None:
@@ -227,8 +256,13 @@ def problem_after_cut(checkpoints: Path, committed: int) -> str | None:
 
 
 @pytest.mark.pairs
+@pytest.mark.parametrize("window_bytes", WINDOWS, ids=WINDOW_NAMES)
 @pytest.mark.parametrize("keep", [1, 3])
-def test_no_power_cut_loses_what_was_committed(tmp_path: Path, keep: int) -> None:
+def test_no_power_cut_loses_what_was_committed(tmp_path: Path, keep: int, window_bytes: int | None) -> None:
     if not can_mount(tmp_path):
         pytest.skip("mounting an image of a file system needs root and loop devices")
-    assert find_losses(tmp_path, keep=keep, every=0.0, cuts=10) == []
+    result = cut_power(tmp_path, keep=keep, every=0.0, cuts=10, window_bytes=window_bytes)
+    assert result.lost == []
+    print(f"{result.num_within_windows} of 10 cuts within a window")
+    # Saves follow one another, and most of the time of each is spent before its commit.
+    assert result.num_within_windows >= 3 if window_bytes else result.num_within_windows == 0
