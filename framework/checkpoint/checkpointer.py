@@ -36,6 +36,7 @@ from plimsoll.framework.checkpoint.integrity import checksums
 from plimsoll.framework.checkpoint.state_groups import select_groups, split_frozen
 from plimsoll.framework.checkpoint.storage import AbstractArrays
 from plimsoll.framework.config import PositiveInt
+from plimsoll.framework.devices.allocator import keeps_freed_memory, release_freed_memory
 from plimsoll.framework.files import durable
 from plimsoll.framework.files.remote import is_url
 from plimsoll.framework.layout import Nested, PyTree, SplitArray, flatten
@@ -276,6 +277,10 @@ class Checkpointer:
             self._is_settled.set()
         if is_committed and distributed.is_primary():
             self._remove_old(step)
+        # The copies that were written are free, but their pages still belong to the process.
+        del finish_write
+        if not keeps_freed_memory():
+            release_freed_memory()
 
     def _commit(self, step: int, finish_write: Callable[[], None]) -> bool:
         """Wait for the commit and record it, or the error; returns whether the checkpoint is committed."""

@@ -19,6 +19,8 @@ _M_MMAP_MAX = -4
 _M_ARENA_MAX = -8
 # Bytes of device memory of the largest step whose freed memory is kept.
 MAX_KEPT_BYTES = 512 << 20
+# Outcomes of the calls of `keep_freed_memory`, which lasts until the process ends.
+_outcomes: list[bool] = []
 # Environment variables with which a user configures malloc.
 _USER_VARIABLES = (
     "MALLOC_ARENA_MAX",
@@ -43,7 +45,14 @@ def keep_freed_memory() -> bool:
     if not mallopt(_M_MMAP_MAX, 0):
         return False
     # Never return the end of the heap to the kernel.
-    return bool(mallopt(_M_TRIM_THRESHOLD, -1))
+    is_kept = bool(mallopt(_M_TRIM_THRESHOLD, -1))
+    _outcomes.append(is_kept)
+    return is_kept
+
+
+def keeps_freed_memory() -> bool:
+    """Return whether `keep_freed_memory` has succeeded in this process."""
+    return any(_outcomes)
 
 
 def share_one_heap() -> bool:

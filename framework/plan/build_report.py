@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from plimsoll.framework.config import Config
+from plimsoll.framework.devices.accelerators import GIB, HOST_LIMIT, HOST_MEMORY_FRACTION
 from plimsoll.framework.layout import Nested, TrainState, merge
 from plimsoll.framework.plan import cache, dry_run
 from plimsoll.framework.plan.buffer_names import REPORT_GROUPS, NamedBuffer
@@ -388,6 +389,12 @@ def _add_host(report: PlanReport, host: HostMemoryModel, peaks: dict[str, PhaseR
     if host.window_bytes is not None:
         notes.append(
             f"saves go through a window of {human_bytes(host.window_bytes)} of host memory, and training waits for each"
+        )
+    limit = need.limit_bytes
+    # `plimsoll train` leaves the rest to other memory unless the variable is set.
+    if report.platform == "gpu" and limit is not None and report.host_process_bytes > HOST_MEMORY_FRACTION * limit:
+        notes.append(
+            f"set {HOST_LIMIT}={-(-report.host_process_bytes // GIB)}, or XLA may not pin all offloaded arrays"
         )
     return replace(report, host=need, notes=notes, fits=report.fits and need.fits)
 

@@ -49,7 +49,7 @@ PROCESS_BYTES: Mapping[str, int] = {"cpu": 400 * MIB, "gpu": 2 * GIB, "tpu": 2 *
 # to 5 GiB for a step when planning.
 COMPILER_BYTES: Mapping[str, int] = {"cpu": 300 * MIB, "gpu": 5 * GIB, "tpu": 5 * GIB}
 # Memory that stays occupied by compiled programs. CPU: measured. TPU and GPU: assumed.
-PROGRAM_BYTES: Mapping[str, int] = {"cpu": 400 * MIB, "gpu": 512 * MIB, "tpu": 512 * MIB}
+PROGRAM_BYTES: Mapping[str, int] = {"cpu": 440 * MIB, "gpu": 512 * MIB, "tpu": 512 * MIB}
 # What the operating system needs of a machine that is not this one. Assumed.
 SYSTEM_BYTES = GIB
 
@@ -134,9 +134,9 @@ class HostMemoryModel:
         whole_bytes = self._device_bytes + self._offloaded_bytes
         # A process reads only the shards of its own devices.
         passing = min(read_bytes(max(leaf.spec.num_bytes for leaf in self._layout)), count * whole_bytes)
-        copied = self._copied_bytes
+        writing = self._copied_bytes
         if self.window_bytes is not None:
-            copied = min(copied, self.window_bytes)
+            writing = min(writing, self.window_bytes)
         split_stages = {part.stage for part in self._parts.parts}
         joined = 0
         # The optimizer's state is freed before.
@@ -153,23 +153,21 @@ class HostMemoryModel:
         host = self._offloaded_bytes
         return {
             "restore": PhaseReport(self._device_bytes, host + passing // count),
-            "save": PhaseReport(self._device_bytes, host + copied // count),
+            "save": PhaseReport(self._device_bytes, host + writing // count),
             "end": PhaseReport(self._device_bytes, max(host - kept + joined, 0)),
         }
 
-    def report(self, peaks: Mapping[str, PhaseReport], compiler_bytes: int | None = None) -> HostReport:
+    def report(self, peaks: Mapping[str, PhaseReport]) -> HostReport:
         """Return the need by phase.
 
         Args:
             peaks: memory of the arrays by phase, per device; a step ("train") and what `checkpoint_peaks` returns, and
                 more phases if they are known.
-            compiler_bytes: memory of the compiler while it works, if it was measured.
         """
         process = self._host.process_bytes
-        compiler = COMPILER_BYTES[self._platform] if compiler_bytes is None else compiler_bytes
         phases: dict[str, dict[str, int]] = {
             "start": {PROCESS: process},
-            "compile": {PROCESS: process, COMPILER: compiler},
+            "compile": {PROCESS: process, COMPILER: COMPILER_BYTES[self._platform]},
         }
         step = peaks.get("train", PhaseReport(self._device_bytes, self._offloaded_bytes))
         for name, peak in peaks.items():

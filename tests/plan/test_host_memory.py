@@ -122,7 +122,7 @@ def test_memory_of_cpu_devices_is_host_memory(program: Program) -> None:
 
 def test_a_save_that_has_no_room_goes_through_a_window(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     base = PROCESS + 512 * MIB + 8 * STATE + 4 * _count_batch_bytes(program)
-    copied = host_memory.save_window.count_copied_bytes(program.layout, program.backend.parts, 8, "cpu")
+    copied = host_memory.save_window.count_copied_bytes(program.layout, program.backend.parts, 8, "gpu")
     room = base + copied + GIB
     assert build_model(program, room).window_bytes is None
     assert build_model(program, room - 1).window_bytes == (copied + GIB - 1) // 4
