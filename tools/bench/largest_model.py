@@ -140,7 +140,7 @@ def _line(row: Mapping[str, Any]) -> str:
         "" if arithmetic is None else f"{arithmetic}B",
         str(point["layers"]),
         f"{human_bytes(choice['peak'])}{used}{judge}",
-        human_bytes(choice["host_need"]),
+        human_bytes(choice["host_need"]) if "host_need" in choice else f"{human_bytes(choice['host'])} of arrays",
         "-" if rate is None else human_count(rate),
         human_duration(row["seconds"]),
         f"`{flags(Setting(*pair) for pair in choice['settings'])}`",
