@@ -82,7 +82,7 @@ def test_without_statistics_arrays_are_counted(mesh):
     sizes = live_array_bytes()
     assert found.device_bytes == max(sizes.get((device, "device"), 0) for device in jax.devices())  # the fullest device
     assert found.device_bytes >= on_one.nbytes
-    assert set(found.metrics()) == {"memory/device_bytes", "memory/host_bytes", "memory/rss_bytes"}
+    assert set(found.metrics()) == {f"memory/{name}_bytes" for name in ("device", "host", "rss", "rss_peak")}
     assert memory_in_use([jax.devices()[2]]).device_bytes < found.device_bytes
     del on_host
 

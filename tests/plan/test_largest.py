@@ -100,8 +100,9 @@ def test_compiler_result_overrides_the_estimate():
 def test_nothing_fits():
     found = frontier(Answers(1e6))
     assert (found.points, found.failure) == ([], "too much")
-    rows = frontier_tables.frontier_sections([found])[-1].rows
-    assert rows[1] == ["base config", "none", "too much"]
+    largest, reasons = frontier_tables.frontier_sections([found])
+    assert largest.rows[1] == ["base config", "none", *[""] * 5]
+    assert reasons.rows == [["base config", "too much"]]
 
 
 @pytest.mark.pairs
@@ -121,6 +122,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert sizes[0] < sizes[1], "smaller moments leave room for a larger model"
 
 
+def test_a_host_that_is_too_small_is_named(capsys: pytest.CaptureFixture[str]):
+    flags = ["--config=gpt2-124m", "--target=rtx3060", "--largest", "--estimate", "--config.data.global_batch_size=1"]
+    flags += ["--config.data.seq_len=128", "--config.memory.remat=full", "--config.memory.update=after_backward"]
+    flags += ["--config.memory.optimizer_state=device", "--host_memory_gib=4"]
+    assert plan.main(flags) == 4
+    said = capsys.readouterr().out
+    assert "nothing fits" in said
+    assert "and 8.00 GiB per host, which has 4.00 GiB" in said
+
+
 @pytest.mark.pairs
 def test_several_targets_are_several_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "largest.json"
@@ -132,7 +143,7 @@ def test_several_targets_are_several_lines(tmp_path: Path, capsys: pytest.Captur
     content = json.loads(file.read_text())
     assert [series["name"] for series in content] == ["rtx3060x1", "rtx3090x1"]
     sizes: list[Any] = [series["points"][-1]["parameters"] for series in content]
-    assert 1.8 < sizes[1] / sizes[0] < 2.2, "one card has 12 GB, the other 24"
+    assert 1.8 < sizes[1] / sizes[0] < 2.4, "one card has 12 GB, the other 24, and both lose about the same to CUDA"
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,8 @@ _AIM_STEP = 0.02
 # If the memory of a host is unknown, assume this multiple of the memory of its devices: hosts usually have two to four
 # times as much.
 ASSUMED_HOST = 3
+# But at least this many bytes.
+_LEAST_ASSUMED_HOST = 16 << 30
 _SCALE_RANGE = (0.5, 2.0)
 
 
@@ -208,7 +210,8 @@ def with_host_memory(target: Target, device: int | None, host: int | None) -> Ta
         host: memory of each host, in bytes; None takes the target's own, or an assumption if that is unknown.
     """
     if host is None and target.host_limit_bytes is None and device is not None:
-        host = ASSUMED_HOST * device * target.num_devices // target.num_processes
+        devices_bytes = device * target.num_devices // target.num_processes
+        host = max(ASSUMED_HOST * devices_bytes, _LEAST_ASSUMED_HOST)
     return target if host is None else replace(target, host_bytes=host)
 
 

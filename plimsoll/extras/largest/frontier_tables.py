@@ -15,16 +15,19 @@ _COLORS = ("#30638e", "#d1495b", "#00798c", "#edae49", "#6a4c93", "#2e933c")
 def frontier_sections(frontiers: Sequence[Frontier]) -> list[TableSection]:
     """Return a table for each frontier, and one that compares the largest sizes."""
     tables = []
+    failures = []
     largest = [["", "parameters", "layers", "heads", "device", "host", "tokens/s"]]
     for frontier in frontiers:
         if not frontier.points:
-            largest.append([frontier.name, "none", frontier.failure])
+            largest.append([frontier.name, "none", *[""] * 5])
+            failures.append([frontier.name, frontier.failure])
             continue
         rows = [["parameters", "layers", "heads", "device", "host", "tokens/s", "settings"]]
         rows += [[*_format_point(point), point.choice.flags or "unchanged"] for point in frontier.points]
         tables.append(TableSection(f"frontier, {frontier.name}", rows))
         largest.append([frontier.name, *_format_point(frontier.points[-1])])
-    return [*tables, TableSection("largest model that fits", largest)]
+    sections = [*tables, TableSection("largest model that fits", largest)]
+    return [*sections, TableSection("nothing fits", failures)] if failures else sections
 
 
 def _format_point(point: FrontierPoint) -> list[str]:
