@@ -90,7 +90,7 @@ class HostReport:
 
     @property
     def fits(self) -> bool:
-        """Whether the machine has that memory; True if the limit is unknown."""
+        """True if the machine has that memory, or if the limit is unknown."""
         return self.limit_bytes is None or self.peak_bytes <= self.limit_bytes
 
 

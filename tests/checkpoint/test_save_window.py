@@ -96,7 +96,7 @@ def test_a_split_stack_is_saved_as_a_whole_one(tmp_path: Path, counts: tuple[int
 
 
 def test_separate_layers_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What was written through a window is not read as whole stacks, which the host may have no room for."""
+    """A save through a window is not read as whole stacks, because the host may have no room for them."""
     memory = {"update": "layer_programs", "remat": "full", "optimizer_state": "pinned_host:1"}
     program = small.program(small.experiment(small.llama(), mesh={"data": 2, "fsdp": 4}, memory=memory))
     backend = program.backend
