@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 
 
-@dataclass(frozen=True, eq=False)
-class SplitSpec:
-    """The spec of a `SplitArray`: a leaf of an abstract state, not a pytree.
+class _Split:
+    """The properties of the whole array, from its parts along the first axis."""
 
-    Attributes:
-        parts: specs of the parts, with shardings.
-    """
-
-    parts: tuple[jax.ShapeDtypeStruct, ...]
+    parts: tuple[Any, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -33,6 +29,17 @@ class SplitSpec:
     def size(self) -> int:
         """Return the number of elements."""
         return math.prod(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class SplitSpec(_Split):
+    """The spec of a `SplitArray`: a leaf of an abstract state, not a pytree.
+
+    Attributes:
+        parts: specs of the parts, with shardings.
+    """
+
+    parts: tuple[jax.ShapeDtypeStruct, ...]
 
     @property
     def sharding(self) -> jax.sharding.Sharding:
@@ -50,7 +57,7 @@ class SplitSpec:
 
 
 @dataclass(frozen=True, eq=False)
-class SplitArray:
+class SplitArray(_Split):
     """An array whose first axis is stored in parts, such as the weights of a stack with separate layers.
 
     It is a leaf of a tree, not a pytree, and has the properties of the whole array.
@@ -60,21 +67,6 @@ class SplitArray:
     """
 
     parts: tuple[jax.Array, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of the whole array."""
-        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Return the dtype of all parts."""
-        return self.parts[0].dtype
-
-    @property
-    def size(self) -> int:
-        """Return the number of elements."""
-        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
