@@ -40,7 +40,7 @@ def check_pinned_memory(program: Program, platform: str | None = None) -> None:
     platform = platform or program.mesh.devices.flat[0].platform
     if platform != "gpu":
         return
-    offloaded_bytes = _count_offloaded_bytes(program)
+    offloaded_bytes = count_offloaded_bytes(program)
     count = len(program.mesh.local_devices)
     need = count * sum(offloaded_bytes.values())
     # XLA pins at most 64 GiB unless the environment variable raises the limit.
@@ -73,7 +73,7 @@ def predict_host_memory(program: Program, process_bytes: int, limit: int | None,
     model = HostMemoryModel(program.experiment, layout, platform, num_local_devices, jax.process_count(), host)
     device_bytes = layout.bytes_per_device(memory_kind="device") if step_peak is None else step_peak
     peaks = model.checkpoint_peaks()
-    step = PhaseReport(device_bytes, sum(_count_offloaded_bytes(program).values()))
+    step = PhaseReport(device_bytes, sum(count_offloaded_bytes(program).values()))
     # The programs of initialization and evaluation are not compiled yet; both need less than the step.
     state = PhaseReport(
         layout.bytes_per_device(memory_kind="device"), layout.bytes_per_device(memory_kind="pinned_host")
@@ -82,15 +82,20 @@ def predict_host_memory(program: Program, process_bytes: int, limit: int | None,
     return model.report(peaks)
 
 
-def _count_offloaded_bytes(program: Program) -> dict[str, int]:
-    """Return the bytes per device that a run keeps in host memory, by group of the state and by other purpose."""
+def count_offloaded_bytes(program: Program, target: Target | None = None) -> dict[str, int]:
+    """Return the bytes per device that a run keeps in host memory, by group of the state and by other purpose.
+
+    Args:
+        program: the program to train with.
+        target: machine that the program was built for; None means the devices of this machine.
+    """
     memory = program.experiment.memory
     offloaded_bytes: dict[str, int] = {}
     for group in GROUPS:
         offloaded_bytes[group] = program.layout.bytes_per_device(group, "pinned_host")
     if memory.activations.uses_host or "offload" in memory.remat:
         # Activations are not part of the layout.
-        estimate = estimate_for_target(program.experiment, resolve("local"))
+        estimate = estimate_for_target(program.experiment, target or resolve("local"))
         offloaded_bytes["activations"] = estimate.host_breakdown["activations"]
     batch_transform = program.experiment.batch_transform
     if batch_transform is not None:

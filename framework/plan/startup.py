@@ -145,15 +145,15 @@ def dry_run(name: str, config: Config, experiment: Experiment, target: Target, f
     except FileNotFoundError as error:
         missing = f"not on this machine: {error}"
     host = build_host_model(experiment, program.layout, target)
-    step = PhaseReport(
-        program.layout.bytes_per_device(memory_kind="device"),
-        program.layout.bytes_per_device(memory_kind="pinned_host"),
-    )
+    offloaded = sum(memory_budget.count_offloaded_bytes(program, target).values())
+    # The memory of the step itself is not known yet; it is host memory only on a CPU.
+    step = PhaseReport(program.layout.bytes_per_device(memory_kind="device"), offloaded)
     host_report = host.report(host.checkpoint_peaks() | {"train": step})
     print(render([*build_start_table(name, program, host_report, missing), process_table(program)]), flush=True)
     start = time.perf_counter()
     need = memory_budget.measure_need(program)
     seconds = time.perf_counter() - start
+    host_report = host.report(host.checkpoint_peaks() | {"train": PhaseReport(need.peak, offloaded)})
     if limit is None:
         limit = target.get_limit_bytes(dict(program.mesh.shape))
     refusal = memory_budget.explain_refusal(config, program, need, limit, target) or explain_host_refusal(host_report)
