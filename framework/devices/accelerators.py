@@ -20,10 +20,8 @@ _TABLES = ("accelerators.toml", "gpus_server.toml", "gpus_workstation.toml")
 # Optional prefixes of a card's name: "NVIDIA GeForce RTX 4090", "rtx4090" and "4090" are the same card.
 _MAKERS = ("nvidia", "tesla", "geforce", "rtx")
 # This variable limits the host memory that XLA pins on a GPU machine, in GiB for all GPUs of a process; the default is
-# 64. The pool grows on demand, so `plimsoll train` sets the limit to most of the machine's memory and leaves the rest
-# to Python, data and checkpoints.
+# 64. The pool grows on demand, in regions that double in size, and never shrinks.
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-HOST_MEMORY_FRACTION = 0.9
 
 
 class Device(Protocol):

@@ -1,4 +1,4 @@
-"""Configures the C library to keep the memory that CPU programs free.
+"""Configures whether the C library keeps the memory that CPU programs free.
 
 XLA on CPU allocates a step's temporary buffers at the start of the step and frees them at its end. By default, the C
 library returns large blocks to the kernel. The kernel then hands them out again as pages, which it zeroes one by one
@@ -15,10 +15,13 @@ from collections.abc import Callable
 
 # Parameters of mallopt, as glibc's malloc.h numbers them.
 _M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 _M_MMAP_MAX = -4
 _M_ARENA_MAX = -8
 # Bytes of device memory of the largest step whose freed memory is kept.
 MAX_KEPT_BYTES = 512 << 20
+# Smallest block that `return_freed_blocks` returns. The kernel zeroes 1 MiB in about 0.2 ms.
+_LARGE_BLOCK_BYTES = 1 << 20
 # Outcomes of the calls of `keep_freed_memory`, which lasts until the process ends.
 _outcomes: list[bool] = []
 # Environment variables with which a user configures malloc.
@@ -48,6 +51,17 @@ def keep_freed_memory() -> bool:
     is_kept = bool(mallopt(_M_TRIM_THRESHOLD, -1))
     _outcomes.append(is_kept)
     return is_kept
+
+
+def return_freed_blocks() -> bool:
+    """Make glibc return every freed block of at least 1 MiB to the kernel at once. Return whether that succeeded.
+
+    For steps that are too large to keep their memory. By default, glibc raises the limit from which a block has its own
+    mapping to the size of the largest block that was freed, up to 32 MiB. The arrays of single layers are then in the
+    heap, which other blocks break up: a run of 2.3 GiB of layers took 0.7 GiB more.
+    """
+    mallopt = _mallopt()
+    return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES))
 
 
 def keeps_freed_memory() -> bool:

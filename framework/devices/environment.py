@@ -3,20 +3,26 @@
 import os
 from collections.abc import Callable, Mapping
 
+# What a process with a GPU holds in host memory besides the arrays of JAX: Python, libraries and compiled programs.
+# Assumed, as in plan/host_memory.py.
+_NOT_PINNED_BYTES = 5 << 29
+
 
 def prepare_jax() -> None:
     """Check the environment variables of JAX's backends, and set defaults for those that are missing."""
     import jax  # noqa: F401
 
-    from plimsoll.framework.devices.accelerators import GIB, HOST_LIMIT, HOST_MEMORY_FRACTION
+    from plimsoll.framework.devices.accelerators import GIB, HOST_LIMIT
     from plimsoll.framework.devices.compiler import check_environment
-    from plimsoll.framework.devices.host import get_machine_memory_bytes
+    from plimsoll.framework.devices.host import get_free_memory_bytes
 
     check_environment()
 
-    # By default JAX uses at most 64 GiB of host memory. Only the GPU backend reads either variable.
-    host_gib = HOST_MEMORY_FRACTION * get_machine_memory_bytes() / GIB
-    os.environ.setdefault(HOST_LIMIT, str(int(host_gib)))
+    # By default JAX pins at most 64 GiB of host memory. The pool may grow beyond what is in it, so without a limit it
+    # could take what the rest of the process needs. Only the GPU backend reads the variable.
+    free_bytes = get_free_memory_bytes()
+    pinned_bytes = max(free_bytes - _NOT_PINNED_BYTES, free_bytes // 2)
+    os.environ.setdefault(HOST_LIMIT, str(pinned_bytes // GIB))
     # On a machine without TPU chips, which importing jax detects, libtpu would print five lines of complaints to
     # stderr if it is installed for planning.
     if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":

@@ -153,6 +153,9 @@ class ResidentMemory:
         # A run also spends the time between other phases in "start".
         if phase == "start" and "compile" in self.peaks:
             phase = "end" if "step" in self.peaks else "restore"
+        # The evaluation is compiled next to the state.
+        if phase == "compile" and "restore" in self.peaks:
+            phase = "step"
         size = rss_bytes()
         # The kernel's own peak also has what happened between two measurements.
         highest = peak_rss_bytes()

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 
 from plimsoll.framework.config import Config
-from plimsoll.framework.devices.accelerators import GIB, HOST_LIMIT, HOST_MEMORY_FRACTION
 from plimsoll.framework.layout import Nested, TrainState, merge
 from plimsoll.framework.plan import cache, dry_run
 from plimsoll.framework.plan.buffer_names import REPORT_GROUPS, NamedBuffer
@@ -39,12 +38,14 @@ from plimsoll.framework.program.program import Program
 from plimsoll.framework.schedules.stack_layout import PLACED_FIELDS
 from plimsoll.framework.schedules.step import training_context
 from plimsoll.framework.terminal.phases import SHORT, phase
-from plimsoll.framework.terminal.tables import human_bytes
+from plimsoll.framework.terminal.tables import human_bytes, human_duration
 
 # Packages of the compilers, by platform; jaxlib itself has the CPU compiler.
 COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda12-pjrt", "jax-cuda13-pjrt"), "cpu": ()}
 # Number of largest buffers in a report.
 _LARGEST = 30
+# Bytes per second that a process writes to storage, to give an idea of a save's duration: a local SSD's. Assumed.
+_DISK_RATE = 1e9
 
 
 @dataclass(frozen=True)
@@ -387,14 +388,10 @@ def _add_host(report: PlanReport, host: HostMemoryModel, peaks: dict[str, PhaseR
     need = host.report(host.checkpoint_peaks() | peaks)
     notes = list(report.notes)
     if host.window_bytes is not None:
+        seconds = host.written_bytes / _DISK_RATE
         notes.append(
-            f"saves go through a window of {human_bytes(host.window_bytes)} of host memory, and training waits for each"
-        )
-    limit = need.limit_bytes
-    # `plimsoll train` leaves the rest to other memory unless the variable is set.
-    if report.platform == "gpu" and limit is not None and report.host_process_bytes > HOST_MEMORY_FRACTION * limit:
-        notes.append(
-            f"set {HOST_LIMIT}={-(-report.host_process_bytes // GIB)}, or XLA may not pin all offloaded arrays"
+            f"saves go through a window of {human_bytes(host.window_bytes)} of host memory, and training waits for each: "
+            f"{human_duration(seconds)} for {human_bytes(host.written_bytes)}, if each process writes 1 GB/s"
         )
     return replace(report, host=need, notes=notes, fits=report.fits and need.fits)
 

@@ -40,14 +40,14 @@ _OTHER = {
 }
 
 # The phases of a run in their order; those of an auxiliary model follow "restore".
-_ORDER = ("start", "compile", "init", "restore", "train", "evaluation", "save", "end")
+_ORDER = ("start", "compile", "init", "restore", "train", "evaluation", "save", "end", "export")
 
 # Resident memory of a process that has imported everything. CPU: measured with Python 3.11 and jax 0.10.2. On a GPU it
 # includes CUDA's libraries, on a TPU libtpu: assumed, because nothing was measured on a device.
 PROCESS_BYTES: Mapping[str, int] = {"cpu": 400 * MIB, "gpu": 2 * GIB, "tpu": 2 * GIB}
 # Memory of the compiler while it works. CPU: measured for steps of 6 to 48 layers. TPU and GPU: the compilers took up
 # to 5 GiB for a step when planning.
-COMPILER_BYTES: Mapping[str, int] = {"cpu": 300 * MIB, "gpu": 5 * GIB, "tpu": 5 * GIB}
+COMPILER_BYTES: Mapping[str, int] = {"cpu": 350 * MIB, "gpu": 5 * GIB, "tpu": 5 * GIB}
 # Memory that stays occupied by compiled programs. CPU: measured. TPU and GPU: assumed.
 PROGRAM_BYTES: Mapping[str, int] = {"cpu": 440 * MIB, "gpu": 512 * MIB, "tpu": 512 * MIB}
 # What the operating system needs of a machine that is not this one. Assumed.
@@ -91,6 +91,7 @@ class HostMemoryModel:
     Attributes:
         window_bytes: bytes of host memory that a save goes through; None if it copies the state. If the host's memory
             is unknown, a window is the least that a save needs.
+        written_bytes: bytes that a save writes.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class HostMemoryModel:
         self._parts: StackParts = get_stack_split(experiment)
         self._device_bytes = layout.bytes_per_device(memory_kind="device")
         self._offloaded_bytes = layout.bytes_per_device(memory_kind="pinned_host")
+        self.written_bytes = save_window.count_written_bytes(layout, num_local_devices)
         self._copied_bytes = save_window.count_copied_bytes(layout, self._parts, num_local_devices, platform)
         free_bytes = 0
         if host.limit_bytes is not None:
@@ -184,12 +186,24 @@ class HostMemoryModel:
             parts[_OTHER.get(name, AUXILIARY)] = self._num_local_devices * max(other_bytes, 0)
             parts[BATCHES] = self._batch_bytes()
             phases[name] = parts
+        # The weights of a run of several processes may be exported on another machine.
+        if self._num_processes == 1:
+            phases["export"] = self._export_parts()
         if self._host.system_bytes:
             for parts in phases.values():
                 parts[SYSTEM] = self._host.system_bytes // self._host.num_processes
         ordered = sorted(phases, key=lambda name: _ORDER.index(name) if name in _ORDER else _ORDER.index("restore"))
         phases = {name: {part: size for part, size in phases[name].items() if size} for name in ordered}
         return HostReport(self._host.limit_bytes, self._host.num_processes, phases)
+
+    def _export_parts(self) -> dict[str, int]:
+        """Return what `plimsoll export` needs: a process that reads the model's weights and writes them one by one."""
+        weights = [leaf.spec.num_bytes for leaf in self._layout if leaf.group in ("parameter", "frozen", "buffer")]
+        # Reading needs more than the copies of one tensor that is written.
+        parts = {PROCESS: self._host.process_bytes, _OTHER["restore"]: read_bytes(max(weights, default=0))}
+        if self._platform == "cpu":
+            parts[DEVICES] = sum(weights)
+        return parts
 
     def _base_bytes(self) -> int:
         return self._host.process_bytes + PROGRAM_BYTES[self._platform] + self._batch_bytes()

@@ -24,15 +24,31 @@ def agree_on_window(program: Program) -> int | None:
     window_gib = program.experiment.checkpoint.window_gib
     backend = program.backend
     copied = count_copied_bytes(program.layout, backend.parts, len(program.mesh.local_devices), backend.platform)
-    # The processes on this machine save at the same time.
-    free_bytes = get_free_memory_bytes() // distributed.count_processes_here()
-    window = choose_window(copied, window_gib, free_bytes)
+    window = choose_window(copied, window_gib, _free_bytes_here())
     if distributed.is_true_on_all(window is None):
         return None
     if window_gib is not None:
         return int(window_gib * GIB)
+    return _agree_on_least(MAX_WINDOW_BYTES if window is None else window)
+
+
+def agree_on_default_window() -> int:
+    """Return the bytes of the window for a save that the caller waits for anyway. Collective."""
+    return _agree_on_least(_default_window(_free_bytes_here()))
+
+
+def _free_bytes_here() -> int:
+    # The processes on this machine save at the same time.
+    return get_free_memory_bytes() // distributed.count_processes_here()
+
+
+def _agree_on_least(window_bytes: int) -> int:
     # All processes write the same chunks, so they need the same window.
-    return -distributed.reduce_max(-(MAX_WINDOW_BYTES if window is None else window))
+    return -distributed.reduce_max(-window_bytes)
+
+
+def _default_window(free_bytes: int) -> int:
+    return min(MAX_WINDOW_BYTES, max(0, free_bytes) // 4)
 
 
 def choose_window(copied_bytes: int, window_gib: float | None, free_bytes: int | None) -> int | None:
@@ -48,7 +64,7 @@ def choose_window(copied_bytes: int, window_gib: float | None, free_bytes: int |
         return None if copied_bytes <= window else window
     if free_bytes is None or copied_bytes + _RESERVE_BYTES <= free_bytes:
         return None
-    return min(MAX_WINDOW_BYTES, max(0, free_bytes) // 4)
+    return _default_window(free_bytes)
 
 
 def count_copied_bytes(layout: StateLayout, parts: StackParts, num_local_devices: int, platform: str) -> int:
@@ -61,18 +77,23 @@ def count_copied_bytes(layout: StateLayout, parts: StackParts, num_local_devices
         platform: tpu, gpu or cpu.
     """
     split_stages = {part.stage for part in parts.parts}
-    total = 0
+    total = count_written_bytes(layout, num_local_devices)
+    # A GPU's checkpoints are not written by orbax, and parts of its stacks are not joined; see `Run.save`.
+    if platform == "gpu":
+        return total
+    # While it writes, orbax holds up to a second copy; half to three quarters of one were measured.
+    total *= 2
     for leaf in layout:
-        # Buffers of gradients are not saved.
-        if leaf.group == "gradient":
-            continue
-        held = leaf.bytes_per_device * num_local_devices
-        # Replicas on the devices of one process are written only once.
-        copied = min(leaf.spec.num_bytes, held)
-        # While it writes, orbax holds up to a second copy; half to three quarters of one were measured. It does not
-        # write the checkpoints of a GPU.
-        total += copied if platform == "gpu" else 2 * copied
-        # Parts of a stack are joined in host memory first, the replicas too; but not for a GPU, see `Run.save`.
-        if leaf.path.split("/")[1] in split_stages and platform != "gpu":
-            total += held
+        # Parts of a stack are joined in host memory first, the replicas too.
+        if leaf.group != "gradient" and leaf.path.split("/")[1] in split_stages:
+            total += leaf.bytes_per_device * num_local_devices
     return total
+
+
+def count_written_bytes(layout: StateLayout, num_local_devices: int) -> int:
+    """Return the bytes that each process writes at most, see `count_copied_bytes`.
+
+    Buffers of gradients are not saved. Replicas on the devices of one process are written only once.
+    """
+    leaves = (leaf for leaf in layout if leaf.group != "gradient")
+    return sum(min(leaf.spec.num_bytes, leaf.bytes_per_device * num_local_devices) for leaf in leaves)

@@ -34,7 +34,7 @@ from plimsoll.framework.program.run_length import report_length_change
 from plimsoll.framework.run import resuming
 from plimsoll.framework.terminal.phases import SHORT, phase
 from plimsoll.framework.terminal.progress import Progress
-from plimsoll.framework.terminal.tables import human_bytes
+from plimsoll.framework.terminal.tables import human_bytes, human_duration
 
 
 class Run:
@@ -244,10 +244,11 @@ class Run:
         with self.goodput.during("save"), phase(f"saving step {step}", patience=SHORT):
             self._saved_at = time.monotonic()
             window_bytes = save_window.agree_on_window(self.program)
-            if window_bytes is not None and not self._reported_window:
+            reports_window = window_bytes is not None and not self._reported_window
+            if reports_window:
                 self._reported_window = True
                 self.progress.print(
-                    f"saves go through a window of {human_bytes(window_bytes)} of host memory, and training waits for "
+                    f"saves go through a window of {human_bytes(window_bytes or 0)} of host memory, and training waits for "
                     "each"
                 )
             extra = {
@@ -264,7 +265,11 @@ class Run:
                 # Joined stacks would be in pinned memory, which a process with GPUs never returns; see `chunk_store`.
                 join = window_bytes is None and self.program.backend.platform != "gpu"
                 saved_state = self.program.backend.to_checkpoint(self.state, join=join)
+                start = time.monotonic()
                 self.checkpointer.save(step, saved_state, extra, window_bytes=window_bytes)
+                if reports_window:
+                    seconds = human_duration(time.monotonic() - start)
+                    self.progress.print(f"the save of step {step} blocked training for {seconds}")
 
     @contextmanager
     def _report_save_failures(self, step: int) -> Iterator[None]:

@@ -17,7 +17,12 @@ from plimsoll.framework.checkpoint.checkpointer import Checkpointer
 from plimsoll.framework.checkpoint.replicas import ReplicaMismatchError
 from plimsoll.framework.config import Config
 from plimsoll.framework.devices.accelerators import accelerator_name
-from plimsoll.framework.devices.allocator import MAX_KEPT_BYTES, keep_freed_memory, release_freed_memory
+from plimsoll.framework.devices.allocator import (
+    MAX_KEPT_BYTES,
+    keep_freed_memory,
+    release_freed_memory,
+    return_freed_blocks,
+)
 from plimsoll.framework.devices.host import rss_bytes
 from plimsoll.framework.files.workdir import Workdir, write_json
 from plimsoll.framework.layers.experts.router import Router
@@ -213,6 +218,8 @@ def _check_memory(
     # Each step on a CPU allocates the same temporary buffers; see `framework.devices.allocator`.
     if program.backend.platform == "cpu" and need.peak * len(program.mesh.local_devices) <= MAX_KEPT_BYTES:
         keep_freed_memory()
+    else:
+        return_freed_blocks()
     # One process may compile what another finds in its cache, so the processes can arrive here minutes apart.
     distributed.barrier("planned")
     if not need.message:

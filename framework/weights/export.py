@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
-import re
 import shutil
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from plimsoll.framework.files import durable, hub_models
 from plimsoll.framework.files.workdir import writing
@@ -30,6 +28,10 @@ from plimsoll.framework.weights.source import Source, layer_shape
 
 # File contents by name.
 Files = Mapping[str, bytes]
+# Names of dtypes in safetensors files.
+_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+# Upper bound for a tensor's entry in a header, without its name.
+_ENTRY_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,8 @@ def export_model(
 
     Args:
         to: a directory that must not exist yet; it appears once everything is written.
-        model, params: the model and its parameters, a nested dict of arrays, all on this process's devices; the weights
-            of one file are copied at a time.
+        model, params: the model and its parameters, a nested dict of arrays, all on this process's devices; one
+            tensor is copied at a time.
         family: the family of the model, see framework/families.
         facts: contents of config.json. Its `dtype` and `torch_dtype` are set to that of the tensors, and any
             `quantization_config` is left out.
@@ -133,8 +135,8 @@ def _write_weights(
     with phase("writing the weights", patience=SHORT) as writing_weights:
         for number, (file, shard) in enumerate(zip(files, shards, strict=True)):
             writing_weights.progress(number, num_files)
-            # The arrays are not bound to a variable, so that only one file's arrays are in memory at a time, not two.
-            _write_tensors(folder / file, {name: _join_tensor(model, flat_params, tensors[name]) for name in shard})
+            functions = {name: partial(_join_tensor, model, flat_params, tensors[name]) for name in shard}
+            _write_tensors(folder / file, functions)
 
 
 def export_adapters(
@@ -179,7 +181,7 @@ def export_adapters(
         "inference_mode": True,
     }
     with _create_atomically(to, extra_files) as folder:
-        _write_tensors(folder / "adapter_model.safetensors", tensors)
+        _write_tensors(folder / "adapter_model.safetensors", {name: lambda x=x: x for name, x in tensors.items()})
         _write(folder / "adapter_config.json", facts)
 
 
@@ -250,26 +252,37 @@ def _write(file: Path, facts: Mapping[str, object]) -> None:
         file.write_text(json.dumps(facts, indent=2) + "\n")
 
 
-def _write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Write a safetensors file with the permissions of the directory's other files.
+def _write_tensors(file: Path, tensors: Mapping[str, Callable[[], np.ndarray]]) -> None:
+    """Write a safetensors file, with one tensor in memory at a time; the library's `save_file` takes all at once.
+
+    The format (https://github.com/huggingface/safetensors#format): the size of the header, 8 bytes, little-endian; the
+    header, JSON, padded with spaces; the bytes of the tensors.
+
+    Args:
+        file: file to write.
+        tensors: a function that returns the tensor, by name.
 
     Raises:
         OSError: the file cannot be written.
     """
-    try:
-        save_file(tensors, file, {"format": "pt"})
-    except SafetensorError as error:
-        # The library reports a full disk only in the text of its message.
-        match = re.search(r"os error (\d+)", str(error))
-        if match is None:
-            raise
-        number = int(match[1])
-        raise OSError(number, os.strerror(number), str(file)) from error
-    # The library creates files with mode 0600, whatever the umask is. A new file shows the mode that the umask allows.
-    probe = file.with_name(f"{file.name}.mode")
-    probe.touch()
-    file.chmod(probe.stat().st_mode)
-    probe.unlink()
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    # The header is written last, because the shapes are known last; this is room for it.
+    header_bytes = 1024 + sum(len(json.dumps(name)) + _ENTRY_BYTES for name in tensors)
+    header_bytes += -header_bytes % 8
+    end = 0
+    with writing(file), file.open("wb") as stream:
+        stream.seek(8 + header_bytes)
+        for name, make in tensors.items():
+            tensor = make()
+            start = end
+            end += tensor.nbytes
+            header[name] = {"dtype": _DTYPES[str(tensor.dtype)], "shape": tensor.shape, "data_offsets": (start, end)}
+            stream.write(tensor.reshape(-1).view(np.uint8).data)
+            # Not while the next one is made.
+            del tensor
+        stream.seek(0)
+        stream.write(struct.pack("<Q", header_bytes))
+        stream.write(json.dumps(header).encode().ljust(header_bytes))
 
 
 @contextlib.contextmanager

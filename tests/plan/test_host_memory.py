@@ -57,9 +57,13 @@ def _count_batch_bytes(program: Program) -> int:
 def test_the_limit_is_set_by_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HOST_LIMIT, "")  # so that monkeypatch restores it afterwards
     monkeypatch.delenv(HOST_LIMIT)
-    monkeypatch.setattr(host, "get_machine_memory_bytes", lambda: 2000 * GIB)
+    monkeypatch.setattr(host, "get_free_memory_bytes", lambda: 2000 * GIB)
     cli.prepare_jax()
-    assert cli.os.environ[HOST_LIMIT] == "1800"
+    assert cli.os.environ[HOST_LIMIT] == "1997", "2.5 GiB are left to Python, libraries and programs"
+    monkeypatch.delenv(HOST_LIMIT)
+    monkeypatch.setattr(host, "get_free_memory_bytes", lambda: 4 * GIB)
+    environment.prepare_jax()
+    assert cli.os.environ[HOST_LIMIT] == "2", "at least half"
     monkeypatch.setenv(HOST_LIMIT, "7")
     environment.prepare_jax()
     assert cli.os.environ[HOST_LIMIT] == "7", "the user's own stays"
@@ -94,7 +98,7 @@ def test_the_parts_of_every_phase(program: Program) -> None:
     leaves = [leaf for leaf in program.layout if leaf.group != "gradient"]
     saved = sum(leaf.spec.num_bytes for leaf in leaves)
     report = predict(program, limit=64 * GIB)
-    assert list(report.phases) == ["start", "compile", "restore", "save", "end"]
+    assert list(report.phases) == ["start", "compile", "restore", "save", "end", "export"]
     assert report.phases["start"] == {"Python and libraries": PROCESS}
     assert report.phases["compile"] == {"Python and libraries": PROCESS, "compiler": 5 * GIB}
     save = report.phases["save"]
@@ -107,6 +111,8 @@ def test_the_parts_of_every_phase(program: Program) -> None:
     # Everything that a process holds passes through it at most once: the state is smaller than the buffer.
     passing = 8 * (program.layout.bytes_per_device(memory_kind="device") + STATE)
     assert report.phases["restore"]["reading the checkpoint"] == passing
+    # An export starts a process of its own, which reads the weights only.
+    assert report.phases["export"] == {"Python and libraries": PROCESS, "reading the checkpoint": 256 * MIB}
 
 
 def test_memory_of_cpu_devices_is_host_memory(program: Program) -> None:
@@ -114,6 +120,8 @@ def test_memory_of_cpu_devices_is_host_memory(program: Program) -> None:
     report = model.report(model.checkpoint_peaks() | {"train": PhaseReport(10 * MIB, STATE + MIB)})
     assert report.phases["train"]["memory of the devices"] == 80 * MIB
     assert report.phases["train"]["activations and temporaries"] == 8 * MIB
+    weights = sum(leaf.spec.num_bytes for leaf in program.layout if leaf.group == "parameter")
+    assert report.phases["export"]["memory of the devices"] == weights, "of the whole model, in one process"
     # A copy is written while the next steps run, so it comes on top of them.
     assert report.phases["save"]["memory of the devices"] == 80 * MIB
     assert report.phases["save"]["writing the checkpoint"] > 8 * MIB

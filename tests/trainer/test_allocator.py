@@ -63,3 +63,31 @@ def test_kept_memory_can_be_returned():
     command = [sys.executable, "-c", RETURN]
     output = subprocess.run(command, env=clean, capture_output=True, text=True, check=True).stdout
     assert int(output) > 60 << 20
+
+
+SMALL_BLOCKS = """
+import sys
+from plimsoll.framework.devices.allocator import return_freed_blocks
+from plimsoll.framework.metrics.memory import rss_bytes
+if sys.argv[1] == "return":
+    print(return_freed_blocks())
+# Freeing it raises glibc's limit for separate mappings to 24 MiB.
+bytearray(24 << 20)
+blocks = [bytearray(8 << 20) for _ in range(16)]
+# The last block stays, so the end of the heap cannot be trimmed.
+del blocks[:-1]
+print(rss_bytes())
+"""
+
+
+@pytest.mark.pairs
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_freed_blocks_are_returned():
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    outputs = {}
+    for argument in ("leave", "return"):
+        command = [sys.executable, "-c", SMALL_BLOCKS, argument]
+        done = subprocess.run(command, env=clean, capture_output=True, text=True, check=True)
+        outputs[argument] = done.stdout.split()
+    assert outputs["return"][0] == "True"
+    assert int(outputs["leave"][0]) - int(outputs["return"][1]) > 100 << 20

@@ -31,6 +31,7 @@ from plimsoll.framework.checkpoint.directory import (
 )
 from plimsoll.framework.layout import PyTree, flatten
 from plimsoll.framework.processes import distributed
+from plimsoll.framework.program.save_window import agree_on_default_window
 
 # Key in a manifest's `extra` for the notes on leaves that are not plain arrays.
 _NOTES = "$leaves"
@@ -69,9 +70,8 @@ def save(
 
     If a process is killed during the save, earlier steps stay intact, and the next save removes the leftover files.
 
-    Complexity, for B bytes in a process's shards: each byte is read once for its checksum and written once. On CPU, a
-    copy of the B bytes is held until they are written. On an accelerator, host memory holds only the arrays that are
-    being written to disk.
+    Complexity, for B bytes in a process's shards: each byte is read once for its checksum and written once. Host memory
+    holds at most 1 GiB of them at a time, or a quarter of what is free if that is less.
 
     Args:
         directory: a local directory, created if missing, or one in an object store (gs://, s3://).
@@ -103,7 +103,7 @@ def save(
         exists = distributed.broadcast_from_primary(step in checkpointer.steps())
         if exists and not overwrite:
             raise FileExistsError(f"step {step} already exists in {directory}; pass overwrite=True to replace it")
-        checkpointer.save(step, _Arrays(arrays), contents)
+        checkpointer.save(step, _Arrays(arrays), contents, window_bytes=agree_on_default_window())
 
 
 def restore(directory: str | os.PathLike[str], like: PyTree, step: int | None = None) -> tuple[PyTree, dict[str, Any]]:
