@@ -388,10 +388,10 @@ def _add_host(report: PlanReport, host: HostMemoryModel, peaks: dict[str, PhaseR
     need = host.report(host.checkpoint_peaks() | peaks)
     notes = list(report.notes)
     if host.window_bytes is not None:
-        seconds = host.written_bytes / _DISK_RATE
+        seconds = human_duration(host.written_bytes / _DISK_RATE)
         notes.append(
-            f"saves go through a window of {human_bytes(host.window_bytes)} of host memory, and training waits for each: "
-            f"{human_duration(seconds)} for {human_bytes(host.written_bytes)}, if each process writes 1 GB/s"
+            f"saves go through a window of {human_bytes(host.window_bytes)} of host memory, and training waits for "
+            f"each: {seconds} for {human_bytes(host.written_bytes)}, if each process writes 1 GB/s"
         )
     return replace(report, host=need, notes=notes, fits=report.fits and need.fits)
 

@@ -247,9 +247,9 @@ class Run:
             reports_window = window_bytes is not None and not self._reported_window
             if reports_window:
                 self._reported_window = True
+                window = human_bytes(window_bytes)
                 self.progress.print(
-                    f"saves go through a window of {human_bytes(window_bytes or 0)} of host memory, and training waits for "
-                    "each"
+                    f"saves go through a window of {window} of host memory, and training waits for each"
                 )
             extra = {
                 "config": self.config.to_dict(),

@@ -111,6 +111,16 @@ def test_user_errors_are_one_line_before_compilation(text, tmp_path, capsys, mon
     assert error.count("\n") == 1
 
 
+def test_the_host_is_part_of_the_verdict(text, tmp_path, capsys):
+    assert start(tmp_path, "cpu-8", "--host_memory_gib=2") == 0
+    assert lines(capsys.readouterr().out)["host"].startswith("memory       fits: ")
+    assert start(tmp_path, "cpu-8", "--host_memory_gib=0.25") == 4
+    output = capsys.readouterr().out
+    assert lines(output)["host"].startswith("memory       DOES NOT FIT: ")
+    assert "of host memory (train needs the most), but 256.00 MiB are available" in output
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_target_is_for_dry_runs(text, tmp_path, capsys):
     assert train(tmp_path / "run", "--target=v5e-16") == 2
     assert "error: --target requires --dry_run: training is only possible on the devices of this machine" in (
