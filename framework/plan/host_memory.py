@@ -182,6 +182,9 @@ class HostMemoryModel:
                 other_bytes += step.host_peak_bytes - self._offloaded_bytes
             if self._platform == "cpu":
                 parts[DEVICES] = self._num_local_devices * device_bytes
+                # A thread compiles the evaluation while the first steps run.
+                if name == "evaluation":
+                    parts[COMPILER] = COMPILER_BYTES[self._platform]
             parts[STATE] = self._num_local_devices * (self._offloaded_bytes + min(other_bytes, 0))
             parts[_OTHER.get(name, AUXILIARY)] = self._num_local_devices * max(other_bytes, 0)
             parts[BATCHES] = self._batch_bytes()

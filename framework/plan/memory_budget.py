@@ -73,12 +73,15 @@ def predict_host_memory(program: Program, process_bytes: int, limit: int | None,
     model = HostMemoryModel(program.experiment, layout, platform, num_local_devices, jax.process_count(), host)
     device_bytes = layout.bytes_per_device(memory_kind="device") if step_peak is None else step_peak
     peaks = model.checkpoint_peaks()
-    step = PhaseReport(device_bytes, sum(count_offloaded_bytes(program).values()))
-    # The programs of initialization and evaluation are not compiled yet; both need less than the step.
+    offloaded_bytes = sum(count_offloaded_bytes(program).values())
+    # The programs of initialization and evaluation are not compiled yet. The first needs less than the step. The second
+    # has no gradients, but XLA for CPU copies the layers' weights out of their stacks.
     state = PhaseReport(
         layout.bytes_per_device(memory_kind="device"), layout.bytes_per_device(memory_kind="pinned_host")
     )
-    peaks |= {"init": state, "train": step, "evaluation": step}
+    weight_bytes = sum(leaf.bytes_per_device for leaf in layout if leaf.group in ("parameter", "frozen"))
+    evaluation = PhaseReport(state.device_peak_bytes + weight_bytes, offloaded_bytes)
+    peaks |= {"init": state, "train": PhaseReport(device_bytes, offloaded_bytes), "evaluation": evaluation}
     return model.report(peaks)
 
 
