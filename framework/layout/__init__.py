@@ -16,7 +16,7 @@ from plimsoll.framework.layout.specs import (
 )
 from plimsoll.framework.layout.split_array import SplitArray, SplitSpec
 from plimsoll.framework.layout.table import StateLayout, StateLeaf, nearest_divisors
-from plimsoll.framework.layout.train_state import GROUPS, Group, TrainState
+from plimsoll.framework.layout.train_state import GROUPS, UNSAVED_GROUPS, Group, TrainState
 from plimsoll.framework.layout.trees import (
     Nested,
     PyTree,
@@ -31,6 +31,7 @@ from plimsoll.framework.layout.trees import (
 
 __all__ = [
     "GROUPS",
+    "UNSAVED_GROUPS",
     "Group",
     "Initializer",
     "MemoryKind",

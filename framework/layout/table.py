@@ -24,7 +24,7 @@ from plimsoll.framework.layout.specs import (
     fetch_leaf,
     store_leaf,
 )
-from plimsoll.framework.layout.train_state import GROUPS, Group, TrainState
+from plimsoll.framework.layout.train_state import GROUPS, UNSAVED_GROUPS, Group, TrainState
 from plimsoll.framework.layout.trees import Nested, PyTree, flatten
 
 
@@ -57,7 +57,7 @@ class StateLayout:
 
     Attributes:
         leaves: all leaves, the parameters first.
-        checkpoint_specs: specs of a checkpoint's leaves: everything except the gradient buffers in host memory.
+        checkpoint_specs: specs of a checkpoint's leaves: everything except UNSAVED_GROUPS.
     """
 
     def __init__(self, specs: TrainState, mesh: Mesh):
@@ -69,7 +69,7 @@ class StateLayout:
         for group in GROUPS:
             for path, spec in flatten(self.specs[group]).items():
                 self.leaves.append(self._build_leaf(f"{group}/{path}", group, spec))
-        self.checkpoint_specs = replace(self.specs, gradient={})
+        self.checkpoint_specs = self.specs.select([group for group in GROUPS if group not in UNSAVED_GROUPS])
 
     def _num_shards(self, axes: MeshAxis) -> int:
         """Return the number of shards of a dimension with these mesh axes; 1 if replicated."""

@@ -10,9 +10,11 @@ import jax
 
 from plimsoll.framework.layout.trees import Nested
 
-Group = Literal["parameter", "frozen", "buffer", "optimizer", "ema", "counter", "gradient"]
+Group = Literal["parameter", "frozen", "buffer", "optimizer", "ema", "counter", "gradient", "pending"]
 # In the order in which reports list the groups.
-GROUPS: tuple[Group, ...] = ("parameter", "frozen", "buffer", "optimizer", "ema", "counter", "gradient")
+GROUPS: tuple[Group, ...] = ("parameter", "frozen", "buffer", "optimizer", "ema", "counter", "gradient", "pending")
+# Groups that checkpoints do not hold; they start as zeros.
+UNSAVED_GROUPS: tuple[Group, ...] = ("gradient", "pending")
 
 
 @jax.tree_util.register_dataclass
@@ -40,6 +42,8 @@ class TrainState:
         optimizer: optimizer state by stage, and below it by label of the parameter group. Stored where
             memory.optimizer_state says; vectors, scalars and small leaves are always on the device.
         parameter: trainable parameters, in the dtype that the model gives them. Stored where memory.parameters says.
+        pending: scalars of an update that the next step applies to the stacks with the gradients in `gradient`; see
+            `framework.schedules.delayed_update`. Empty without delayed updates, and not in checkpoints.
     """
 
     buffer: Nested = field(default_factory=dict)
@@ -49,6 +53,7 @@ class TrainState:
     gradient: Nested = field(default_factory=dict)
     optimizer: Nested = field(default_factory=dict)
     parameter: Nested = field(default_factory=dict)
+    pending: Nested = field(default_factory=dict)
 
     def __getitem__(self, group: str) -> Nested:
         """Return a group by its name, for code where the name is a variable."""

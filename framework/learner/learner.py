@@ -380,6 +380,17 @@ class Learner:
         seed = fold(*counter["rng"]) if self.draws else jnp.uint32(0)
         return Decision(norm, factor, ok, count, seed, layer=jnp.int32(0))
 
+    def recall_decision(self, counter: Nested, factor: jax.Array) -> Decision:
+        """Return the decision of the last step, which is counted already.
+
+        Args:
+            counter: the state's counters after the step.
+            factor: scalar, the factor that clips the gradients; 0 if the step did not count.
+        """
+        count = counter["step"] - 1 - counter["skipped"]
+        seed = fold(*counter["rng"]) if self.draws else jnp.uint32(0)
+        return Decision(counter["grad_norm"], factor, factor > 0, count, seed, layer=jnp.int32(0))
+
     def update(
         self,
         params: Nested,

@@ -21,7 +21,7 @@ from plimsoll.framework.devices.accelerators import accelerator_name, spec_for
 from plimsoll.framework.devices.mesh import island, mesh_text
 from plimsoll.framework.devices.reserved_memory import get_limit_bytes
 from plimsoll.framework.layers.base import BATCH_AXES
-from plimsoll.framework.layout import GROUPS, MemoryKind
+from plimsoll.framework.layout import GROUPS, UNSAVED_GROUPS, MemoryKind
 from plimsoll.framework.learner.rules import DEFAULT
 from plimsoll.framework.plan import memory_budget
 from plimsoll.framework.plan.host_memory import build_host_model, explain_host_refusal
@@ -221,7 +221,7 @@ def count_written_bytes(program: Program) -> tuple[dict[int, int], int]:
     written_by_process = Counter({device.process_index: 0 for device in program.mesh.devices.flat})
     chunks = 0
     for leaf in program.checkpoint_layout:
-        if leaf.group == "gradient" or not leaf.bytes_per_device:
+        if leaf.group in UNSAVED_GROUPS or not leaf.bytes_per_device:
             continue
         sharding = program.checkpoint_layout.sharding(leaf.spec)
         shard_shape = sharding.shard_shape(leaf.spec.shape)

@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from plimsoll.framework.devices import executables
-from plimsoll.framework.layout import StateLayout, TrainState
+from plimsoll.framework.layout import UNSAVED_GROUPS, StateLayout, TrainState
 from plimsoll.framework.program.compile_thread import CompileThread
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.initializer import StateInitializer
@@ -109,7 +109,9 @@ class StepBackend(ABC):
         result_specs = self.layout.specs.select(("parameter", "frozen", "optimizer", "ema"))
         run = self.jit(self.initializer.calibrate, out_shardings=self.layout.shardings(result_specs), donate_argnums=0)
         calibrated = run(weights, state.counter, state.buffer, batch)
-        return replace(calibrated, counter=state.counter, buffer=state.buffer, gradient=state.gradient)
+        return replace(
+            calibrated, counter=state.counter, buffer=state.buffer, gradient=state.gradient, pending=state.pending
+        )
 
     # --- the step and evaluation --------------------------------------------------------------------------------------
 
@@ -120,6 +122,10 @@ class StepBackend(ABC):
     @abstractmethod
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Run one training step; the old state is deleted."""
+
+    def complete_update(self, state: TrainState) -> TrainState:
+        """Apply the update that the last step left to the next one; the old state is deleted if there is one."""
+        return state
 
     @abstractmethod
     def evaluate(self, state: TrainState, batch: Batch, group: str) -> Metrics:
@@ -167,7 +173,7 @@ class StepBackend(ABC):
             join: whether to join split stacks into whole ones, which are copies in host memory; otherwise their leaves
                 are `SplitArray`s.
         """
-        state = replace(state, gradient={})
+        state = replace(state, gradient={}, pending={})
         if not self.parts.parts:
             return state
         return self.parts.join_stacks(state, self.checkpoint_layout, copy=join)
@@ -177,16 +183,16 @@ class StepBackend(ABC):
         """The abstract arrays that a checkpoint is read into; `SplitSpec`s for the leaves of split stacks."""
         if not self.parts.parts:
             return self.checkpoint_layout.abstract(self.checkpoint_layout.checkpoint_specs)
-        state = replace(self.layout.abstract(), gradient={})
+        state = replace(self.layout.abstract(), gradient={}, pending={})
         return self.parts.join_stacks(state, self.checkpoint_layout, copy=False)
 
     def from_checkpoint(self, stored: TrainState) -> TrainState:
         """Build the state from a checkpoint's arrays. `stored` is deleted."""
         state = self.parts.split_state(stored, self.layout) if self.parts.parts else stored
-        # Checkpoints do not hold the buffers of gradients, which start as zeros.
-        specs = self.layout.specs.gradient
+        specs = self.layout.specs.select(UNSAVED_GROUPS)
         zeros = lambda: jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)  # noqa: E731
-        return replace(state, gradient=jax.jit(zeros, out_shardings=self.layout.shardings(specs))())
+        unsaved = jax.jit(zeros, out_shardings=self.layout.shardings(specs))()
+        return replace(state, gradient=unsaved.gradient, pending=unsaved.pending)
 
     def join_stacks(self, state: TrainState) -> TrainState:
         """Return weights, averages and buffers with whole stacks, for generation. The state is deleted."""

@@ -23,6 +23,7 @@ from plimsoll.framework.optimizers.schedule_steps import with_run_length
 from plimsoll.framework.processes.health import Health
 from plimsoll.framework.program.batch_transform import BatchTransform
 from plimsoll.framework.program.options import CheckpointOptions, TrainerOptions
+from plimsoll.framework.schedules.delayed_update import pending_specs
 from plimsoll.framework.schedules.memory import Memory, Placement
 from plimsoll.framework.schedules.stack_layout import split_stacks
 
@@ -130,6 +131,12 @@ class Experiment:
                 "needs all gradients; expected memory.update = after_backward, or learner.scope = layer and "
                 "learner.clip"
             )
+        if self.memory.delays_update and self.learner.accumulate > 1:
+            raise ValueError(
+                f"learner.accumulate = {self.learner.accumulate} with memory.update = {self.memory.update} and "
+                "memory.prefetch = layer, which updates each layer before the next step's forward pass, but a step has "
+                "a forward pass for each microbatch; expected memory.prefetch = chunk"
+            )
         # The stacks can be split and recomputed as the memory section specifies.
         layer_ranges = split_stacks(self.model, self.memory)
         running_model = self.model.split_into_ranges(layer_ranges)
@@ -233,6 +240,7 @@ class Experiment:
             "rng": TensorSpec((2,), "uint32"),
         }
         return TrainState(
+            pending=pending_specs() if self.memory.delays_update else {},
             gradient=self._place("gradients", gradients),
             parameter=self._place("parameters", learner.specs),
             frozen=self._place("parameters", learner.frozen_specs),

@@ -112,7 +112,7 @@ class StateInitializer:
                     stored_values = jax.lax.map(init_layer, jnp.arange(layers.start, layers.stop))
         for name, values in stored_values.items():
             flat[name] |= values
-        for name in ("buffer", "counter"):
+        for name in ("buffer", "counter", "pending"):
             for path, spec in self._specs_in_state[name].items():
                 flat[name][path] = jnp.zeros(spec.shape, spec.dtype)
         flat["counter"]["rng"] = jax.random.key_data(run_key)

@@ -152,6 +152,21 @@ class JitStep(StepBackend):
         """See `StepBackend`."""
         return self.compiled_step(state, batch)
 
+    @cached_property
+    def _compiled_completion(self) -> jax.stages.Compiled:
+        """The program of `complete_update`, with a donated state."""
+        running = self.running
+        complete = partial(streamed.complete_update, running.model, running.learner, self.layout)
+        complete = partial(complete, self.experiment.memory)
+        shardings = self.layout.shardings()
+        jitted = self.jit(complete, in_shardings=(shardings,), out_shardings=shardings, donate_argnums=0)
+        lowered = jitted.lower(self.layout.abstract())
+        return compile_or_load(lowered, self.compiler_options, what="the update between steps")
+
+    def complete_update(self, state: TrainState) -> TrainState:
+        """See `StepBackend`."""
+        return self._compiled_completion(state) if self.experiment.memory.delays_update else state
+
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
     def evaluation_jit(self, group: str) -> jax.stages.Wrapped:

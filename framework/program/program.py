@@ -131,8 +131,19 @@ class Program:
     # --- training -----------------------------------------------------------------------------------------------------
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Run one training step; the old state is deleted."""
+        """Run one training step; the old state is deleted.
+
+        If the next step updates the layers (memory.update = streamed, memory.prefetch = layer), the new state still
+        has their old weights: call `complete_update` before reading it.
+        """
+        if self.experiment.batch_transform is not None:
+            # It may use the weights, for example to generate answers.
+            state = self.complete_update(state)
         return self.backend.step(state, self.complete_batch(state, batch))
+
+    def complete_update(self, state: TrainState) -> TrainState:
+        """Apply the update that the last step left to the next one; the old state is deleted if there is one."""
+        return self.backend.complete_update(state)
 
     def complete_batch(self, state: TrainState, batch: Batch, *, group: str = "parameter") -> Batch:
         """Return the batch as a step sees it, with the arrays of the experiment's batch transform.

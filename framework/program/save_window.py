@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from plimsoll.framework.devices.accelerators import GIB
 from plimsoll.framework.devices.host import get_free_memory_bytes
-from plimsoll.framework.layout import StateLayout
+from plimsoll.framework.layout import UNSAVED_GROUPS, StateLayout
 from plimsoll.framework.processes import distributed
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.schedules.stack_layout import StackParts
@@ -85,7 +85,7 @@ def count_copied_bytes(layout: StateLayout, parts: StackParts, num_local_devices
     total *= 2
     for leaf in layout:
         # Parts of a stack are joined in host memory first, the replicas too.
-        if leaf.group != "gradient" and leaf.path.split("/")[1] in split_stages:
+        if leaf.group not in UNSAVED_GROUPS and leaf.path.split("/")[1] in split_stages:
             total += leaf.bytes_per_device * num_local_devices
     return total
 
@@ -95,5 +95,5 @@ def count_written_bytes(layout: StateLayout, num_local_devices: int) -> int:
 
     Buffers of gradients are not saved. Replicas on the devices of one process are written only once.
     """
-    leaves = (leaf for leaf in layout if leaf.group != "gradient")
+    leaves = (leaf for leaf in layout if leaf.group not in UNSAVED_GROUPS)
     return sum(min(leaf.spec.num_bytes, leaf.bytes_per_device * num_local_devices) for leaf in leaves)

@@ -294,7 +294,7 @@ class Profile(Hook):
     def before_step(self, run: Run, step: int) -> None:
         if run.options.profile and step == run.options.profile[0]:
             # Wait for the previous steps, so that the trace contains none of them.
-            jax.block_until_ready(run.state)
+            jax.block_until_ready(run.running_state)
             folder = run.workdir.path / "profile"
             jax.profiler.start_trace(str(folder))
             self.on = True
@@ -307,7 +307,7 @@ class Profile(Hook):
         if not self.on:
             return
         # The last of the chosen steps may still be running, and the trace must contain all of it.
-        jax.block_until_ready(run.state)
+        jax.block_until_ready(run.running_state)
         self.on = False
         steps = run.options.profile
         try:

@@ -189,6 +189,7 @@ def compare(ours: Program, plain: Program) -> dict[str, float]:
     except ValueError as error:
         raise SelfTestError(f"offload self-test: not offloaded on these devices: {error}") from None
     differences = jax.jit(_differences, out_shardings=plain.replicated)
+    state = ours.complete_update(state)
     leaf_errors = differences(_copy_to_plain(plain, state, parts), resident, first)
     for path, error in leaf_errors.items():
         errors[path] = error.item()
@@ -224,7 +225,7 @@ def _copy_to_plain(plain: Program, state: TrainState, parts: StackParts) -> Trai
 
     jitted = jax.jit(copy_state, out_shardings=plain.layout.shardings())
     # The plain program has no gradients in host memory.
-    return jitted(replace(state, gradient={}))
+    return jitted(replace(state, gradient={}, pending={}))
 
 
 def _differences(ours: TrainState, plain: TrainState, first: TrainState) -> dict[str, jax.Array]:

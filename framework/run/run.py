@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from plimsoll.framework.checkpoint import leftover_files
 from plimsoll.framework.checkpoint.checkpointer import Checkpointer, CheckpointSaveError
@@ -32,6 +33,7 @@ from plimsoll.framework.program import save_window
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.program.run_length import report_length_change
 from plimsoll.framework.run import resuming
+from plimsoll.framework.schedules.step import Metrics
 from plimsoll.framework.terminal.phases import SHORT, phase
 from plimsoll.framework.terminal.progress import Progress
 from plimsoll.framework.terminal.tables import human_bytes, human_duration
@@ -49,7 +51,8 @@ class Run:
         pulse: heartbeat of this process.
 
     Attributes:
-        state: training state; empty before `start`.
+        running_state: training state, empty before `start`. The last step may have left its update to the next one,
+            see `schedules.delayed_update`.
         evaluation: metrics of the last evaluation, by name.
         evaluated_step: step of that evaluation; None before the first one.
         signals: signals that asked this process to stop, in order of arrival.
@@ -68,7 +71,8 @@ class Run:
         self.experiment = experiment = program.experiment
         self.options = experiment.trainer
         self.data = experiment.data
-        self.state: TrainState = TrainState()
+        self.running_state: TrainState = TrainState()
+        self._has_left_update = False
         self.evaluation: dict[str, float] = {}
         self.evaluated_step: int | None = None
         self.signals: list[int] = []
@@ -92,6 +96,24 @@ class Run:
         flops_per_token = model.flops_per_token(self.data.seq_len)
         self.throughput = Throughput(tokens_per_step, flops_per_token, peak, item=self.data.item)
         pulse.note(max_steps=self.options.max_steps)
+
+    @property
+    def state(self) -> TrainState:
+        """The state after the last step, with its update applied. Collective after a step."""
+        if self._has_left_update:
+            self.state = self.program.complete_update(self.running_state)
+        return self.running_state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self.running_state = state
+        self._has_left_update = False
+
+    def take_step(self, batch: dict[str, np.ndarray]) -> Metrics:
+        """Run one training step on this process's rows of a batch; returns its metrics."""
+        self.running_state, metrics = self.program.step(self.running_state, self.program.put(batch))
+        self._has_left_update = self.experiment.memory.delays_update
+        return metrics
 
     @property
     def stopping(self) -> bool:
@@ -232,7 +254,7 @@ class Run:
 
     def delete_state(self) -> None:
         """Free the arrays of the state, even if something else still refers to them."""
-        for leaf in jax.tree.leaves(self.state):
+        for leaf in jax.tree.leaves(self.running_state):
             leaf.delete()
         self.state = TrainState()
 

@@ -60,7 +60,7 @@ class Trainer:
         self.agreed = {"stop": 0, "save": 0}
         # Whether a step was trained that a signal would lose.
         self._begun = False
-        # The step number of `run.state`, and the metrics not yet passed to the hooks.
+        # The step number of the run's state, and the metrics not yet passed to the hooks.
         self._step = 0
         self._buffer = MetricsBuffer()
 
@@ -122,7 +122,7 @@ class Trainer:
     def _save_after_error(self, first_step: int) -> None:
         """Save the state after the last step, if a step was taken and the state is intact."""
         run = self.run
-        is_whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(run.state))
+        is_whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(run.running_state))
         if self._step == first_step or not is_whole:
             return
         # The hook itself may have raised the error.
@@ -184,7 +184,7 @@ class Trainer:
                     with run.goodput.during("input"):
                         _, batch = next(batches)
                     self._begun = True
-                    run.state, metrics = run.program.step(run.state, run.program.put(batch))
+                    metrics = run.take_step(batch)
                     self._step = step
                     buffer.put(step, self._with_votes(metrics))
                     # The line comes one step late.

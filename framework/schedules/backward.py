@@ -28,7 +28,7 @@ from plimsoll.framework.layers.stack import Stack
 from plimsoll.framework.layout import Nested, PyTree, StateLayout, fetch_leaf, flatten, merge, unflatten
 from plimsoll.framework.learner.update import slice_layer
 from plimsoll.framework.models.chain import Chain, StageSpecs
-from plimsoll.framework.schedules.backward_state import BackwardHooks, BackwardState, Weights
+from plimsoll.framework.schedules.backward_state import BackwardHooks, BackwardState, ForwardHooks, Weights
 from plimsoll.framework.schedules.gradients import add_tied, shard_as_parameter, split_tied, with_tied_weights
 from plimsoll.framework.schedules.layer_vjp import (
     Carry,
@@ -51,6 +51,7 @@ class ChainForward:
     Attributes:
         loss: the objective without the losses of layers, f32 scalar.
         out: everything else that the model returns.
+        state: the weights, and the rest of the state that the hooks of the forward pass changed.
         pull: `pull(backward_state, hooks)` runs backward, head first, and returns the backward state after all hooks;
             before, it holds the weights, and everything else that the hooks need. The gradient of a tied parameter is
             passed to the hook together with its home stage's, as the sum over all stages that read it.
@@ -58,11 +59,18 @@ class ChainForward:
 
     loss: jax.Array
     out: Out
+    state: BackwardState
     pull: Callable[[BackwardState, BackwardHooks], BackwardState]
 
 
 def forward(
-    model: Chain, layout: StateLayout, memory: Memory, weights: BackwardState, ctx: Context, buffers: Nested
+    model: Chain,
+    layout: StateLayout,
+    memory: Memory,
+    weights: BackwardState,
+    ctx: Context,
+    buffers: Nested,
+    hooks: ForwardHooks = ForwardHooks(),
 ) -> ChainForward:
     """Compute the objective, and prepare the backward pass.
 
@@ -74,6 +82,7 @@ def forward(
         weights: a state with the groups "parameter" and "frozen".
         ctx: the context of the batch.
         buffers: the model's buffers, by stage.
+        hooks: hooks that change the weights of stacks, and other groups of that state.
     """
     specs = model.stage_specs(layout.specs.parameter, layout.specs.frozen)
     stages = StagePass(model, layout.mesh, specs, memory.activations.offloads_everything, weights, ctx, buffers)
@@ -81,9 +90,10 @@ def forward(
     outs: dict[str, Out] = {}
     stage_pulls: dict[str, StagePull] = {}
     stack_pulls: dict[str, StackPull] = {}
+    state = weights
     for name in model.stages:
         if name in model.stacks:
-            stack_result = StackPass.build(stages, name, carry).forward(carry)
+            stack_result, state = StackPass.build(stages, name, carry).forward(carry, state, hooks)
             carry = stack_result.output
             outs[name] = stack_result.out
             stack_pulls[name] = stack_result.pull
@@ -131,7 +141,7 @@ def forward(
                 backward_state = replace(backward_state, parameter={**backward_state.parameter, name: stage_params})
         return backward_state
 
-    return ChainForward(out.loss, out, pull)
+    return ChainForward(out.loss, out, state, pull)
 
 
 # --- stages outside the stacks ---------------------------------------------------------------------------------------
@@ -274,6 +284,22 @@ class _GroupsForward:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class _ForwardCarry:
+    """The carry of the forward loop over layers.
+
+    Attributes:
+        x: input of the layer that runs next.
+        fetched: that layer's offloaded weights, which are being fetched, by path.
+        changed: the state, if hooks change it; else None, so that the loop only reads the stacks.
+    """
+
+    x: Carry
+    fetched: dict[str, jax.Array]
+    changed: BackwardState | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class _BackwardCarry:
     """The carry of the backward loop over layers.
 
@@ -340,17 +366,26 @@ class StackPass:
         )
         return StackPass(stages, name, stack, ctx, layers, group_size)
 
-    def forward(self, carry: Carry) -> StageForward[StackPull]:
-        """Run the stack on the output of the previous stage."""
+    def forward(
+        self, carry: Carry, state: BackwardState, hooks: ForwardHooks
+    ) -> tuple[StageForward[StackPull], BackwardState]:
+        """Run the stack on the output of the previous stage: (result, the state after the hooks).
+
+        Args:
+            carry: the output of the previous stage.
+            state: the weights, and what the hooks need.
+            hooks: hooks that are called for each layer, if they are for this stack.
+        """
         x, pull_enter = jax.vjp(self.stack.enter, carry)
         # Without groups nothing reads `group_starts`, and the compiler drops it.
         group_starts = jnp.arange(0, self.stack.num_repeats, self.group_size)
-        stacks = self.stages.weights.select_weights(self.name)
+        if self.name not in hooks.stacks:
+            hooks = ForwardHooks()
         if self.layers.in_groups:
-            result = self._run_groups_forward(x, stacks, group_starts)
+            result, state = self._run_groups_forward(x, state, group_starts, hooks)
             pull_layers = partial(self._run_groups_backward, result, group_starts)
         else:
-            result = self._run_layers_forward(x, stacks, jnp.int32(0))
+            result, state = self._run_layers_forward(x, state, jnp.int32(0), hooks)
             pull_layers = partial(self._run_layers_backward, result, jnp.int32(0))
         x, pull_leave = jax.vjp(lambda x: self.stack.leave(x, self.ctx), result.output)
 
@@ -362,23 +397,30 @@ class StackPass:
             (ct,) = pull_enter(gradients.ct)
             return replace(gradients, ct=ct)
 
-        return StageForward(x, self.stack.combine(result.outs), pull)
+        return StageForward(x, self.stack.combine(result.outs), pull), state
 
     # --- groups of layers --------------------------------------------------------------------------------------------
 
-    def _run_groups_forward(self, x: Carry, stacks: Weights, group_starts: jax.Array) -> _GroupsForward:
-        """Run the stack group by group, saving only each group's input."""
+    def _run_groups_forward(
+        self, x: Carry, state: BackwardState, group_starts: jax.Array, hooks: ForwardHooks
+    ) -> tuple[_GroupsForward, BackwardState]:
+        """Run the stack group by group, saving only each group's input; arguments as for `_run_layers_forward`."""
         offloaded = jax.tree.map(self.layers.goes_to_host, x)
+        is_changed = bool(hooks.stacks)
 
-        def group(x: Carry, first: jax.Array) -> tuple[Carry, tuple[Out, Carry]]:
-            layers = self._run_layers_forward(x, stacks, first)
-            return layers.output, (layers.outs, move_leaves(offloaded, x, to_host=True))
+        def group(
+            carry: tuple[Carry, BackwardState | None], first: jax.Array
+        ) -> tuple[tuple[Carry, BackwardState | None], tuple[Out, Carry]]:
+            x, changed = carry
+            layers, changed = self._run_layers_forward(x, state if changed is None else changed, first, hooks)
+            saved = layers.outs, move_leaves(offloaded, x, to_host=True)
+            return (layers.output, changed if is_changed else None), saved
 
-        x, (outs, group_inputs) = jax.lax.scan(group, x, group_starts)
+        (x, changed), (outs, group_inputs) = jax.lax.scan(group, (x, state if is_changed else None), group_starts)
         # The scan over groups stacks the layers' results as [groups, layers per group, ...].
         num_repeats = self.stack.num_repeats
         outs = jax.tree.map(lambda leaf: leaf.reshape(num_repeats, *leaf.shape[2:]), outs)
-        return _GroupsForward(x, outs, group_inputs, offloaded)
+        return _GroupsForward(x, outs, group_inputs, offloaded), state if changed is None else changed
 
     def _run_groups_backward(
         self, groups: _GroupsForward, group_starts: jax.Array, gradients: StackGradients, hooks: BackwardHooks
@@ -398,40 +440,47 @@ class StackPass:
             x, ct = jax.lax.optimization_barrier((x, gradients.ct))
             # Weights come from the loop carry: hooks have not changed this group's weights yet, and using the forward
             # pass's stacks would keep a second copy of them alive.
-            stacks = gradients.backward_state.select_weights(self.name)
-            layers = self._run_layers_forward(x, stacks, group_starts[index])
+            layers, _ = self._run_layers_forward(x, gradients.backward_state, group_starts[index], ForwardHooks())
             return self._run_layers_backward(layers, group_starts[index], replace(gradients, ct=ct), hooks)
 
         return jax.lax.fori_loop(0, group_starts.size, body, gradients)
 
     # --- the layers of a group, or all of them -----------------------------------------------------------------------
 
-    def _run_layers_forward(self, x: Carry, stacks: Weights, first: jax.Array) -> _LayersForward:
-        """Run a group's layers forward.
+    def _run_layers_forward(
+        self, x: Carry, state: BackwardState, first: jax.Array, hooks: ForwardHooks
+    ) -> tuple[_LayersForward, BackwardState]:
+        """Run a group's layers forward: (result, the state after the hooks).
 
         Args:
             x: input of the first layer.
-            stacks: the parameters of all layers, stacked.
+            state: the parameters of all layers, stacked, and what the hooks need.
             first: index of the first layer.
+            hooks: hooks that are called for each layer.
         """
         last_step = self.group_size - 1
 
-        def body(
-            carry: tuple[Carry, dict[str, jax.Array]], i: jax.Array
-        ) -> tuple[tuple[Carry, dict[str, jax.Array]], tuple[Out, LayerResiduals]]:
-            x, fetched = carry
+        def body(carry: _ForwardCarry, i: jax.Array) -> tuple[_ForwardCarry, tuple[Out, LayerResiduals]]:
+            index = first + i
+            next_index = first + jnp.minimum(i + 1, last_step)
+            changed = carry.changed
+            if changed is not None:
+                changed = hooks.begin_layer(changed, self.name, index, next_index)
+            stacks = (state if changed is None else changed).select_weights(self.name)
             # The next layer's offloaded weights are fetched while this layer computes. The last layer's weights are
             # fetched a second time, as every iteration of a loop does the same.
-            next_fetched = self.layers.prefetch(stacks, first + jnp.minimum(i + 1, last_step))
-            index = first + i
-            weights, x = self.layers.take_weights(stacks, index, fetched, x)
+            next_fetched = self.layers.prefetch(stacks, next_index)
+            weights, x = self.layers.take_weights(stacks, index, carry.fetched, carry.x)
             result = self.layers.forward(weights, index, x)
-            return (result.output, next_fetched), (result.out, result.residuals)
+            return _ForwardCarry(result.output, next_fetched, changed), (result.out, result.residuals)
 
+        changed = hooks.begin_loop(state, self.name, first) if hooks.stacks else None
         first, x = jax.lax.optimization_barrier((first, x))
-        carry = (x, self.layers.prefetch(stacks, first))
-        (output, _), (outs, residuals) = jax.lax.scan(body, carry, jnp.arange(self.group_size))
-        return _LayersForward(output, outs, residuals)
+        carry = _ForwardCarry(x, self.layers.prefetch(state.select_weights(self.name), first), changed)
+        carry, (outs, residuals) = jax.lax.scan(body, carry, jnp.arange(self.group_size, dtype=first.dtype))
+        if carry.changed is not None:
+            state = hooks.end_loop(carry.changed, self.name)
+        return _LayersForward(carry.x, outs, residuals), state
 
     def _run_layers_backward(
         self, layers: _LayersForward, first: jax.Array, gradients: StackGradients, hooks: BackwardHooks

@@ -1,4 +1,4 @@
-"""The state that a layer-by-layer backward pass carries, and the hooks that a schedule runs during the pass.
+"""The state that a layer-by-layer pass carries, and the hooks that a schedule runs during the pass.
 
 The gradient hook receives the gradients of each stage and layer, and stores them or updates by them. The other hooks
 run before and after the loop over a stack's layers, and before each layer. Each hook takes the `BackwardState` that the
@@ -7,7 +7,7 @@ pass carries from stage to stage, and returns a new one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import jax
@@ -103,4 +103,23 @@ class BackwardHooks:
     on_grads: Callable[[BackwardState, str, Nested, jax.Array | None], BackwardState]
     begin_loop: Callable[[BackwardState, str, jax.Array], BackwardState] = _keep_state
     begin_layer: Callable[[BackwardState, str, jax.Array], BackwardState] = _keep_state
+    end_loop: Callable[[BackwardState, str], BackwardState] = _keep_state
+
+
+@dataclass(frozen=True)
+class ForwardHooks:
+    """Hooks of a forward pass that changes weights before they are read.
+
+    Attributes:
+        stacks: names of the stacks that have hooks.
+        begin_loop: (state, stack, index of the layer that runs first) -> state, called before the loop over a stack's
+            layers.
+        begin_layer: (state, stack, index of the layer, index of the layer that runs next) -> state, called before a
+            layer's weights are read. The last layer is its own next one.
+        end_loop: (state, stack) -> state, called after the loop.
+    """
+
+    stacks: Collection[str] = ()
+    begin_loop: Callable[[BackwardState, str, jax.Array], BackwardState] = _keep_state
+    begin_layer: Callable[[BackwardState, str, jax.Array, jax.Array], BackwardState] = _keep_state
     end_loop: Callable[[BackwardState, str], BackwardState] = _keep_state

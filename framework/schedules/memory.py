@@ -179,6 +179,11 @@ class Memory:
         return dataclasses.replace(traits, updates_in_backward=True) if self.updates_at_once else traits
 
     @property
+    def delays_update(self) -> bool:
+        """Return whether the next step updates the layers whose gradients are in host memory."""
+        return self.prefetch == "layer" and SCHEDULES[self.update].delays_prefetched
+
+    @property
     def updates_at_once(self) -> bool:
         """Return whether layer programs update each layer as soon as its gradient is ready (gradients = none)."""
         return self.gradients.text == AT_ONCE
@@ -215,8 +220,14 @@ def _check(memory: Memory) -> None:
     # Only state in host memory needs fetching, and only in_backward can fetch it layer by layer.
     if memory.prefetch == "layer" and not (traits.can_prefetch_layers and memory.optimizer_state.uses_host):
         raise ValueError(
-            "memory.prefetch = layer needs memory.update = in_backward and memory.optimizer_state = pinned_host, "
-            f"given {memory.update} and {memory.optimizer_state.text}"
+            "memory.prefetch = layer needs memory.update = in_backward or streamed, and memory.optimizer_state = "
+            f"pinned_host, given {memory.update} and {memory.optimizer_state.text}"
+        )
+    if memory.delays_update and (not memory.gradients.uses_host or memory.parameters.uses_host):
+        raise ValueError(
+            f"memory.prefetch = layer with memory.update = {memory.update} needs memory.gradients = pinned_host and "
+            f"memory.parameters = device, given {memory.gradients.text} and {memory.parameters.text}: each layer is "
+            "updated in the next step, before its forward pass"
         )
     # The error names the field, which the check of the policies does not know.
     try:

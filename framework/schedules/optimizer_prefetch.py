@@ -12,7 +12,7 @@ state of two layers on the device, whereas `memory.prefetch = chunk` keeps two c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 
@@ -47,11 +47,14 @@ class OptimizerPrefetch:
         layout: the layout of the training state, which places each stack.
         moves_all: whether weights, and state that is already on the device, are moved too, and no stack is read
             before it is written.
+        gradient_specs: specs of the buffers of gradients, by stage, that are fetched as well; {} if each gradient is on
+            the device when its layer is updated.
     """
 
     learner: Learner
     layout: StateLayout
     moves_all: bool = False
+    gradient_specs: Nested = field(default_factory=dict)
 
     def begin_loop(self, backward_state: BackwardState, stack: str, index: jax.Array) -> BackwardState:
         """Start fetching the state of the first layer to the device."""
@@ -155,12 +158,14 @@ class OptimizerPrefetch:
         for group in self.learner.groups:
             if group.stage != stack:
                 continue
+            gradient_specs = self.learner.select(self.gradient_specs, group) if self.gradient_specs else {}
             specs: GroupLeaves[TensorSpec] = GroupLeaves.from_train_state(
-                train_state_specs(self.layout, self.learner, group, {})
+                train_state_specs(self.layout, self.learner, group, gradient_specs)
             )
             if not self.moves_all:
                 specs = GroupLeaves(
                     weights={},
+                    grads=specs.grads,
                     entry={path: spec for path, spec in specs.entry.items() if spec.is_offloaded},
                     average={path: spec for path, spec in specs.average.items() if spec.is_offloaded},
                 )
@@ -172,7 +177,8 @@ class OptimizerPrefetch:
         weights = self.learner.select(backward_state.parameter, group)
         entry = backward_state.optimizer[group.stage][group.label]
         average = self.learner.select(backward_state.ema, group) if backward_state.ema else {}
-        return GroupLeaves(flatten(weights), {}, flatten(entry), flatten(average))
+        gradients = self.learner.select(backward_state.gradient, group) if self.gradient_specs else {}
+        return GroupLeaves(flatten(weights), flatten(gradients), flatten(entry), flatten(average))
 
 
 def _replace_stacks(

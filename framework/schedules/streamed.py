@@ -11,6 +11,7 @@ checkpoints.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -34,15 +35,27 @@ from plimsoll.framework.learner.update import LayerTrainState, LayerUpdate, Laye
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.schedules import after_backward
 from plimsoll.framework.schedules.backward import forward
-from plimsoll.framework.schedules.backward_state import BackwardHooks, BackwardState
+from plimsoll.framework.schedules.backward_state import BackwardHooks, BackwardState, ForwardHooks
 from plimsoll.framework.schedules.chunked_update import train_state_specs, update_group
+from plimsoll.framework.schedules.delayed_update import (
+    build_hooks,
+    clear_update,
+    find_delayed_stacks,
+    leave_update,
+    recall_decision,
+)
 from plimsoll.framework.schedules.memory import Memory
 from plimsoll.framework.schedules.stack_layout import PLACED_FIELDS
 from plimsoll.framework.schedules.step import Metrics, Step, finish, microbatches, training_context
 
 
 def update_in_chunks(
-    learner: Learner, layout: StateLayout, state: TrainState, grads: Nested, decision: Decision
+    learner: Learner,
+    layout: StateLayout,
+    state: TrainState,
+    grads: Nested,
+    decision: Decision,
+    stages: Collection[str] | None = None,
 ) -> LayerUpdate:
     """Update in chunks, with the same results as `after_backward.update_whole`.
 
@@ -51,6 +64,7 @@ def update_in_chunks(
         state: the training state before the step.
         grads: gradients, in the memory that the layout gives them, or on the device if the layout has none.
         decision: see `Learner.decide`.
+        stages: stages to update; None for all.
     """
     grad_specs = _gradient_specs(learner, layout)
 
@@ -59,7 +73,12 @@ def update_in_chunks(
         specs = train_state_specs(layout, learner, group, learner.select(grad_specs, group))
         return update_group(update, layout.mesh, train_state, specs, decision)
 
-    return learner.update(state.parameter, grads, state.optimizer, state.ema, decision, run)
+    if stages is None:
+        return learner.update(state.parameter, grads, state.optimizer, state.ema, decision, run)
+    update = LayerUpdate(state.parameter, state.optimizer, state.ema)
+    for stage in stages:
+        update = learner.update(update.weights, grads, update.entry, update.average, decision, run, stage)
+    return update
 
 
 def check(layout: StateLayout, memory: Memory, platform: str) -> None:
@@ -96,22 +115,49 @@ def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memo
     if not (weights_are_offloaded or gradients_are_offloaded or memory.activations.uses_host):
         return after_backward.build_step(model, learner, layout, memory, update=update_in_chunks)
     accumulation = _GradientAccumulation(model, learner, layout, memory)
+    delayed_stacks = find_delayed_stacks(model, layout, memory)
+    stages = [stage for stage in learner.gradient_specs() if stage not in delayed_stacks]
 
     def step(state: TrainState, batch: Nested) -> tuple[TrainState, Metrics]:
         ctx = training_context(batch, state.counter, model, layout, memory.remat)
-        result = accumulation.run(state, ctx)
+        hooks = ForwardHooks()
+        if delayed_stacks:
+            # The update that the last step left is applied in the forward pass.
+            hooks = build_hooks(learner, layout, state, delayed_stacks)
+        result = accumulation.run(state, ctx, hooks)
         grads = result.backward_state.gradient
         with jax.named_scope("update"):
             decision = learner.decide(result.loss, result.norm, state.counter)
             # The backward loop carries the weights and returns them, although nothing changed them.
-            state_after = replace(state, parameter=result.backward_state.parameter)
-            update = update_in_chunks(learner, layout, state_after, grads, decision)
+            state_after = replace(
+                state, parameter=result.backward_state.parameter, optimizer=result.optimizer, ema=result.ema
+            )
+            update = update_in_chunks(learner, layout, state_after, grads, decision, stages)
         # Gradients on the device are not part of the state, so they are dropped here.
         gradient = {stage: grads[stage] for stage in state.gradient}
         frozen = result.backward_state.frozen
-        return finish(learner, state, update, decision, result.loss, result.out, frozen=frozen, gradient=gradient)
+        pending = leave_update(decision) if delayed_stacks else state.pending
+        return finish(
+            learner, state, update, decision, result.loss, result.out, frozen=frozen, gradient=gradient, pending=pending
+        )
 
     return step
+
+
+def complete_update(
+    model: Chain, learner: Learner, layout: StateLayout, memory: Memory, state: TrainState
+) -> TrainState:
+    """Apply the update that a step left for the next one, without a step; see `delayed_update.py`.
+
+    Args:
+        model, learner, layout, memory: see `build_step`.
+        state: the training state; without a pending update, its values do not change.
+    """
+    decision = recall_decision(learner, state)
+    stacks = find_delayed_stacks(model, layout, memory)
+    update = update_in_chunks(learner, layout, state, state.gradient, decision, stacks)
+    state = replace(state, parameter=update.weights, optimizer=update.entry, ema=update.average)
+    return clear_update(state)
 
 
 def _gradient_specs(learner: Learner, layout: StateLayout) -> Nested:
@@ -128,12 +174,15 @@ class _Gradients:
         out: metrics of the whole batch, and the buffers after it.
         norm: f32 scalar, norm of all gradients together.
         backward_state: the gradients, and the weights, which the backward pass carries.
+        optimizer, ema: optimizer state and averages after the hooks of the forward pass.
     """
 
     loss: jax.Array
     out: Out
     norm: jax.Array
     backward_state: BackwardState
+    optimizer: Nested
+    ema: Nested
 
 
 @jax.tree_util.register_dataclass
@@ -177,8 +226,8 @@ class _GradientAccumulation:
     layout: StateLayout
     memory: Memory
 
-    def run(self, state: TrainState, ctx: Context) -> _Gradients:
-        """Compute the gradients of ctx.batch."""
+    def run(self, state: TrainState, ctx: Context, hooks: ForwardHooks) -> _Gradients:
+        """Compute the gradients of ctx.batch; the hooks are for a single microbatch."""
         count = self.learner.accumulate
         offloaded_buffers = state.gradient
         buffers = dict(offloaded_buffers)
@@ -186,8 +235,10 @@ class _GradientAccumulation:
             if stage not in offloaded_buffers:
                 buffers[stage] = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)
         backward_state = BackwardState(parameter=state.parameter, frozen=state.frozen, gradient=buffers)
+        if hooks.stacks:
+            backward_state = replace(backward_state, optimizer=state.optimizer, ema=state.ema)
         carry = backward_state, state.buffer
-        accumulate = partial(self._accumulate_microbatch, ctx)
+        accumulate = partial(self._accumulate_microbatch, ctx, hooks)
         if count == 1:
             micro = _Microbatch(ctx.batch, ctx.rows, jnp.int32(0))
             (backward_state, layer_state), result = accumulate(carry, micro)
@@ -199,21 +250,26 @@ class _GradientAccumulation:
             # Each microbatch measures the sum so far, so the last one has the total.
             result = _MicrobatchResult(loss, metrics, results.squares[-1])
         out = Out(metrics=result.metrics, layer_state=layer_state)
-        return _Gradients(result.loss, out, jnp.sqrt(result.squares), backward_state)
+        norm = jnp.sqrt(result.squares)
+        optimizer = backward_state.optimizer if hooks.stacks else state.optimizer
+        ema = backward_state.ema if hooks.stacks else state.ema
+        return _Gradients(result.loss, out, norm, backward_state, optimizer, ema)
 
     def _accumulate_microbatch(
-        self, ctx: Context, carry: tuple[BackwardState, Nested], micro: _Microbatch
+        self, ctx: Context, hooks: ForwardHooks, carry: tuple[BackwardState, Nested], micro: _Microbatch
     ) -> tuple[tuple[BackwardState, Nested], _MicrobatchResult]:
         """Add one microbatch's gradients to those of earlier ones, and measure the sum."""
         backward_state, buffers = carry
         micro_ctx = replace(ctx, batch=micro.batch, rows=micro.rows)
-        result = forward(self.model, self.layout, self.memory, backward_state, micro_ctx, buffers)
-        hooks = BackwardHooks(partial(self._add_gradients, micro.number))
-        backward_state = result.pull(replace(backward_state, squares=jnp.zeros_like(result.loss)), hooks)
+        result = forward(self.model, self.layout, self.memory, backward_state, micro_ctx, buffers, hooks)
+        # The backward pass does not need optimizer state and averages.
+        backward_state = replace(result.state, optimizer={}, ema={}, squares=jnp.zeros_like(result.loss))
+        backward_hooks = BackwardHooks(partial(self._add_gradients, micro.number))
+        backward_state = result.pull(backward_state, backward_hooks)
         squares = backward_state.squares
         assert squares is not None
         # Not part of the scan's carry: each microbatch starts a new sum.
-        backward_state = replace(backward_state, squares=None)
+        backward_state = replace(backward_state, squares=None, optimizer=result.state.optimizer, ema=result.state.ema)
         return (backward_state, result.out.layer_state), _MicrobatchResult(result.loss, result.out.metrics, squares)
 
     def _add_gradients(

@@ -44,6 +44,7 @@ def train(drawn: plain.RandomExperiment, programs: list[Program]) -> Result:
                 state, metrics = program.step(state, program.put(host_batch(drawn, step)))
                 losses.append(float(metrics["loss"]))
                 norms.append(float(metrics["grad_norm"]))
+            state = program.complete_update(state)
             program.layout.check(state)
     counter, stored = jax.device_get(state.counter), jax.device_get(programs[-1].backend.to_checkpoint(state))
     assert int(counter["step"]) == drawn.steps

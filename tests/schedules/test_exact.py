@@ -24,7 +24,7 @@ EVERY = exact.list_cases(**AXES, precision=exact.PRECISIONS, microbatches=(1, 2)
 AHEAD = [
     case
     for case in exact.list_cases(**{**AXES, "memory": exact.AHEAD}, precision=exact.PRECISIONS)
-    if "optimizer_state" in exact.PLACEMENTS[case.placement]
+    if "optimizer_state" in exact.PLACEMENTS[case.placement] and case.memory != exact.DELAYED
 ]
 ONCE = exact.cover_each_value([*EVERY, *AHEAD])
 PAIRS = [
@@ -41,6 +41,12 @@ PAIRS = [
     ExactnessCase(model="latent", memory="streamed", placement="all", remat="sqrt", mesh="eight"),
     ExactnessCase(model="latent", memory="in_backward", placement="state", remat="full"),
     ExactnessCase(model="latent", memory="two_pass_ahead", placement="state"),
+    ExactnessCase(memory=exact.DELAYED, placement="state"),
+    ExactnessCase(memory=exact.DELAYED, placement="state", remat="sqrt", mesh="eight", precision="bfloat16"),
+    ExactnessCase(model="shared", optimizer="muon", memory=exact.DELAYED, placement="state+boundaries", remat="full"),
+    ExactnessCase(model="streams", memory=exact.DELAYED, placement="state", remat="invert"),
+    ExactnessCase(model="experts", memory=exact.DELAYED, placement="state", remat="full", mesh="eight"),
+    ExactnessCase(model="recurrent", optimizer="adafactor", memory=exact.DELAYED, placement="state"),
 ]
 UNLIKE = [
     ExactnessCase(memory="hosted_gradients", placement="all", remat="save:attention", layers="unlike", microbatches=2),
@@ -59,6 +65,7 @@ UNLIKE = [
         model="experts", memory="hosted_gradients", placement="all", remat="full", layers="unlike", mesh="eight"
     ),
     ExactnessCase(model="latent", memory="hosted_gradients", placement="all", remat="full", layers="unlike"),
+    ExactnessCase(model="twins", memory=exact.DELAYED, placement="state", remat="full", layers="unlike", mesh="eight"),
 ]
 SLOW = set(exact.list_cases(**AXES)).difference(ONCE, PAIRS)
 
@@ -70,6 +77,7 @@ SLOW = set(exact.list_cases(**AXES)).difference(ONCE, PAIRS)
     "twins-adamw-in_backward-weights+boundaries-save:attention-eight-float64-1",
     "tied-sgd-streamed-state-save:attention-one-float32-2",
     "tied-adafactor-hosted_gradients-boundaries-offload-eight-float32-2",
+    "tied-adamw-hosted_gradients_ahead-state-none-one-float64-1",
 )
 @pytest.mark.parametrize(
     "case",

@@ -1,0 +1,118 @@
+"""Updates that the next step applies: before anything else reads the state, and with the same checkpoints and losses.
+
+tests/schedules/test_exact.py compares the numbers with optax, under all remat policies.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from plimsoll.framework import layout
+from plimsoll.framework.config import config_for
+from plimsoll.framework.learner.rules import Rule
+from tests.support import runs, small
+
+IMMEDIATE = {"update": "streamed", "optimizer_state": "pinned_host", "gradients": "pinned_host"}
+DELAYED = {**IMMEDIATE, "prefetch": "layer"}
+# Of float32: the programs round differently.
+TOLERANCE = 1e-5
+FLAGS = [f"--config.memory.{name}={value}" for name, value in IMMEDIATE.items()]
+
+
+@pytest.fixture(autouse=True)
+def offload_small_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(layout.move_to_host.__kwdefaults__, "min_bytes", 256)
+
+
+def train(memory: dict[str, Any], steps: int, **learner: Any) -> tuple[Any, Any]:
+    """Return the program, and the state after some steps."""
+    config = small.experiment(small.llama(), memory=memory, clip=0.5, **learner)
+    program = small.program(config)
+    state, _ = small.run(program, steps)
+    return program, state
+
+
+def test_the_next_step_updates_the_stacks() -> None:
+    """After a step, stages outside the stacks are updated, and the stacks are not; `complete_update` updates them."""
+    _, immediate = train(IMMEDIATE, 3)
+    _, before = train(IMMEDIATE, 2)
+    program, state = train(DELAYED, 3)
+    weights, old, new = (small.arrays(tree.parameter) for tree in (state, before, immediate))
+    expected = {path: (old if path.startswith("stack/") else new)[path] for path in weights}
+    small.assert_close(weights, expected, TOLERANCE)
+    assert 0 < float(state.pending["clip_factor"]) < 1, "clipped"
+    completed = program.complete_update(state)
+    small.assert_close(small.arrays(completed.parameter), new, TOLERANCE)
+    small.assert_close(small.arrays(completed.optimizer), small.arrays(immediate.optimizer), TOLERANCE)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.optimizer["stack"])), "donated"
+    # Nothing is left, so neither another call nor the next step repeats it.
+    expected = small.arrays(completed.parameter)
+    again = program.complete_update(completed)
+    small.assert_close(small.arrays(again.parameter), expected, 0.0)
+    continued, _ = small.run(program, 1, again)
+    weights = small.arrays(continued.parameter)
+    stack = [path for path in weights if path.startswith("stack/")]
+    small.assert_close({path: weights[path] for path in stack}, {path: expected[path] for path in stack}, 0.0)
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize(
+    "learner",
+    [{"ema": 0.9}, {"spike": 3.0}, {"rules": [config_for(Rule, pattern="^stack", freeze=True)]}, {"clip": None}],
+    ids=["averages", "spikes", "frozen stack", "no clip"],
+)
+def test_the_state_is_that_of_an_immediate_update(learner: dict[str, Any]) -> None:
+    learner = {"clip": 0.5, **learner}
+    states = []
+    for memory in (IMMEDIATE, DELAYED):
+        program = small.program(small.experiment(small.llama(), memory=memory, **learner))
+        state, _ = small.run(program, 5)
+        states.append(small.arrays(program.backend.to_checkpoint(program.complete_update(state))))
+    small.assert_close(*states, TOLERANCE)
+
+
+@pytest.mark.pairs
+def test_a_run_saves_evaluates_and_resumes_as_without_delay(tmp_path: Path) -> None:
+    """Either kind of run may resume from a checkpoint of the other."""
+    runs.write_text(tmp_path / "text")
+    common = [*FLAGS, "--config.trainer.save_every=3", "--config.trainer.eval_every=2", "--config.trainer.keep=9"]
+    delayed = [*common, "--config.memory.prefetch=layer"]
+    assert runs.train(tmp_path / "immediate", *common, "--config.trainer.max_steps=7") == 0
+    assert runs.train(tmp_path / "delayed", *delayed, "--config.trainer.max_steps=4") == 0
+    assert runs.train(tmp_path / "delayed", *delayed, "--config.trainer.max_steps=7") == 0
+    assert runs.train(tmp_path / "delayed", *common, "--config.trainer.max_steps=8") == 0
+    assert runs.train(tmp_path / "immediate", *delayed, "--config.trainer.max_steps=8") == 0
+    rows = []
+    for name in ("immediate", "delayed"):
+        numbers = {}
+        for row in runs.rows(tmp_path / name):
+            numbers |= {
+                (row["step"], key): value
+                for key, value in row.items()
+                if key in ("loss", "grad_norm") or key.startswith("eval/")
+            }
+        rows.append(numbers)
+    assert rows[0].keys() == rows[1].keys()
+    assert {(8, "eval/held/loss"), (4, "eval/held/loss")} <= rows[0].keys()
+    for key, value in rows[0].items():
+        assert rows[1][key] == pytest.approx(value, rel=1e-5), key
+
+
+@pytest.mark.parametrize(
+    ("memory", "accumulate", "message"),
+    [
+        (
+            {"gradients": "device"},
+            1,
+            "needs memory.gradients = pinned_host and memory.parameters = device, given device",
+        ),
+        ({"parameters": "pinned_host"}, 1, "needs memory.gradients = pinned_host and memory.parameters = device"),
+        ({}, 2, "learner.accumulate = 2 with memory.update = streamed and memory.prefetch = layer"),
+    ],
+)
+def test_what_cannot_be_delayed_is_refused(memory: dict[str, str], accumulate: int, message: str) -> None:
+    config = small.experiment(small.llama(), memory={**DELAYED, **memory}, accumulate=accumulate)
+    with pytest.raises(ValueError, match=message):
+        small.program(config)
