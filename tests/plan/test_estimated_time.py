@@ -114,6 +114,13 @@ def gpu_kernels(module):
     return list(iter_kernels(module, GpuRates.look_up(spec_for("h100"))))
 
 
+@pytest.mark.parametrize(("name", "share"), [("4090", 0.85), ("5090", 0.85), ("a6000", 0.7), ("h100", 0.7)])
+def test_geforce_cards_come_closer_to_their_peak(name, share):
+    spec = spec_for(name)
+    rate = assume_gpu_rates(spec).curve("product bf16").rate(1e15)
+    assert rate == pytest.approx(share * spec.peak_bf16_flops, rel=0.01)
+
+
 def test_a_gpu_without_published_peaks_has_no_time():
     assert assume_gpu_rates(spec_for("cpu")) is None
 

@@ -60,6 +60,7 @@ class Settings:
         devices_used: number of the fact's devices that are in use, if the others are idle.
         maxtext: fields of MaxText's config, if the source is a recipe of MaxText for TPUs.
         accumulation: microbatches per update.
+        assumed: values that the source does not state, by field, chosen so that the fact can be planned.
         note: where the settings were found, if not in the quote.
     """
 
@@ -83,6 +84,7 @@ class Settings:
     devices_used: int | None = None
     maxtext: str | None = None
     accumulation: int | None = None
+    assumed: dict[str, int] | None = None
     note: str | None = None
 
 
@@ -111,10 +113,11 @@ class PublicFact:
     Attributes:
         model: model in the source's words.
         machine: the unit that `devices` counts: a GPU, or a TPU chip.
-        verdict: Verdict; "needs" if a source states the required memory without a run.
+        verdict: Verdict; "needs" if a source states the required memory, or the longest row for it, without a run.
         differs: difference from what we would compute or measure.
         hub_id: id of the published model, listed in framework/families/published.json if we can load it.
         shape: fields of config.json of a model that was not published.
+        rate_differs: why the rate is far from our estimate, if it is.
         not_of_the_step: why the figure does not describe a training step, if it does not.
         outdated: why the source's own program gives another figure today, if we compiled it.
     """
@@ -130,6 +133,7 @@ class PublicFact:
     rate: Amount | None = None
     hub_id: str | None = None
     shape: dict[str, Any] | None = None
+    rate_differs: str | None = None
     not_of_the_step: str | None = None
     outdated: str | None = None
 

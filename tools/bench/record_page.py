@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 # divide by 1e9.
 _UNITS = {"GB": 1e9, "GiB": 2.0**30, "% of 16 GiB": 0.16 * 2.0**30, "% of 32 GiB": 0.32 * 2.0**30}
 _UNITS["% of 95 GiB"] = 0.95 * 2.0**30
+_UNITS["GB of VRAM"] = 2.0**30
 
 
-# Peaks that differ by more than this fraction need a reason.
+# Peaks and rates that differ by more than this fraction need a reason.
 FAR = 0.25
 # For similar programs, peaks agree to within this fraction: if ours is this close to the limit, theirs may exceed it.
 NEAR = 0.05
@@ -45,8 +46,13 @@ class JudgedFact(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """True if the verdicts agree."""
-        return self.plan.fits == (self.fact.verdict == "fits")
+        """True if the verdicts agree, or the source has none."""
+        return not self.has_verdict or self.plan.fits == (self.fact.verdict == "fits")
+
+    @property
+    def has_verdict(self) -> bool:
+        """True if the source ran the setting."""
+        return self.fact.verdict != "needs"
 
     @property
     def is_at_the_limit(self) -> bool:
@@ -56,11 +62,19 @@ class JudgedFact(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """The difference in their implementation, if verdicts or peaks are far apart; otherwise empty."""
+        """The difference in their implementation, if verdicts, peaks or rates are far apart; otherwise empty."""
         is_beyond = self.peak_ratio is not None and abs(self.peak_ratio - 1) > FAR
-        if self.is_right and not is_beyond:
-            return ""
-        return f"{self.fact.outdated or ''} {self.fact.differs}".strip()
+        reasons = []
+        if is_beyond or not self.is_right:
+            reasons += [self.fact.outdated, self.fact.differs]
+        if self.is_rate_far:
+            reasons.append(self.fact.rate_differs)
+        return " ".join(filter(None, reasons))
+
+    @property
+    def is_rate_far(self) -> bool:
+        """True if the rates differ so much that they need a reason."""
+        return self.rate_ratio is not None and max(self.rate_ratio, 1 / self.rate_ratio) > 1 + FAR
 
     @property
     def is_false_fit(self) -> bool:
@@ -74,7 +88,7 @@ def is_like_ours(fact: PublicFact) -> bool:
     That requires that a compiler makes both programs, that rows have one length, and that the source or its code
     specifies what a layer saves and what is sharded over devices.
     """
-    if fact.outdated is not None:
+    if fact.outdated is not None or fact.settings.assumed is not None:
         return False
     settings = fact.settings
     has_known_sharding = fact.devices == 1 or settings.sharding is not None
@@ -92,7 +106,7 @@ def judge_facts(facts: list[PublicFact], results: dict[int, PlannedFact]) -> lis
 
 def _peak_ratio(fact: PublicFact, plan: PlannedFact) -> float | None:
     # The bytes in use when a program ran out of memory are not its peak.
-    if fact.peak is None or fact.peak.unit not in _UNITS or fact.verdict != "fits" or fact.peak.of == "all":
+    if fact.peak is None or fact.peak.unit not in _UNITS or fact.verdict == "out of memory" or fact.peak.of == "all":
         return None
     return plan.peak_bytes / (fact.peak.value * _UNITS[fact.peak.unit])
 
@@ -100,12 +114,22 @@ def _peak_ratio(fact: PublicFact, plan: PlannedFact) -> float | None:
 def _rate_ratio(fact: PublicFact, plan: PlannedFact) -> float | None:
     if fact.rate is None or not plan.tokens_per_second or not plan.flops_per_second:
         return None
-    if fact.rate.unit == "TFLOP/s" and fact.rate.of == "device":
-        return plan.flops_per_second / (1e12 * fact.rate.value)
+    if fact.rate.unit == "TFLOP/s":
+        devices = fact.devices if fact.rate.of == "all" else 1
+        return devices * plan.flops_per_second / (1e12 * fact.rate.value)
+    if fact.rate.unit == "s/step" and (tokens := _tokens_per_update(fact)) is not None:
+        return plan.tokens_per_second * fact.rate.value / tokens
     if fact.rate.unit != "tokens/s":
         return None
     published = fact.rate.value * (fact.devices if fact.rate.of == "device" else 1)
     return plan.tokens_per_second / published
+
+
+def _tokens_per_update(fact: PublicFact) -> int | None:
+    settings = fact.settings
+    if settings.global_batch is None or settings.seq_len is None or settings.packed is False:
+        return None
+    return settings.global_batch * settings.seq_len
 
 
 class Summary(NamedTuple):
@@ -114,7 +138,8 @@ class Summary(NamedTuple):
     Attributes:
         planned: number of planned facts.
         compiled: number of facts judged by the compiler; the others were judged by the analytical estimate.
-        right: number of facts whose verdicts agree.
+        verdicts: number of facts with a verdict.
+        right: number of these whose verdicts agree.
         at_the_limit: number of facts that ran out of memory although our plan fits within 5% of the limit.
         false_fits: number of facts that ran out of memory although our plan fits with room to spare.
         peaks: number of facts that have a peak.
@@ -122,10 +147,13 @@ class Summary(NamedTuple):
         beyond: facts whose peak is off by more than a quarter.
         rates: number of facts that have a rate.
         median_rate_ratio: median of our rate over theirs; None if no fact has a rate.
+        median_rate_error: median relative error of our rates, as a fraction; None if no fact has a rate.
+        far_rates: facts whose rate is off by more than a quarter.
     """
 
     planned: int
     compiled: int
+    verdicts: int
     right: int
     at_the_limit: int
     false_fits: int
@@ -134,6 +162,8 @@ class Summary(NamedTuple):
     beyond: list[JudgedFact]
     rates: int
     median_rate_ratio: float | None
+    median_rate_error: float | None
+    far_rates: list[JudgedFact]
 
 
 def summary(rows: list[JudgedFact]) -> Summary:
@@ -143,7 +173,8 @@ def summary(rows: list[JudgedFact]) -> Summary:
     return Summary(
         planned=len(rows),
         compiled=sum(row.plan.compiled for row in rows),
-        right=sum(row.is_right for row in rows),
+        verdicts=sum(row.has_verdict for row in rows),
+        right=sum(row.has_verdict and row.is_right for row in rows),
         at_the_limit=sum(row.is_false_fit and row.is_at_the_limit for row in rows),
         false_fits=sum(row.is_false_fit and not row.is_at_the_limit for row in rows),
         peaks=len(errors),
@@ -151,6 +182,8 @@ def summary(rows: list[JudgedFact]) -> Summary:
         beyond=[row for row in rows if row.peak_ratio is not None and abs(row.peak_ratio - 1) > FAR],
         rates=len(rates),
         median_rate_ratio=median(rates) if rates else None,
+        median_rate_error=median(abs(ratio - 1) for ratio in rates) if rates else None,
+        far_rates=[row for row in rows if row.is_rate_far],
     )
 
 
@@ -167,7 +200,8 @@ def page(facts: list[PublicFact], results: dict[int, PlannedFact]) -> str:
         "Published memory and speed of training, next to our plan of the nearest setting. Each line of",
         "`tools/bench/public_record.jsonl` has its source with a quote, and the differences of the implementation.",
         f"`python -m tools.bench.record_plans` wrote this page from plans of {days}, made by the target's own compiler",
-        "without the machine; `--table` writes it again from the existing plans.",
+        "without the machine, or by the analytical estimate where the column `by` says so; `--table` writes it again",
+        "from the existing plans. A rate ratio is our estimate over theirs: below 1, their run is faster than ours.",
         "",
         *_sums("All facts", rows),
         *_sums("Programs like ours", like_ours),
@@ -201,15 +235,18 @@ def _sums(title: str, rows: list[JudgedFact]) -> list[str]:
     sums = summary(rows)
     planners = "all by the compiler" if sums.compiled == sums.planned else f"{sums.compiled} of them by the compiler"
     line = f"- **{title}**: {sums.planned} planned, {planners}. "
-    line += f"Verdicts agree for {sums.right} ({100 * sums.right / max(sums.planned, 1):.0f}%). "
+    share = 100 * sums.right / max(sums.verdicts, 1)
+    line += f"Verdicts agree for {sums.right} of {sums.verdicts} ({share:.0f}%). "
     line += (
         f"Of the settings that ran out of memory, {sums.false_fits} fit by our plan with more than 5% to spare, and "
     )
     line += f"{sums.at_the_limit} with less. "
     line += f"The median error for {sums.peaks} published peaks is {100 * sums.median_error:.0f}%, and "
     line += f"{len(sums.beyond)} are off by more than 25%, each with a reason."
-    if sums.median_rate_ratio is not None:
-        line += f" For {sums.rates} published rates, the median ratio of our estimate is {sums.median_rate_ratio:.2f}."
+    if sums.median_rate_ratio is not None and sums.median_rate_error is not None:
+        line += f" For {sums.rates} published rates, the median ratio of our estimate is {sums.median_rate_ratio:.2f}, "
+        line += f"and its median error {100 * sums.median_rate_error:.0f}%; {len(sums.far_rates)} are off by more than "
+        line += "a quarter, each with a reason."
     return [line]
 
 

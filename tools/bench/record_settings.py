@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -14,11 +15,17 @@ _TARGETS = {
     "A100": "a100-80", "A100 40 GB": "a100-40", "A100 40 GB SXM4": "a100-40", "A100 80 GB": "a100-80",
     "A100 or H100": "a100-80", "A10G 24 GB": "a10", "H100": "h100", "H100 80 GB": "h100", "H200": "h200",
     "H100 96 GB HBM2e, 500 W": "h100",
-    "RTX 4090": "4090", "RTX A6000": "a6000", "RTX 6000 Ada 48 GB": "rtx6000ada", "RTX PRO 6000": "rtxpro6000",
-    "v4": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e",
+    "RTX 4090": "4090", "RTX 5090": "5090", "RTX A6000": "a6000", "RTX 6000 Ada 48 GB": "rtx6000ada",
+    "RTX PRO 6000": "rtxpro6000", "GH200": "gh200", "v4": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e",
+    "tpu7x": "tpu7x",
+    # A card of each size, for sources that state only the memory.
+    "GPU with 8 GB": "rtx4060ti-8", "GPU with 12 GB": "rtx3060", "GPU with 16 GB": "rtx4060ti-16",
+    "GPU with 24 GB": "4090", "GPU with 40 GB": "a100-40", "GPU with 48 GB": "a6000", "GPU with 80 GB": "a100-80",
 }  # fmt: skip
 # Cloud TPU names count cores for these, with two cores per chip.
-_CORES_COUNTED = ("v4", "v5p")
+_CORES_COUNTED = ("v4", "v5p", "tpu7x")
+# The largest slice of these; more chips are several slices.
+_LARGEST_SLICE = {"v5e": 256, "v6e": 256}
 # Machines that differ from our target only in memory: GiB that a program may use, 0.92 of the memory CUDA reports,
 # the limit when the facts were planned.
 _MEMORY_GIB = {"H100 96 GB HBM2e, 500 W": 86.1}
@@ -39,6 +46,14 @@ _REMAT = {
     "minimal_with_context": "save:query,key,value,attention,output,mlp_gate,mlp_up,mlp_down",
     "save_dot_except_mlpwi": "save:query,key,value,output,mlp_down",
     "qkv projections in host memory, the rest again": "offload:query,key,value",
+    # MaxText's custom policy, by the tensors that a recipe names, without mlpwo: the backward pass does not need the
+    # result of the down projection.
+    "custom: layer inputs in host memory": "offload",
+    "custom: layer inputs and qkv projections in host memory": "offload:input,query,key,value",
+    "custom: layer inputs, qkv and output projections in host memory": "offload:input,query,key,value,output",
+    "custom: layer inputs, qkv projections and attention saved": "save:query,key,value,attention",
+    "custom: key and value saved, layer inputs in host memory": "save:key,value;offload:input",
+    "results of products saved": "save:query,key,value,attention,output,mlp_gate,mlp_up",
 }
 # Maps the source's words for what is offloaded to the fields of `memory` that offload it.
 _OFFLOADED_FIELDS = {
@@ -50,6 +65,21 @@ _OFFLOADED_FIELDS = {
         "gradients",
         "optimizer_state",
     ),
+    "parameters, gradients, state and saved activations in host memory": (
+        "parameters",
+        "gradients",
+        "optimizer_state",
+        "activations",
+    ),
+    "parameters, gradients, state and layer inputs in host memory; the update runs on the CPU": (
+        "parameters",
+        "gradients",
+        "optimizer_state",
+        "activations",
+    ),
+    "frozen parameters and layer inputs in host memory": ("parameters", "activations"),
+    "frozen parameters and saved activations in host memory": ("parameters", "activations"),
+    "saved activations in host memory": ("activations",),
 }
 # Maps the source's words for how arrays are sharded to the axes of our mesh.
 _MESH_AXES = {"FSDP": "fsdp", "tensors": "model", "data": "data", "rows cut": "seq"}
@@ -94,8 +124,9 @@ def nearest_setting(fact: PublicFact, shapes: Path) -> NearestSetting:
     Raises:
         NotPlannedError: nothing comes near, or the source leaves too much unspecified.
     """
-    settings = fact.settings
     _refuse_others(fact)
+    fact = dataclasses.replace(fact, settings=dataclasses.replace(fact.settings, **(fact.settings.assumed or {})))
+    settings = fact.settings
     if settings.seq_len is None:
         raise NotPlannedError("the source does not say how long a row is")
     if settings.rows_per_device is None and settings.global_batch is None:
@@ -121,7 +152,7 @@ def _refuse_others(fact: PublicFact) -> None:
         raise NotPlannedError("double quantization: ours keeps the scales in float32")
     if fact.machine not in _TARGETS:
         raise NotPlannedError(f"no such machine: {fact.machine}")
-    if fact.verdict == "needs":
+    if fact.verdict == "needs" and settings.seq_len is None:
         raise NotPlannedError("a rule of thumb, with no setting")
 
 
@@ -150,8 +181,11 @@ def _config(fact: PublicFact, shapes: Path) -> str:
 def _target(fact: PublicFact) -> str:
     name = _TARGETS[fact.machine]
     devices = _devices(fact)
-    if not name.startswith("v"):
+    if not name.startswith(("v", "tpu")):
         return name if devices == 1 else f"{name}x{devices}"
+    largest = _LARGEST_SLICE.get(name, devices)
+    if devices > largest:
+        return f"{devices // largest}x{name}-{largest}"
     count = 2 * devices if name in _CORES_COUNTED else devices
     return f"{name}-{count}"
 
@@ -168,15 +202,22 @@ def _mesh(fact: PublicFact) -> dict[str, str]:
 
 def _global_batch(fact: PublicFact) -> int:
     # The rows computed at a time matter, not those of an update: accumulated gradients take as much memory as
-    # gradients.
+    # gradients. With offloading, the update takes as long for more rows, so the rate depends on their number.
     if fact.settings.rows_per_device is not None:
-        return fact.settings.rows_per_device * _devices(fact)
+        return fact.settings.rows_per_device * _devices(fact) * _accumulation(fact.settings)
     assert fact.settings.global_batch is not None
     return fact.settings.global_batch
 
 
+def _accumulation(settings: Settings) -> int:
+    is_offloaded = settings.offload not in (None, "none")
+    return settings.accumulation or 1 if is_offloaded else 1
+
+
 def _training(settings: Settings) -> dict[str, str]:
     overrides = {}
+    if _accumulation(settings) > 1:
+        overrides["learner.accumulate"] = str(_accumulation(settings))
     if settings.attention == "splash, operands in float32":
         overrides["model.stack.pattern.0.attention.kernel_dtype"] = "float32"
     if settings.loss == "whole":

@@ -10,7 +10,13 @@ from dataclasses import replace
 from plimsoll.framework.plan.compilation import CompiledProgram
 from plimsoll.framework.plan.hlo.module import Module
 from plimsoll.framework.plan.step_time.cpu_time import cpu_time
-from plimsoll.framework.plan.step_time.device_rates import PROGRAM_START, load_measured_rates, load_rates
+from plimsoll.framework.plan.step_time.device_rates import (
+    MEMORY_EFFICIENCY,
+    PROGRAM_START,
+    get_product_efficiency,
+    load_measured_rates,
+    load_rates,
+)
 from plimsoll.framework.plan.step_time.gpu_time import gpu_time
 from plimsoll.framework.plan.step_time.time_breakdown import ProgramTime, StepTime
 from plimsoll.framework.plan.step_time.tpu_operations import TpuRates
@@ -58,7 +64,8 @@ def estimate_compiled_time(calls: Sequence[CompiledProgram], target: Target, pea
     if rates.measured:
         basis = f"roofline of the program's kernels, by rates measured on {rates.measured} (plimsoll calibrate)"
     else:
-        basis = f"roofline of the program's kernels, at 70% of peak FLOP/s and 85% of peak bandwidth; {_UNVALIDATED}"
+        reached = f"{get_product_efficiency(spec):.0%} of peak FLOP/s and {MEMORY_EFFICIENCY:.0%} of peak bandwidth"
+        basis = f"roofline of the program's kernels, at {reached}; {_UNVALIDATED}"
     return _sum_times(times, runs, rates.program_start, basis)
 
 

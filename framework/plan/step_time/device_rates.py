@@ -34,6 +34,11 @@ CurvePoints = tuple[tuple[float, float], ...]
 # Fractions of the published peaks that programs are assumed to reach on a GPU that was never measured: matrix products
 # by cuBLAS and Triton, memory-bound kernels, and transfers over PCIe.
 PRODUCT_EFFICIENCY = 0.7
+# GeForce cards come closer to their peak: summing in float32 halves their rate, so operands arrive fast enough, and
+# their clocks rise above the published one. Fitted to the three rates of torchtune on an RTX 4090 in
+# docs/benchmarks/public_record.md. Nine rates of FlexTrain on an RTX 5090 were not used for it: the estimates are 0.80
+# to 1.02 times these, with a median of 0.88.
+GEFORCE_PRODUCT_EFFICIENCY = 0.85
 MEMORY_EFFICIENCY = 0.85
 PCIE_EFFICIENCY = 0.75
 # Seconds that a GPU takes to start a kernel, and that Python takes to start a program.
@@ -117,15 +122,22 @@ class DeviceRates:
         return self.curves[kind]
 
 
+def get_product_efficiency(spec: AcceleratorSpec) -> float:
+    """Return the fraction of its peak that a GPU that was never measured is assumed to reach in matrix products."""
+    is_geforce = any("GeForce" in kind for kind in spec.device_kinds)
+    return GEFORCE_PRODUCT_EFFICIENCY if is_geforce else PRODUCT_EFFICIENCY
+
+
 def assume_gpu_rates(spec: AcceleratorSpec) -> DeviceRates | None:
     """Return the rates of a GPU, assumed from its published peaks; None if those are not published."""
     half_peak = spec.peak_bf16_flops or spec.peak_f16_flops
     full_peak = spec.peak_flops("float32") or half_peak
     if half_peak is None or full_peak is None or spec.hbm_bytes_per_second is None:
         return None
+    reached = get_product_efficiency(spec)
     curves: dict[WorkKind, TimeCurve] = {
-        "product bf16": TimeCurve.from_rate(PRODUCT_EFFICIENCY * half_peak, KERNEL_START),
-        "product f32": TimeCurve.from_rate(PRODUCT_EFFICIENCY * full_peak, KERNEL_START),
+        "product bf16": TimeCurve.from_rate(reached * half_peak, KERNEL_START),
+        "product f32": TimeCurve.from_rate(reached * full_peak, KERNEL_START),
         "memory": TimeCurve.from_rate(MEMORY_EFFICIENCY * spec.hbm_bytes_per_second, KERNEL_START),
     }
     pcie = spec.pcie_bytes_per_second
