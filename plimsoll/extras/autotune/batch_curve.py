@@ -68,20 +68,21 @@ class _CurveEstimator:
             return None
         if self._choice.compiled:
             self._budget.learn(settings, cost, self._choice.peak)
-        experiment = self._cost_model.experiment(settings)
+        item = self._cost_model.experiment(settings).data.item
         points = [self._build_point(settings, cost)]
         end: CurveEnd = "limit"
         while points[-1].batch < MOST_BATCHES * points[0].batch:
-            counts = self._list_accumulations(2 * points[-1].batch, points[-1].accumulate)
-            larger = self._find_first_fit(2 * points[-1].batch, counts)
+            batch = 2 * points[-1].batch
+            counts = self._list_accumulations(batch, points[-1].accumulate)
+            larger = self._find_first_fit(batch, counts)
             if larger is None:
-                end = "memory" if self._can_accumulate(2 * points[-1].batch, counts) else "no accumulation"
+                end = "memory" if len(counts) > 1 else "no accumulation"
                 break
             points.append(larger)
             if points[-1].rate < LEAST_RISE * points[-2].rate:
                 end = "flat"
                 break
-        return ThroughputCurve(experiment.data.item, tuple(points), end)
+        return ThroughputCurve(item, tuple(points), end)
 
     def _join_settings(self, batch: int, accumulate: int) -> Settings:
         changed = (setting(BATCH, batch), setting(ACCUMULATE, accumulate))
@@ -94,8 +95,12 @@ class _CurveEstimator:
             batch: global batch size, in rows.
             least: number of microbatches of the next smaller batch, which needs no fewer.
         """
-        config = with_settings(self._cost_model.config, self._join_settings(batch, least))
-        # The search space knows where the number of microbatches may not change.
+        settings = self._join_settings(batch, least)
+        # Gradients that are freed after each layer's update cannot be accumulated.
+        if self._cost_model.experiment(settings).memory.traits.updates_in_backward:
+            return [least]
+        config = with_settings(self._cost_model.config, settings)
+        # The search space knows where else the number of microbatches may not change.
         space = SearchSpace(config, self._target, self._fixed)
         return [count for count in space.accumulations(()) if count >= least]
 
@@ -119,10 +124,6 @@ class _CurveEstimator:
                 return self._build_point(settings, cost)
             self._too_many_rows = rows
         return None
-
-    def _can_accumulate(self, batch: int, counts: list[int]) -> bool:
-        """Return whether the schedule and the fixed fields allow more microbatches than the fewest of `counts`."""
-        return any(self._cost_model.cost(self._join_settings(batch, count)) is not None for count in counts[1:])
 
     def _build_point(self, settings: Settings, cost: SettingsCost) -> ThroughputPoint:
         experiment: Experiment = self._cost_model.experiment(settings)
