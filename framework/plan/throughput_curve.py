@@ -19,12 +19,6 @@ LEAST_RISE = 1.02
 MOST_BATCHES = 64
 
 CurveEnd = Literal["flat", "memory", "no accumulation", "limit"]
-_END_TEXTS: dict[CurveEnd, str] = {
-    "flat": f"the last doubling raises the rate by less than {LEAST_RISE - 1:.0%}",
-    "memory": "twice as many tokens per step do not fit, whatever learner.accumulate is",
-    "no accumulation": "twice as many rows at a time do not fit, and learner.accumulate cannot change",
-    "limit": f"the curve stops at {MOST_BATCHES} times the batch of the config",
-}
 
 
 @dataclass(frozen=True)
@@ -68,11 +62,14 @@ class ThroughputCurve:
         end: why there is no larger batch: "flat" (the rate hardly rises), "memory" (it does not fit), "no
             accumulation" (it would fit only in more microbatches, but their number cannot change), or "limit" (64
             times the batch of the config).
+        exhausted: the memory that twice the batch exceeds: "device", "host" or "device and host"; "" if the curve ends
+            for another reason.
     """
 
     item: str
     points: tuple[ThroughputPoint, ...]
     end: CurveEnd
+    exhausted: str = ""
 
     @property
     def knee(self) -> ThroughputPoint:
@@ -83,7 +80,15 @@ class ThroughputCurve:
     @property
     def end_text(self) -> str:
         """The reason why there is no larger batch, in words."""
-        return _END_TEXTS[self.end]
+        if self.end == "flat":
+            return f"the last doubling raises the rate by less than {LEAST_RISE - 1:.0%}"
+        if self.end == "memory":
+            return (
+                f"{self.exhausted} memory has no room for twice the batch, however many microbatches it is split into"
+            )
+        if self.end == "no accumulation":
+            return f"{self.exhausted} memory has no room for twice the batch, and learner.accumulate cannot change"
+        return f"{MOST_BATCHES} times the batch of the config is the most that is tried"
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict that JSON can represent, with the tokens per step of the knee."""

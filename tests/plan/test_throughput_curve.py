@@ -99,7 +99,7 @@ def build_point(batch: int, seconds: float, link_seconds: float = 0.0) -> Throug
 
 # A second per step for transfers, and half a second for each row: 66.7, 100, 133.3, 160, 177.8 tokens per second.
 BY_HAND = ThroughputCurve(
-    "token", tuple(build_point(batch, 1.0 + 0.5 * batch, 1.0) for batch in (1, 2, 4, 8, 16)), "memory"
+    "token", tuple(build_point(batch, 1.0 + 0.5 * batch, 1.0) for batch in (1, 2, 4, 8, 16)), "memory", "device"
 )
 
 
@@ -160,14 +160,14 @@ def test_rows_grow_first_and_then_microbatches(device_mib: int, sizes: list[tupl
 def test_without_accumulation_only_rows_grow(settings: Settings, fixed: tuple[str, ...]):
     curve = build_curve(small_llama(), "h100", settings, 500, fixed=fixed)
     assert [(point.batch, point.accumulate) for point in curve.points] == [(1, 1), (2, 1), (4, 1)]
-    assert curve.end == "no accumulation"
+    assert (curve.end, curve.exhausted) == ("no accumulation", "device")
 
 
 @pytest.mark.usefixtures("hand_costs")
 def test_host_memory_limits_the_batch():
     curve = build_curve(small_llama(), "h100", AT_ONCE, 100_000, host_gib=1)
     assert curve.points[-1].host_need_bytes == 800 * MIB
-    assert (curve.points[-1].batch, curve.end) == (8, "no accumulation")
+    assert (curve.points[-1].batch, curve.end, curve.exhausted) == (8, "no accumulation", "host")
 
 
 @pytest.mark.usefixtures("hand_costs")
@@ -249,7 +249,7 @@ def test_table_marks_the_knee():
     assert marked.split()[:6] == ["800", "8", "1", "5.00", "s", "160"]
     assert "tokens per second by batch, estimated" in text
     assert "--config.data.global_batch_size=8 --config.learner.accumulate=1" in text
-    assert "twice as many tokens per step do not fit" in text
+    assert "device memory has no room for twice the batch" in text
     assert "estimated, h100x1" in render(BY_HAND.sections("h100x1"))
 
 

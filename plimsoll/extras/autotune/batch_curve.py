@@ -59,6 +59,8 @@ class _CurveEstimator:
         self._choice = choice
         # The fewest rows of a microbatch, over all devices, that are known not to fit.
         self._too_many_rows: int | None = None
+        # The memory that the settings that were tried last exceed.
+        self._exhausted = ""
 
     def run(self) -> ThroughputCurve | None:
         """Return the curve; None if the rates of the device are not published."""
@@ -71,18 +73,20 @@ class _CurveEstimator:
         item = self._cost_model.experiment(settings).data.item
         points = [self._build_point(settings, cost)]
         end: CurveEnd = "limit"
+        exhausted = ""
         while points[-1].batch < MOST_BATCHES * points[0].batch:
             batch = 2 * points[-1].batch
             counts = self._list_accumulations(batch, points[-1].accumulate)
             larger = self._find_first_fit(batch, counts)
             if larger is None:
                 end = "memory" if len(counts) > 1 else "no accumulation"
+                exhausted = self._exhausted
                 break
             points.append(larger)
             if points[-1].rate < LEAST_RISE * points[-2].rate:
                 end = "flat"
                 break
-        return ThroughputCurve(item, tuple(points), end)
+        return ThroughputCurve(item, tuple(points), end, exhausted)
 
     def _join_settings(self, batch: int, accumulate: int) -> Settings:
         changed = (setting(BATCH, batch), setting(ACCUMULATE, accumulate))
@@ -123,6 +127,8 @@ class _CurveEstimator:
             if self._budget.fits(settings, cost):
                 return self._build_point(settings, cost)
             self._too_many_rows = rows
+            over_by_memory = {"device": self._budget.over(settings, cost), "host": self._budget.host_over(cost)}
+            self._exhausted = " and ".join(name for name, over in over_by_memory.items() if over > 0)
         return None
 
     def _build_point(self, settings: Settings, cost: SettingsCost) -> ThroughputPoint:
