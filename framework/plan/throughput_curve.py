@@ -13,7 +13,7 @@ from plimsoll.framework.terminal.tables import TableSection, human_count, human_
 
 # The knee has at least this fraction of the highest rate.
 KNEE_SHARE = 0.9
-# The curve ends when twice the tokens raise the rate by less than this factor.
+# The curve ends when four times the tokens raise the rate by less than this factor.
 LEAST_RISE = 1.02
 # The curve ends at this multiple of the config's batch.
 MOST_BATCHES = 64
@@ -31,6 +31,7 @@ class ThroughputPoint:
         tokens_per_step: tokens (or other items) in a step on all devices.
         device_peak_bytes: bytes of device memory at the peak of the step, per device.
         host_need_bytes: everything that the memory of a host has to hold, in bytes.
+        overrides: the overrides of the config that this point needs, as flags.
         time: estimated time of a step.
     """
 
@@ -39,6 +40,7 @@ class ThroughputPoint:
     tokens_per_step: int
     device_peak_bytes: int
     host_need_bytes: int
+    overrides: str
     time: TimeReport
 
     @property
@@ -81,7 +83,7 @@ class ThroughputCurve:
     def end_text(self) -> str:
         """The reason why there is no larger batch, in words."""
         if self.end == "flat":
-            return f"the last doubling raises the rate by less than {LEAST_RISE - 1:.0%}"
+            return f"the last two doublings together raise the rate by less than {LEAST_RISE - 1:.0%}"
         if self.end == "memory":
             return (
                 f"{self.exhausted} memory has no room for twice the batch, however many microbatches it is split into"
@@ -108,8 +110,7 @@ class ThroughputCurve:
             time = [human_duration(point.time.seconds), human_count(point.rate)]
             rows.append([*sizes, *time, point.bound_text, mark])
         about = f"{KNEE_SHARE:.0%} of the highest rate with the fewest {self.item}s per step"
-        knee_flags = f"--config.data.global_batch_size={knee.batch} --config.learner.accumulate={knee.accumulate}"
-        knee_rows = [["knee", about], ["set in addition", knee_flags], ["end of the curve", self.end_text]]
+        knee_rows = [["knee", about], ["overrides", knee.overrides or "none"], ["end of the curve", self.end_text]]
         suffix = f", {name}" if name else ""
         return [
             TableSection(f"{self.item}s per second by batch, estimated{suffix}", rows),

@@ -94,7 +94,7 @@ def build_point(batch: int, seconds: float, link_seconds: float = 0.0) -> Throug
     parts = {"matrix units": seconds - link_seconds, "host link": link_seconds}
     bound_by = max(parts, key=lambda name: parts[name])
     time = TimeReport(seconds, 100 * batch / seconds, None, bound_by, parts, basis="by hand")
-    return ThroughputPoint(batch, 1, 100 * batch, 1000, 2000, time)
+    return ThroughputPoint(batch, 1, 100 * batch, 1000, 2000, f"--config.data.global_batch_size={batch}", time)
 
 
 # A second per step for transfers, and half a second for each row: 66.7, 100, 133.3, 160, 177.8 tokens per second.
@@ -131,7 +131,10 @@ def test_curve_ends_when_the_rate_is_flat():
     config = small_llama()
     config.data.global_batch_size = 32
     curve = build_curve(config, "v5e-1", (), 100_000)
-    assert ([point.batch for point in curve.points], curve.end) == ([32, 64, 128], "flat")
+    assert ([point.batch for point in curve.points], curve.end) == ([32, 64, 128, 256, 512], "flat")
+    rates = [point.rate for point in curve.points]
+    assert rates[4] < 1.02 * rates[2]
+    assert rates[3] > 1.02 * rates[1]
 
 
 @pytest.mark.usefixtures("hand_costs")
@@ -248,7 +251,7 @@ def test_table_marks_the_knee():
     (marked,) = [line for line in text.splitlines() if line.endswith("   knee")]
     assert marked.split()[:6] == ["800", "8", "1", "5.00", "s", "160"]
     assert "tokens per second by batch, estimated" in text
-    assert "--config.data.global_batch_size=8 --config.learner.accumulate=1" in text
+    assert "overrides          --config.data.global_batch_size=8" in text
     assert "device memory has no room for twice the batch" in text
     assert "estimated, h100x1" in render(BY_HAND.sections("h100x1"))
 

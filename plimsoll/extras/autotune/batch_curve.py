@@ -1,16 +1,31 @@
-"""Estimates tokens per second of the chosen settings at larger batches, as far as device and host memory allow."""
+"""Estimates tokens per second of the chosen settings at larger batches, as far as device and host memory allow.
+
+Only the number of microbatches and the placements follow the batch: mesh, remat and schedule stay as chosen.
+"""
 
 from __future__ import annotations
 
 from plimsoll.extras.autotune.autotune import BATCH_MODE, BATCH_MODE_FIXED
-from plimsoll.extras.autotune.cost_model import CostModel, MemoryBudget, MemoryLimits, SettingsCost, with_host_memory
-from plimsoll.extras.autotune.search_space import SearchSpace
+from plimsoll.extras.autotune.cost_model import (
+    Candidate,
+    CostModel,
+    MemoryBudget,
+    MemoryLimits,
+    SettingsCost,
+    with_host_memory,
+)
+from plimsoll.extras.autotune.search_space import OffloadLevels, SearchSpace
 from plimsoll.extras.autotune.settings import (
     ACCUMULATE,
     BATCH,
+    CLIP_MODE,
+    GRADIENTS,
+    PLACEMENT_FIELDS,
+    UPDATE,
     Settings,
     TunedSettings,
     TuningRequest,
+    flags,
     select_changes,
     setting,
     with_settings,
@@ -26,6 +41,9 @@ from plimsoll.framework.plan.throughput_curve import (
 )
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.terminal.phases import SHORT, phase
+
+# If placements have to change, the curve takes the fastest of this many numbers of microbatches that fit.
+_MOST_COMPARED = 2
 
 
 def estimate_curve(
@@ -57,6 +75,8 @@ class _CurveEstimator:
         self._budget = MemoryBudget(MemoryLimits.derive(self._target, device_bytes))
         self._fixed = BATCH_MODE_FIXED if request.mode == BATCH_MODE else frozenset(request.fixed)
         self._choice = choice
+        # The settings of the largest batch so far, from which the next one starts.
+        self._settings = choice.settings
         # The fewest rows of a microbatch, over all devices, that are known not to fit.
         self._too_many_rows: int | None = None
         # The memory that the settings that were tried last exceed.
@@ -76,60 +96,102 @@ class _CurveEstimator:
         exhausted = ""
         while points[-1].batch < MOST_BATCHES * points[0].batch:
             batch = 2 * points[-1].batch
-            counts = self._list_accumulations(batch, points[-1].accumulate)
-            larger = self._find_first_fit(batch, counts)
+            space = self._build_space(batch, points[-1].accumulate)
+            counts = self._list_accumulations(space, points[-1].accumulate)
+            larger = self._find_fastest(space, batch, counts)
             if larger is None:
                 end = "memory" if len(counts) > 1 else "no accumulation"
                 exhausted = self._exhausted
                 break
-            points.append(larger)
-            if points[-1].rate < LEAST_RISE * points[-2].rate:
+            self._settings = larger.settings
+            points.append(self._build_point(larger.settings, larger.cost))
+            # One doubling is not enough: other placements or a first sum of gradients can cost as much as it gains.
+            if len(points) > 2 and points[-1].rate < LEAST_RISE * points[-3].rate:
                 end = "flat"
                 break
         return ThroughputCurve(item, tuple(points), end, exhausted)
 
     def _join_settings(self, batch: int, accumulate: int) -> Settings:
         changed = (setting(BATCH, batch), setting(ACCUMULATE, accumulate))
-        return select_changes(self._cost_model.config, (*self._choice.settings, *changed))
+        return select_changes(self._cost_model.config, (*self._settings, *changed))
 
-    def _list_accumulations(self, batch: int, least: int) -> list[int]:
+    def _build_space(self, batch: int, accumulate: int) -> SearchSpace:
+        """Return the search space of the chosen settings at another batch.
+
+        Args:
+            batch: global batch size, in rows.
+            accumulate: number of microbatches that is possible for this batch.
+        """
+        config = with_settings(self._cost_model.config, self._join_settings(batch, accumulate))
+        return SearchSpace(config, self._target, self._fixed)
+
+    def _list_accumulations(self, space: SearchSpace, least: int) -> list[int]:
         """Return the possible numbers of microbatches of a batch, smallest first.
 
         Args:
-            batch: global batch size, in rows.
+            space: search space of the batch.
             least: number of microbatches of the next smaller batch, which needs no fewer.
         """
-        settings = self._join_settings(batch, least)
+        experiment = self._cost_model.experiment(self._choice.settings)
         # Gradients that are freed after each layer's update cannot be accumulated.
-        if self._cost_model.experiment(settings).memory.traits.updates_in_backward:
+        if experiment.memory.traits.updates_in_backward:
             return [least]
-        config = with_settings(self._cost_model.config, settings)
-        # The search space knows where else the number of microbatches may not change.
-        space = SearchSpace(config, self._target, self._fixed)
         return [count for count in space.accumulations(()) if count >= least]
 
-    def _find_first_fit(self, batch: int, counts: list[int]) -> ThroughputPoint | None:
-        """Return the point with the fewest microbatches that fit; None if no number of them does.
+    def _find_fastest(self, space: SearchSpace, batch: int, counts: list[int]) -> Candidate | None:
+        """Return the faster of the two fewest numbers of microbatches that fit; None if no number of them does.
 
         Args:
+            space: search space of the batch.
             batch: global batch size, in rows.
             counts: possible numbers of microbatches, smallest first.
         """
+        fitting: list[Candidate] = []
         for accumulate in counts:
-            settings = self._join_settings(batch, accumulate)
             rows = batch // accumulate
             # Not estimated again: more microbatches with this many rows do not need less memory.
             if self._too_many_rows is not None and rows >= self._too_many_rows:
                 continue
-            cost = self._cost_model.cost(settings)
-            if cost is None:
+            settings = self._join_settings(batch, accumulate)
+            fit = self._fit(space, settings)
+            if fit is None:
+                self._too_many_rows = rows
                 continue
-            if self._budget.fits(settings, cost):
-                return self._build_point(settings, cost)
-            self._too_many_rows = rows
+            fitting.append(fit)
+            # With the same placements, more microbatches are not faster.
+            if fit.settings == settings or len(fitting) == _MOST_COMPARED:
+                break
+        return min(fitting, key=lambda fit: fit.cost.seconds, default=None)
+
+    def _fit(self, space: SearchSpace, settings: Settings) -> Candidate | None:
+        """Return the settings if they fit, else the fastest ones that fit with other placements; None if none do.
+
+        Args:
+            space: search space of their batch.
+            settings: the settings of the next smaller batch, with this batch.
+        """
+        cost = self._cost_model.cost(settings)
+        if cost is not None and self._budget.fits(settings, cost):
+            return Candidate(settings, cost, self._budget.peak(settings, cost))
+        if cost is not None:
             over_by_memory = {"device": self._budget.over(settings, cost), "host": self._budget.host_over(cost)}
             self._exhausted = " and ".join(name for name, over in over_by_memory.items() if over > 0)
-        return None
+        # What the schedule itself sets stays: memory.gradients = none is no placement.
+        schedule = [one for one in settings if one.path in (UPDATE, CLIP_MODE) or one == setting(GRADIENTS, "none")]
+        kept = [
+            one for one in settings if one.path not in PLACEMENT_FIELDS or one in schedule or one.path in self._fixed
+        ]
+        levels = OffloadLevels(self._estimate_cost, self._budget, space)
+        orders = space.offload_orders(tuple(schedule))
+        fits = [levels.find_cheapest_fit(tuple(kept), order) for order in orders]
+        fastest = min((fit for fit in fits if fit is not None), key=lambda fit: fit.cost.seconds, default=None)
+        return None if fastest is None else fastest._replace(settings=self._select(fastest.settings))
+
+    def _select(self, settings: Settings) -> Settings:
+        return select_changes(self._cost_model.config, settings)
+
+    def _estimate_cost(self, settings: Settings) -> SettingsCost | None:
+        return self._cost_model.cost(self._select(settings))
 
     def _build_point(self, settings: Settings, cost: SettingsCost) -> ThroughputPoint:
         experiment: Experiment = self._cost_model.experiment(settings)
@@ -142,5 +204,6 @@ class _CurveEstimator:
             tokens_per_step=data.global_batch_size * data.seq_len,
             device_peak_bytes=self._budget.peak(settings, cost),
             host_need_bytes=cost.host_need,
+            overrides=flags(settings),
             time=time,
         )
