@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from plimsoll.framework.layout import GROUPS, StateLayout
+from plimsoll.framework.layout import GROUPS, Group, StateLayout
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.schedules.stack_layout import STACK
@@ -112,7 +112,7 @@ def count_layer_transfers(
     return tuple(transfers)
 
 
-def _split_offloaded_bytes(layout: StateLayout, num_layers: int) -> tuple[list[dict[str, int]], dict[str, int]]:
+def _split_offloaded_bytes(layout: StateLayout, num_layers: int) -> tuple[list[dict[Group, int]], dict[Group, int]]:
     """Return the bytes in host memory by group: of each layer of the stack, and of everything else."""
     layer_bytes = [dict.fromkeys(GROUPS, 0) for _ in range(num_layers)]
     outside_bytes = dict.fromkeys(GROUPS, 0)
