@@ -38,6 +38,7 @@ def plan_auto(command: cli.Command, name: str) -> int:
         name: name of the target.
     """
     from plimsoll.extras.autotune.autotune import autotune
+    from plimsoll.extras.autotune.batch_curve import estimate_curve
     from plimsoll.extras.autotune.settings import with_settings
     from plimsoll.framework.plan.build_report import get_report
     from plimsoll.framework.plan.report_tables import sections
@@ -69,14 +70,19 @@ def plan_auto(command: cli.Command, name: str) -> int:
     )
     settings = [f"{path}={text}" for path, text in choice.settings]
     report = replace(report, settings=[*format_overrides(command), *rule_lines, *settings])
+    curve = estimate_curve(request, target, choice, host_bytes)
     print(choice.flags)
     chosen = cli.Command(args, command.spec, command.named, [*command.overrides, *choice.settings])
 
     def draw_page() -> str:
-        return build_target_page(command, [chosen], target, [report])
+        return build_target_page(chosen, [chosen], target, [report], {} if curve is None else {"": curve})
 
-    content = report.to_json() | {"auto": choice.to_json()}
-    write_outputs(args, [*choice.sections(), *sections(report)], content, draw_page)
+    content = report.to_json() | {"auto": choice.to_json(), "throughput_curve": None}
+    tables = choice.sections()
+    if curve is not None:
+        content["throughput_curve"] = curve.to_json()
+        tables += curve.sections()
+    write_outputs(args, [*tables, *sections(report)], content, draw_page)
     return ExitCode.DONE if report.fits else ExitCode.TOO_BIG
 
 

@@ -10,6 +10,7 @@ from plimsoll.framework.files.workdir import writing
 from plimsoll.launch import cli
 
 if TYPE_CHECKING:
+    from plimsoll.framework.plan.build_report import CompiledTrainStep
     from plimsoll.framework.plan.plan_report import PlanReport
 
 
@@ -60,7 +61,14 @@ def start_cpus(machines: Iterable[Any]) -> None:
         machine.devices()
 
 
-def make_report(command: cli.Command, name: str, target: Any, limit: int | None, estimate: bool) -> "PlanReport":
+def make_report(
+    command: cli.Command,
+    name: str,
+    target: Any,
+    limit: int | None,
+    estimate: bool,
+    compiled_step: "CompiledTrainStep | None" = None,
+) -> "PlanReport":
     """Produce one report: from the cache, the analytical estimate or the compiler.
 
     Args:
@@ -69,6 +77,7 @@ def make_report(command: cli.Command, name: str, target: Any, limit: int | None,
         target: the target.
         limit: bytes that one device may use; None takes what the target leaves to a program with the config's mesh.
         estimate: whether to use only the analytical estimate.
+        compiled_step: the compiled step of the config, if there is one already.
     """
     from plimsoll.framework.plan.build_report import get_report
 
@@ -86,6 +95,7 @@ def make_report(command: cli.Command, name: str, target: Any, limit: int | None,
         phases=not args.step_only,
         fresh=args.fresh,
         suggests=not args.verdict_only,
+        compiled_step=compiled_step,
     )
     # The settings of this command line are not cached: other command lines may lead to the same config.
     return replace(plan_report, settings=[*format_overrides(command), *rule_lines])

@@ -1,17 +1,27 @@
 """`plimsoll plan --largest`: the largest model of a config's family that fits the machines, and the settings for it."""
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from plimsoll.extras.autotune.settings import parse_allowed
-from plimsoll.framework.config import Config
+from plimsoll.framework.config import Config, diff
 from plimsoll.framework.files.workdir import writing
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli
-from plimsoll.launch.plan_common import iter_comparisons, resolve_target, start_cpus, write_outputs
+from plimsoll.launch.plan_common import iter_comparisons, make_report, resolve_target, start_cpus, write_outputs
+from plimsoll.launch.plan_page import build_target_page
+
+if TYPE_CHECKING:
+    from plimsoll.extras.autotune.autotune import TuningRequest, TuningResult
+    from plimsoll.extras.largest.size_family import SizeFamily
+    from plimsoll.extras.largest.size_frontier import Frontier, FrontierPoint
+    from plimsoll.framework.plan.build_report import CompiledTrainStep
+    from plimsoll.framework.plan.throughput_curve import ThroughputCurve
 
 
 class FrontierSeries(NamedTuple):
@@ -37,8 +47,8 @@ def check_largest(command: cli.Command) -> None:
         if args.picture is not None:
             raise cli.UsageError("--picture requires --largest")
         return
-    if args.auto or args.smallest or args.html:
-        raise cli.UsageError("--largest cannot be combined with --auto, --smallest or --html; to plot, use --picture")
+    if args.auto or args.smallest:
+        raise cli.UsageError("--largest cannot be combined with --auto or --smallest")
     if args.picture is not None and not args.picture.absolute().parent.is_dir():
         raise cli.UsageError(f"no directory {args.picture.absolute().parent} to write {args.picture.name} into")
     if args.allow is not None:
@@ -65,21 +75,89 @@ def plan_largest(command: cli.Command, names: list[str]) -> int:
     families = [SizeFamily.derive(one.command.resolve(one.target.name)[0]) for one in series]
     start_cpus(machines)
     frontiers = []
-    for one, family in zip(series, families, strict=True):
-        search = FrontierSearch(family, _SizeTuner(one), not args.estimate, _log)
-        frontiers.append(search.run(one.name))
-    title = f"{command.spec} scaled up on {', '.join(machine.name for machine in machines)}"
-    content = [
-        {"name": frontier.name, "failure": frontier.failure, "points": [point.to_json() for point in frontier.points]}
-        for frontier in frontiers
-    ]
-    write_outputs(args, frontier_tables.frontier_sections(frontiers), content, str)
+    tuners = [_SizeTuner(one) for one in series]
+    curves = []
+    for one, family, tuner in zip(series, families, tuners, strict=True):
+        frontier = FrontierSearch(family, tuner, not args.estimate, _log).run(one.name)
+        frontiers.append(frontier)
+        curves.append(tuner.estimate_curve(family, frontier))
+    # The tables of a single series need no name.
+    names = [one.name if len(series) > 1 else "" for one in series]
+    known_curves = {name: curve for name, curve in zip(names, curves, strict=True) if curve is not None}
+    sections = frontier_tables.frontier_sections(frontiers)
+    for name, curve in known_curves.items():
+        sections += curve.sections(name)
+    content = [_to_json(frontier, curve) for frontier, curve in zip(frontiers, curves, strict=True)]
+
+    def draw_page() -> str:
+        return _build_page(series, families, tuners, frontiers, known_curves)
+
+    fits = any(frontier.points for frontier in frontiers)
+    if args.html and not fits:
+        # A page shows plans, and there is none.
+        print(f"nothing fits, so {args.html} is not written", file=sys.stderr)
+        args.html = None
+    write_outputs(args, sections, content, draw_page)
     if args.picture is not None:
+        title = f"{command.spec} scaled up on {', '.join(machine.name for machine in machines)}"
         with writing(args.picture):
             frontier_tables.plot_frontiers(frontiers, args.picture, title)
         print(f"picture: {args.picture}")
-    fits = any(frontier.points for frontier in frontiers)
     return ExitCode.DONE if fits else ExitCode.TOO_BIG
+
+
+def _to_json(frontier: Frontier, curve: ThroughputCurve | None) -> dict[str, Any]:
+    return {
+        "name": frontier.name,
+        "failure": frontier.failure,
+        "points": [point.to_json() for point in frontier.points],
+        "throughput_curve": None if curve is None else curve.to_json(),
+    }
+
+
+def _build_page(
+    series: Sequence[FrontierSeries],
+    families: Sequence[SizeFamily],
+    tuners: Sequence[_SizeTuner],
+    frontiers: Sequence[Frontier],
+    curves: Mapping[str, ThroughputCurve],
+) -> str:
+    """Build the page of the largest model of each series.
+
+    Args:
+        series: the series.
+        families: the sizes of each series.
+        tuners: the tuner of each series, with the compiled step of its largest model.
+        frontiers: the frontier of each series.
+        curves: {name of a series: rates at larger batches}; the name is "" if there is only one.
+    """
+    from plimsoll.extras.plan_page import page
+
+    commands = []
+    reports = []
+    targets = []
+    for one, family, tuner, frontier in zip(series, families, tuners, frontiers, strict=True):
+        if frontier.points:
+            chosen = _apply_size(one.command, family, frontier.points[-1])
+            commands.append(chosen)
+            targets.append(one.target)
+            reports.append(tuner.make_report(chosen))
+    if len(reports) == 1:
+        return build_target_page(commands[0], commands, targets[0], reports, curves)
+    return page(reports, curves=curves)
+
+
+def _apply_size(command: cli.Command, family: SizeFamily, point: FrontierPoint) -> cli.Command:
+    """Return the command with the overrides that give a size and its settings.
+
+    Args:
+        command: command of the series.
+        family: the sizes of the series.
+        point: the size, with its settings.
+    """
+    changes = diff(family.config, family.scale_config(point.size))
+    size_overrides = [(path, str(value)) for path, _, value in changes]
+    return dataclasses.replace(command, overrides=[*command.overrides, *size_overrides, *point.choice.settings])
 
 
 def _log(line: str) -> None:
@@ -112,13 +190,47 @@ class _SizeTuner:
         self._target = series.target
         self._device_bytes = cli.gib("device_memory_gib", args.device_memory_gib) or series.target.limit_bytes
         self._host_bytes = cli.gib("host_memory_gib", args.host_memory_gib)
+        # The step of the size that was compiled last, which is the largest one that fits.
+        self._compiled_step: CompiledTrainStep | None = None
 
-    def __call__(self, config: Config, estimate: bool) -> Any:
+    def __call__(self, config: Config, estimate: bool) -> TuningResult:
         """See `size_frontier.TuneFunction`."""
-        from plimsoll.extras.autotune.autotune import TuningRequest, autotune
+        from plimsoll.extras.autotune.autotune import autotune
+
+        request = self._build_request(config, estimate)
+        result = autotune(request, self._target, host_bytes=self._host_bytes, fresh=self._series.command.args.fresh)
+        if not estimate:
+            self._compiled_step = result.compiled_step
+        return result
+
+    def _build_request(self, config: Config, estimate: bool) -> TuningRequest:
+        from plimsoll.extras.autotune.autotune import TuningRequest
         from plimsoll.extras.autotune.settings import Machine, find_fixed_paths
 
         fixed = find_fixed_paths(config, self._series.command.override_paths)
         machine = Machine.derive(self._target, self._device_bytes, self._host_bytes)
-        request = TuningRequest(config, machine, "memory", sorted(fixed), self._series.allowed, estimate)
-        return autotune(request, self._target, host_bytes=self._host_bytes, fresh=self._series.command.args.fresh)
+        return TuningRequest(config, machine, "memory", sorted(fixed), self._series.allowed, estimate)
+
+    def estimate_curve(self, family: SizeFamily, frontier: Frontier) -> ThroughputCurve | None:
+        """Return the rates of the largest model at larger batches; None if nothing fits, or without published rates.
+
+        Args:
+            family: the sizes of the series.
+            frontier: the frontier of the series.
+        """
+        from plimsoll.extras.autotune.batch_curve import estimate_curve
+
+        if not frontier.points:
+            return None
+        largest = frontier.points[-1]
+        request = self._build_request(family.scale_config(largest.size), estimate=True)
+        return estimate_curve(request, self._target, largest.choice, self._host_bytes)
+
+    def make_report(self, command: cli.Command) -> Any:
+        """Return the plan of the largest model.
+
+        Args:
+            command: command with the overrides of its size and settings.
+        """
+        estimate = command.args.estimate
+        return make_report(command, self._target.name, self._target, self._device_bytes, estimate, self._compiled_step)

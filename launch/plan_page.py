@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from plimsoll.launch import cli
@@ -10,10 +10,15 @@ from plimsoll.launch import cli
 if TYPE_CHECKING:
     from plimsoll.extras.plan_page import PlanCommand
     from plimsoll.framework.plan.plan_report import PlanReport
+    from plimsoll.framework.plan.throughput_curve import ThroughputCurve
 
 
 def build_target_page(
-    command: cli.Command, variants: Sequence[cli.Command], target: Any, reports: Sequence[PlanReport]
+    command: cli.Command,
+    variants: Sequence[cli.Command],
+    target: Any,
+    reports: Sequence[PlanReport],
+    curves: Mapping[str, ThroughputCurve] | None = None,
 ) -> str:
     """Build the page of one target: one plan with a slider over planned points, or the comparison of --compare.
 
@@ -22,6 +27,7 @@ def build_target_page(
         variants: the command for each report, with its compared values applied.
         target: the target of all reports.
         reports: one report for each variant.
+        curves: {name: rates at larger batches}; the name is "" if there is only one.
     """
     from plimsoll.extras.plan_page import batch_grid, memory_levers, page
 
@@ -31,7 +37,7 @@ def build_target_page(
         config, _ = variants[0].resolve(target.name)
         points = batch_grid.plan_grid(config, target, report)
         moves = memory_levers.estimate_levers(config, target, report, memory_levers.levers(report))
-        return page(reports, points=points, asked=asked, moves=moves)
+        return page(reports, points=points, asked=asked, moves=moves, curves=curves)
     # If nothing else differs between the compared plans, they are the points of the slider themselves.
     compared_paths = {text.partition("=")[0].removeprefix("config.") for text in command.args.compare}
     points = []

@@ -138,7 +138,7 @@ def estimate_report(
         breakdown=need.breakdown,
         host_breakdown=need.host_breakdown,
         estimate=EstimateReport(peak, need.breakdown, error=None),
-        time=_report_time(estimate_step_time(experiment, need, target), experiment, target),
+        time=report_time(estimate_step_time(experiment, need, target), experiment, target),
     )
     report.notes.extend(note_ragged_products(experiment.model, target.platform))
     report = _add_offloaded(report, need.host_bytes, 0, target)
@@ -193,7 +193,7 @@ def compile_report(
         report = _add_batch_transform(report, transform, target)
         need = estimate_for_target(program.experiment, target)
         error = None if step.message else need.peak_bytes / step.peak - 1.0
-        time = _report_time(_step_time(program, need, target, step, transform), program.experiment, target)
+        time = report_time(_step_time(program, need, target, step, transform), program.experiment, target)
         report = replace(report, estimate=EstimateReport(need.peak_bytes, need.breakdown, error), time=time)
 
     # The phases are listed in the order of a run. An auxiliary model's phases come before the training step that they
@@ -433,7 +433,7 @@ def _step_time(
     return estimate_compiled_time(calls, target, step.peak)
 
 
-def _report_time(time: StepTime | None, experiment: Experiment, target: Target) -> TimeReport | None:
+def report_time(time: StepTime | None, experiment: Experiment, target: Target) -> TimeReport | None:
     """Return the report's value for the time of a step; None if the time is not known."""
     if time is None:
         return None

@@ -93,7 +93,7 @@ def test_tpu_time_parts_match_the_count():
     whole = parts.products + parts.others + parts.links + parts.host_waits
     assert whole == pytest.approx(counted.middle + not_hidden)
     assert parts.products > 0
-    assert parts.host_seconds > 0
+    assert parts.host_waits >= 0
 
 
 def test_gpu_time_exceeds_the_sum_over_ideal_kernels():

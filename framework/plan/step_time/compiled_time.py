@@ -115,12 +115,8 @@ def _sum_times(times: Sequence[ProgramTime], runs: Sequence[int], program_start:
     links = sum(count * program.links for program, count in programs)
     device_seconds = products + others + links
     starts = sum(runs)
-    if starts == 1:
-        host_waits = times[0].host_waits
-    else:
-        # The schedule prefetches state, so programs that move it overlap with those that compute.
-        host_seconds = sum(count * program.host_seconds for program, count in programs)
-        host_waits = max(0.0, host_seconds - device_seconds)
+    # The devices run one program after the other, so only a program's own computation hides its transfers.
+    host_waits = sum(count * program.host_waits for program, count in programs)
     return StepTime(
         matrix_units=products,
         memory=others,

@@ -15,6 +15,7 @@ from plimsoll.framework.layout import GROUPS, StateLayout
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.plan.jaxpr_analysis import LOCAL_ATTENTION, LOCAL_GROUPED_PRODUCT, inner_jaxprs
 from plimsoll.framework.plan.step_time.device_rates import load_rates
+from plimsoll.framework.plan.step_time.layer_transfers import ProgramTransfers, count_layer_transfers
 from plimsoll.framework.plan.step_time.time_breakdown import StepTime
 from plimsoll.framework.plan.step_time.tpu_operations import PCIE_EFFICIENCY
 from plimsoll.framework.program.batch_transform import ForwardCost
@@ -65,8 +66,7 @@ class StepWork:
         host_bytes: bytes moved between device and host for the update, in each direction.
         hideable_share: fraction of the time of matrix products during which the host link can move `host_bytes`.
         min_exposed_share: fraction of the time to move `host_bytes` that stays exposed however long products take.
-        pass_host_bytes: bytes moved between device and host for the forward and backward passes, in each direction,
-            while matrix products run.
+        layer_transfers: transfers of layer programs, which have no `host_bytes` and no `exposed_host_bytes`.
         exposed_host_bytes: bytes moved to and from the host while nothing else runs.
         exposed_received_bytes: the part of `received_bytes` that arrives while nothing else runs.
     """
@@ -78,14 +78,15 @@ class StepWork:
     host_bytes: float
     hideable_share: float = 0.0
     min_exposed_share: float = 0.0
-    pass_host_bytes: float = 0.0
+    layer_transfers: tuple[ProgramTransfers, ...] = ()
     exposed_host_bytes: float = 0.0
     exposed_received_bytes: float = 0.0
 
     @property
     def link_bytes(self) -> float:
         """Bytes that determine the time of the host link: bytes that move both ways at the same time count once."""
-        return self.host_bytes + self.pass_host_bytes + self.exposed_host_bytes
+        layer_bytes = sum(transfers.link_bytes for transfers in self.layer_transfers)
+        return self.host_bytes + layer_bytes + self.exposed_host_bytes
 
 
 def count_work(
@@ -117,32 +118,31 @@ def count_work(
     device_bytes = layout.bytes_per_device(memory_kind="device")
     offloaded = {group: layout.bytes_per_device(group, "pinned_host") for group in GROUPS}
 
-    # The update fetches offloaded state, and weights too unless it is part of the backward pass. It writes back no more
-    # than that, and both directions are used at the same time.
-    host_bytes = offloaded["optimizer"] + offloaded["ema"]
-    if not traits.updates_in_backward:
-        host_bytes += offloaded["parameter"]
-    hideable_share = _HIDEABLE_BY_BACKWARD if memory.prefetch == "layer" else 0.0
+    host_bytes = 0
+    hideable_share = 0.0
     min_exposed_share = 0.0
-    if traits.is_many_programs:
-        hideable_share = 1.0
-    elif traits.updates_in_backward:
-        min_exposed_share = _EXPOSED_WITH_PREFETCH if memory.prefetch == "layer" else _EXPOSED_IN_CHUNKS
-
-    # Each microbatch fetches the weights for its forward and its backward pass. Activations go to the host and come
-    # back. Gradients go to the host and come back to be accumulated or for the update.
-    weights = 2 * (offloaded["parameter"] + offloaded["frozen"])
-    both_ways = offloaded_activations + offloaded["gradient"]
-    is_run_twice = experiment.learner.clip_mode == "two_pass" and traits.updates_in_backward
-    passes = accumulate * (2 if is_run_twice else 1)
-    pass_host_bytes = 0.0
     exposed_host_bytes = 0.0
+    layer_transfers: tuple[ProgramTransfers, ...] = ()
     if traits.is_many_programs:
-        # Per-layer programs overlap these transfers with the next layer's products.
-        pass_host_bytes = float(passes * (weights + both_ways))
+        num_devices = math.prod(sizes.values())
+        layer_transfers = count_layer_transfers(experiment, layout, num_devices, device_flops, offloaded_activations)
     else:
-        # In the loops of a single program, the compiler moves them between layers without overlap: in a step of Llama 3
-        # 8B on 256 v5e, 6.6 s of 14.3 s are waits for activations.
+        # The update fetches offloaded state, and weights too unless it is part of the backward pass. It writes back no
+        # more than that, and both directions are used at the same time.
+        host_bytes = offloaded["optimizer"] + offloaded["ema"]
+        if not traits.updates_in_backward:
+            host_bytes += offloaded["parameter"]
+        hideable_share = _HIDEABLE_BY_BACKWARD if memory.prefetch == "layer" else 0.0
+        if traits.updates_in_backward:
+            min_exposed_share = _EXPOSED_WITH_PREFETCH if memory.prefetch == "layer" else _EXPOSED_IN_CHUNKS
+        # Each microbatch fetches the weights for its forward and its backward pass. Activations go to the host and
+        # come back. Gradients go to the host and come back to be accumulated or for the update. In the loops of a
+        # single program, the compiler moves them between layers without overlap: in a step of Llama 3 8B on 256 v5e,
+        # 6.6 s of 14.3 s are waits for activations.
+        weights = 2 * (offloaded["parameter"] + offloaded["frozen"])
+        both_ways = offloaded_activations + offloaded["gradient"]
+        is_run_twice = experiment.learner.clip_mode == "two_pass" and traits.updates_in_backward
+        passes = accumulate * (2 if is_run_twice else 1)
         exposed_host_bytes = float(passes * (weights + 2 * both_ways))
     return StepWork(
         flops=device_flops,
@@ -153,7 +153,7 @@ def count_work(
         host_bytes=float(host_bytes),
         hideable_share=hideable_share,
         min_exposed_share=min_exposed_share,
-        pass_host_bytes=pass_host_bytes,
+        layer_transfers=layer_transfers,
         exposed_host_bytes=exposed_host_bytes,
         exposed_received_bytes=accumulate * _expert_bytes(layout, sizes),
     )
@@ -246,7 +246,7 @@ def estimate_time(work: StepWork, spec: AcceleratorSpec, num_devices: int, dtype
             return None
         reached = _PRODUCT_EFFICIENCY.get(spec.name, _DEFAULT_PRODUCT_EFFICIENCY)
         products = work.flops / (reached * spec.peak_bf16_flops)
-        memory = moved_bytes / spec.hbm_bytes_per_second
+        memory_rate = spec.hbm_bytes_per_second
         links = spec.ici_bytes_per_second
         host_link = None if spec.pcie_bytes_per_second is None else PCIE_EFFICIENCY * spec.pcie_bytes_per_second
         waited_bytes = work.exposed_received_bytes
@@ -257,9 +257,10 @@ def estimate_time(work: StepWork, spec: AcceleratorSpec, num_devices: int, dtype
         is_half = dtype in ("bfloat16", "float16") and spec.platform == "gpu"
         largest = 1e12
         products = work.flops / rates.curve("product bf16" if is_half else "product f32").rate(largest)
-        memory = moved_bytes / rates.curve("memory").rate(largest)
+        memory_rate = rates.curve("memory").rate(largest)
         links = rates.links
         host_link = rates.host_link
+    memory = moved_bytes / memory_rate
     if spec.platform == "cpu":
         # The devices of a CPU share its cores. Its links and its host are its own memory.
         return StepTime(
@@ -273,18 +274,20 @@ def estimate_time(work: StepWork, spec: AcceleratorSpec, num_devices: int, dtype
     link_seconds = max(0.0, work.received_bytes - waited_bytes) / links if links else 0.0
     waited_link_seconds = waited_bytes / (_SYNC_LINK_EFFICIENCY * links) if links else 0.0
 
-    # Matrix products hide transfers of the passes, and what is left of them hides transfers of the update.
     update_seconds = work.host_bytes / host_link if host_link else 0.0
-    pass_seconds = work.pass_host_bytes / host_link if host_link else 0.0
     waited_seconds = work.exposed_host_bytes / host_link if host_link else 0.0
-    left_products = max(0.0, work.hideable_share * products - pass_seconds)
-    exposed_update = max(work.min_exposed_share * update_seconds, update_seconds - left_products)
-    exposed_passes = max(0.0, pass_seconds - products)
+    exposed_update = max(work.min_exposed_share * update_seconds, update_seconds - work.hideable_share * products)
+    # What reads and writes the operands of matrix products runs in the same programs as these.
+    compute_seconds = products + work.product_bytes / memory_rate
+    exposed_layers = 0.0
+    if host_link:
+        for transfers in work.layer_transfers:
+            exposed_layers += transfers.count_exposed_seconds(host_link, compute_seconds)
     return StepTime(
         matrix_units=products,
         memory=memory,
         links=waited_link_seconds + max(_EXPOSED_LINK_SHARE * link_seconds, link_seconds - products),
-        host_link=waited_seconds + (exposed_passes + exposed_update),
+        host_link=waited_seconds + (exposed_update + exposed_layers),
         python=0.0,
         basis=_BASIS,
     )

@@ -204,7 +204,6 @@ def gpu_time(module: Module, spec: AcceleratorSpec, rates: DeviceRates) -> Progr
         others=timeline.compute - products,
         links=timeline.collectives + timeline.collective_waits,
         host_waits=timeline.waits,
-        host_seconds=max(timeline.moved.values()) / rates.host_link if rates.host_link else 0.0,
     )
 
 

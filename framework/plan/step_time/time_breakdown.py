@@ -103,11 +103,9 @@ class ProgramTime:
         others: seconds of everything else that the cores do.
         links: seconds of collectives that compute does not hide.
         host_waits: seconds of waiting for host transfers that the program itself does not hide.
-        host_seconds: seconds that the host link is busy in the busier direction, hidden or not.
     """
 
     products: float
     others: float
     links: float
     host_waits: float
-    host_seconds: float

@@ -155,5 +155,4 @@ def tpu_time(module: Module, rates: TpuRates) -> ProgramTime:
         others=fast.compute - products,
         links=(fast_links + slow_links) / 2,
         host_waits=(fast.waits + slow.waits) / 2,
-        host_seconds=max(fast.moved.values()) / rates.pcie,
     )

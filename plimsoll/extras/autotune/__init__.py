@@ -6,5 +6,6 @@ search_space.py  meshes, microbatches, remat policies, schedules, and which stat
 search.py        branch and bound over all of these; the neighbors of what it found
 tuner.py         proposes settings, compiles candidates until one fits, and refines the proposal with the peak
 autotune.py      entry point of `plimsoll plan --auto`: takes a request, returns a result
+batch_curve.py   estimated tokens per second of the chosen settings at larger batches
 run_tuning.py    entry point of a run with `memory.auto`, whose processes agree on the settings
 """

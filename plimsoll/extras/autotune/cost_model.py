@@ -22,6 +22,7 @@ from plimsoll.framework.plan.estimate import estimate
 from plimsoll.framework.plan.host_memory import PROCESS_BYTES, PROGRAM_BYTES, build_host_model
 from plimsoll.framework.plan.plan_report import PhaseReport
 from plimsoll.framework.plan.split_experiment import SplitExperiment
+from plimsoll.framework.plan.step_time.time_breakdown import StepTime
 from plimsoll.framework.plan.suggest import check_target, state_bytes
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.program.experiment import Experiment
@@ -37,6 +38,7 @@ class SettingsCost(NamedTuple):
         host_need: everything that the memory of a host has to hold, in bytes; see `HostMemoryModel`.
         seconds: time of a step; infinite if the rates of the device are not published.
         moved: bytes that occupy the link to the host in a step, see `StepWork.link_bytes`.
+        time: the parts of `seconds`; None if the rates of the device are not published.
     """
 
     peak: int
@@ -45,6 +47,7 @@ class SettingsCost(NamedTuple):
     host_need: int
     seconds: float
     moved: float
+    time: StepTime | None = None
 
 
 class CostModel:
@@ -123,6 +126,7 @@ class CostModel:
             host_need=host_model.report(host_model.checkpoint_peaks() | {"train": step}).peak_bytes,
             seconds=math.inf if time is None else time.seconds,
             moved=need.work.link_bytes,
+            time=time,
         )
 
     def _trace(self, split_experiment: SplitExperiment, sizes: dict[str, int], platform: str) -> ClosedJaxpr:

@@ -6,7 +6,7 @@ all text of a plan. Without JavaScript it shows the plan that was asked for.
 document.py       the page
 chart.py          the memory chart, drawn as a ship
 chart_figures.py  the positions and texts of the chart
-bars.py, memory_tables.py, step_time.py, tables.py, commands.py: the other sections
+bars.py, memory_tables.py, step_time.py, throughput.py, tables.py, commands.py: the other sections
 slider.py         planned points of batch size and sequence length
 data_binding.py   elements that follow the slider
 colors.py         the colors of groups

@@ -1,15 +1,26 @@
 """The HTML document: one plan with its chart, or several plans with a chart each and bars on a common scale."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from plimsoll.extras.plan_page import bars, chart, chart_figures, commands, memory_tables, slider, step_time, tables
+from plimsoll.extras.plan_page import (
+    bars,
+    chart,
+    chart_figures,
+    commands,
+    memory_tables,
+    slider,
+    step_time,
+    tables,
+    throughput,
+)
 from plimsoll.extras.plan_page.batch_grid import GridPoint, point_from_report
 from plimsoll.extras.plan_page.commands import PlanCommand
 from plimsoll.extras.plan_page.data_binding import Figures, bind_element
 from plimsoll.extras.plan_page.memory_levers import Lever, levers
 from plimsoll.framework.plan.plan_report import PlanReport
+from plimsoll.framework.plan.throughput_curve import ThroughputCurve
 
 _FOLDER = Path(__file__).parent
 _CSS = (_FOLDER / "page.css").read_text("utf-8")
@@ -29,6 +40,7 @@ def page(
     points: Sequence[GridPoint] = (),
     asked: PlanCommand | None = None,
     moves: Sequence[Lever] | None = None,
+    curves: Mapping[str, ThroughputCurve] | None = None,
 ) -> str:
     """Return a complete HTML document.
 
@@ -38,6 +50,7 @@ def page(
         asked: the command line that asked for the plans, for the commands to paste; None if there was none.
         moves: settings that change the groups of a single plan; by default those that may change them, without the
             size of the change.
+        curves: {name: rates at larger batches}, which the page draws; the name is "" if there is only one.
 
     Returns:
         The document as text.
@@ -55,20 +68,23 @@ def page(
         sections.append(
             ("Memory by group" + (", and settings that change it" if moves else ""), planned.memory_tables(moves))
         )
-    sections += _make_shared_sections(plans, planned)
+    sections += _make_shared_sections(plans, planned, curves or {})
     body = "".join(_section(heading, content) for heading, content in sections if content)
     script = planned.script()
     head = f"{_HEAD}<title>{escape(title)}: plan</title></head>"
     return f"{head}<body><main>{chart.DEFINITIONS}{header}{body}</main>{script}</body></html>\n"
 
 
-def _make_shared_sections(plans: Sequence[PlanReport], planned: "_PageContent") -> list[tuple[str, str]]:
+def _make_shared_sections(
+    plans: Sequence[PlanReport], planned: "_PageContent", curves: Mapping[str, ThroughputCurve]
+) -> list[tuple[str, str]]:
     names = tables.name_plans(plans)
     sections = []
     if len(plans) > 1:
         sections.append(("Memory of one device at the peak", bars.draw_device_bars(names, plans)))
     sections += [
         ("Step time", planned.step_time()),
+        ("Larger batches", throughput.render_section(curves)),
         ("Host memory of one process", bars.draw_host_bars(names, plans)),
         ("Peak of one device in each phase", bars.draw_phase_bars(names, plans)),
         ("Figures", _figures(names, plans, planned)),
