@@ -203,7 +203,16 @@ def _count_backward_bytes(backward_pass: _TracedBackward) -> Counter[str]:
     if backward_pass.platform == "cpu":
         # The CPU compiler copies the optimizer state before it updates it.
         most["activations"] += layout.bytes_per_device("optimizer", "device")
-    traits = split_experiment.experiment.memory.traits
+    memory = split_experiment.experiment.memory
+    if memory.delays_update:
+        # At the end of the forward pass, one layer's state leaves, and that of the next has arrived.
+        staged_sizes: Counter[str] = Counter()
+        for leaf in layout:
+            stage = _stage(leaf)
+            if leaf.spec.is_offloaded and stage in split_experiment.stacks:
+                staged_sizes[stage] += leaf.bytes_per_device // split_experiment.stacks[stage].num_repeats
+        most["optimizer_state"] += 2 * max(staged_sizes.values(), default=0)
+    traits = memory.traits
     if traits.updates_in_backward and not traits.is_many_programs:
         # A layer's gradients stay alive until the whole layer is updated.
         layer_sizes = []

@@ -133,10 +133,11 @@ class Memory:
             "in_backward".
         optimizer_state: where optimizer state (master weights and moments) is stored between steps. With
             "pinned_host", vectors, scalars and leaves under 1 MiB stay on the device.
-        prefetch: how much offloaded state update = "in_backward" fetches at a time. "chunk": a tensor, or a part of
-            one, once the layer's gradients are ready. "layer": all of a layer's state. The fetch starts with the
-            layer's backward pass, and the new state is written back during the next layer's backward pass, so that
-            computation hides the transfers. This keeps the state of two layers on the device.
+        prefetch: how much offloaded state update = "in_backward" or "streamed" fetches at a time. "chunk": a tensor, or
+            a part of one, once the layer's gradients are ready. "layer": all of a layer's state, while other layers
+            compute, which hides the transfers; the state of two layers is on the device. With "in_backward" that is
+            during the backward pass. With "streamed", which then needs gradients = "pinned_host", it is during the
+            forward pass of the next step, which updates each layer before it runs.
         parameters: where the weights are stored, frozen ones included. With "pinned_host" each layer's weights are
             fetched just before the layer runs. Not with update = "after_backward".
         activations: where the residuals that `remat` selects are stored until the backward pass; under full, these
