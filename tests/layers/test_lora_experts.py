@@ -296,8 +296,9 @@ def test_meshes_change_no_number(base: str | None, capacity: float | None, mesh:
     loss, grads = small.loss_and_grads(single, state)
     other, others = small.loss_and_grads(program(mesh), state)
     np.testing.assert_allclose(other, loss, rtol=2e-6)
-    # The weights are large, so float32 sums in another order differ by more than in other tests.
-    small.assert_close(others, grads, 1e-4)
+    # The weights are large, so float32 sums in another order differ by more than in other tests: by 2.6e-4 on an AMD
+    # EPYC, by less than 1e-4 on an Intel Xeon.
+    small.assert_close(others, grads, 5e-4)
 
 
 @pytest.mark.pairs
