@@ -50,6 +50,8 @@ PROCESS_BYTES: Mapping[str, int] = {"cpu": 400 * MIB, "gpu": 2 * GIB, "tpu": 2 *
 COMPILER_BYTES: Mapping[str, int] = {"cpu": 350 * MIB, "gpu": 5 * GIB, "tpu": 5 * GIB}
 # Memory that stays occupied by compiled programs. CPU: measured. TPU and GPU: assumed.
 PROGRAM_BYTES: Mapping[str, int] = {"cpu": 440 * MIB, "gpu": 512 * MIB, "tpu": 512 * MIB}
+# The same of a step that is many programs, on a CPU: measured.
+_MANY_PROGRAMS_BYTES = 640 * MIB
 # What the operating system needs of a machine that is not this one. Assumed.
 SYSTEM_BYTES = GIB
 
@@ -110,6 +112,9 @@ class HostMemoryModel:
         self._num_processes = num_processes
         self._host = host
         self._parts: StackParts = get_stack_split(experiment)
+        self._program_bytes = PROGRAM_BYTES[platform]
+        if platform == "cpu" and experiment.memory.traits.is_many_programs:
+            self._program_bytes = _MANY_PROGRAMS_BYTES
         self._device_bytes = layout.bytes_per_device(memory_kind="device")
         self._offloaded_bytes = layout.bytes_per_device(memory_kind="pinned_host")
         self.written_bytes = save_window.count_written_bytes(layout, num_local_devices)
@@ -173,7 +178,7 @@ class HostMemoryModel:
         }
         step = peaks.get("train", PhaseReport(self._device_bytes, self._offloaded_bytes))
         for name, peak in peaks.items():
-            parts = {PROCESS: process, PROGRAMS: PROGRAM_BYTES[self._platform]}
+            parts = {PROCESS: process, PROGRAMS: self._program_bytes}
             device_bytes = peak.device_peak_bytes
             other_bytes = peak.host_peak_bytes - self._offloaded_bytes
             # A copy is written while the next steps run.
@@ -209,7 +214,7 @@ class HostMemoryModel:
         return parts
 
     def _base_bytes(self) -> int:
-        return self._host.process_bytes + PROGRAM_BYTES[self._platform] + self._batch_bytes()
+        return self._host.process_bytes + self._program_bytes + self._batch_bytes()
 
     def _batch_bytes(self) -> int:
         """Return the bytes of the batches that are prepared, waiting and in use."""

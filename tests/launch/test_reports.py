@@ -26,7 +26,7 @@ def test_flags_are_short_for_fields(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.pairs
 def test_missing_package_fails_before_compilation(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("plimsoll.framework.program.program.Program.compile", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr("plimsoll.framework.program.jit_step.JitStep.compile", lambda *_: pytest.fail("compiled"))
     monkeypatch.setattr("plimsoll.framework.data.pipeline.DataPipeline.setup", lambda *_, **__: pytest.fail("read"))
     monkeypatch.setenv("TINY_TEXT", str(tmp_path))
     assert train(tmp_path / "run", "--mlflow", "--wandb") == 2
