@@ -50,7 +50,7 @@ class ThroughputPoint:
 
     @property
     def bound_text(self) -> str:
-        """What the largest part of the step is spent on, with its share, such as `host link 71%`."""
+        """The largest part of the step's time, with its share, such as `host link 71%`."""
         return f"{self.time.bound_by} {self.time.parts[self.time.bound_by] / self.time.seconds:.0%}"
 
 

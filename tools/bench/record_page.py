@@ -200,7 +200,7 @@ def page(facts: list[PublicFact], results: dict[int, PlannedFact]) -> str:
         "Published memory and speed of training, next to our plan of the nearest setting. Each line of",
         "`tools/bench/public_record.jsonl` has its source with a quote, and the differences of the implementation.",
         f"`python -m tools.bench.record_plans` wrote this page from plans of {days}, made by the target's own compiler",
-        "without the machine, or by the analytical estimate where the column `by` says so; `--table` writes it again",
+        "without the machine, or by the analytical estimate (column `by`); `--table` writes it again",
         "from the existing plans. A rate ratio is our estimate over theirs: below 1, their run is faster than ours.",
         "",
         *_sums("All facts", rows),
