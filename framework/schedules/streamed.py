@@ -116,7 +116,10 @@ def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memo
         return after_backward.build_step(model, learner, layout, memory, update=update_in_chunks)
     accumulation = _GradientAccumulation(model, learner, layout, memory)
     delayed_stacks = find_delayed_stacks(model, layout, memory)
-    stages = [stage for stage in learner.gradient_specs() if stage not in delayed_stacks]
+    # All stages if no update is delayed.
+    stages = None
+    if delayed_stacks:
+        stages = [stage for stage in learner.gradient_specs() if stage not in delayed_stacks]
 
     def step(state: TrainState, batch: Nested) -> tuple[TrainState, Metrics]:
         ctx = training_context(batch, state.counter, model, layout, memory.remat)
