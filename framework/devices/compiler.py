@@ -22,6 +22,10 @@ _PATH = "config.compiler.options."
 # command line on to LLVM or ptxas.
 _FILES = re.compile(r"dump|_dir$|_dir_|_file|_path$|_from$|_to$|_cache_|extra_(flags|options)|_url|profile")
 
+# XLA for GPU has two copies between host and device in flight by default, and each waits for the one before the last.
+# With more, those of a layer program run together, in both directions, and at the same time as its computation.
+_GPU_OPTIONS = {"xla_gpu_experimental_parallel_async_compute_limit": 64}
+
 
 @component
 class Compiler:
@@ -51,6 +55,8 @@ class Compiler:
         if self.use_accelerator_options:
             spec = spec_for(list(mesh.devices.flat))
             usual = dict(spec.compiler_options)
+            if spec.platform == "gpu":
+                usual |= _GPU_OPTIONS
         variables = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
         environment = " ".join(os.environ.get(name, "") for name in variables)
         names_in_environment = set(re.findall(r"--(\w+)", environment))

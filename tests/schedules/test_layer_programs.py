@@ -323,3 +323,14 @@ def test_evaluation_sums_microbatches():
         state = program.init()
         sums.append(program.evaluate(state, program.put(small.host_batch(program))))
     assert {k: float(v) for k, v in sums[0].items()} == pytest.approx({k: float(v) for k, v in sums[1].items()})
+
+
+@pytest.mark.parametrize("counts", [(3, 3), (3, 1), (0, 2), (0, 0)])
+def test_copies_in_both_directions_take_turns(counts: tuple[int, int]):
+    stored = {"state": {str(i): f"stored {i}" for i in range(counts[0])}}
+    arrived = {"weights": {str(i): f"arrived {i}" for i in range(counts[1])}}
+    moved = programs._interleave(stored, arrived)
+    assert len(moved) == sum(counts)
+    pairs = min(counts)
+    assert [leaf.split()[0] for leaf in moved[: 2 * pairs]] == ["stored", "arrived"] * pairs
+    assert programs._separate(moved, stored, arrived) == (stored, arrived)

@@ -365,3 +365,25 @@ def test_cut_line_is_skipped(tmp_path: Path) -> None:
     assert [one.seconds for one in first.results] == [3.0]
     assert [one.seconds for one in second.results] == [4.0]
     assert second.machine == MACHINE
+
+
+def test_overlap_of_copies_and_computation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def line(*events: tuple[str, int, int]) -> SimpleNamespace:
+        return SimpleNamespace(events=[SimpleNamespace(name=n, start_ns=s, duration_ns=d) for n, s, d in events])
+
+    compute = line(("gemm", 0, 10), ("gemm", 20, 10))
+    first = line(("MemcpyH2D", 5, 10), ("MemcpyD2H", 40, 4))
+    second = line(("MemcpyD2H", 12, 4))
+    plane = SimpleNamespace(name="/device:GPU:0", lines=[compute, first, second])
+    host = SimpleNamespace(name="/host:CPU", lines=[line(("python", 0, 1000))])
+    profile = SimpleNamespace(planes=[host, plane])
+    monkeypatch.setattr("jax.profiler.ProfileData.from_file", lambda path: profile)
+    seconds = gpu_measure.measure_overlap(tmp_path / "a.xplane.pb")
+    assert {name: round(1e9 * value) for name, value in seconds.items()} == {
+        "computing s": 20,
+        "to device s": 10,
+        "to host s": 8,
+        "copying, either way s": 15,
+        "busy s": 30,
+        "copying while computing s": 5,
+    }

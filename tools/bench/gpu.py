@@ -1,6 +1,6 @@
 """Run all checks that need a GPU: exactness, the plan's memory, training speed and link bandwidth.
 
-    python -m tools.bench.gpu [exact memory speed torch link largest] [--minutes=10] [--out=gpu.jsonl] [--dry]
+    python -m tools.bench.gpu [exact memory speed torch link largest] [--minutes=10] [--match=TEXT] [--out=gpu.jsonl]
     python -m tools.bench.gpu --table=gpu.jsonl
 
 exact     every schedule and placement against the plain one with everything on the device, float32 and bfloat16
@@ -26,6 +26,7 @@ import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import shlex
 import signal
 import sys
@@ -153,8 +154,8 @@ class Session:
         self.log = out.with_suffix(".log")
         self._end = end
         self._dry = dry
-        # Compiling a row takes about two cores.
-        self._num_workers = max(1, (os.cpu_count() or 1) // 2)
+        # Compiling a row takes about four cores.
+        self._num_workers = max(1, (os.cpu_count() or 1) // 4)
 
     def run(self, rows: Sequence[Row]) -> None:
         """Run rows in the given order. `exact` rows run several at a time, because they measure no time."""
@@ -270,15 +271,24 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"parts to run: {' '.join(PARTS)}; default all")
+    parser.add_argument("--match", default="", metavar="TEXT", help="only the rows whose name contains TEXT")
     parser.add_argument("--minutes", type=float, default=10.0, help="minutes for the whole command; default 10")
     parser.add_argument("--out", type=Path, default=Path("gpu.jsonl"), help="file to append results to")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of a results file, and exit")
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="profile one more step of each row of `speed`")
     parser.add_argument("--dry", action="store_true", help="run tiny shapes on the CPU")
     args = parser.parse_args(argv)
     for part in args.parts:
         if part not in PARTS:
             parser.error(f"no part {part!r}; the parts are {', '.join(PARTS)}")
     return args
+
+
+def _name_trace(row: Row, folder: Path) -> Row:
+    if row.part != "speed":
+        return row
+    name = re.sub(r"[^a-z0-9.]+", "-", row.name)
+    return dataclasses.replace(row, trace=str(folder / f"{name}.xplane.pb"))
 
 
 def _exit_on_signal(number: int, frame: object) -> None:
@@ -311,6 +321,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{machine.device}; results: {args.out}; output of the rows: {session.log}", flush=True)
     limit_bytes = machine.limit_bytes or gpu_rows.H200_BYTES
     rows = gpu_rows.order_rows(args.parts or PARTS, limit_bytes, dry=args.dry)
+    rows = [row for row in rows if args.match in row.name]
+    if args.trace:
+        args.trace.mkdir(parents=True, exist_ok=True)
+        rows = [_name_trace(row, args.trace) for row in rows]
     try:
         session.run(rows)
     finally:

@@ -6,7 +6,9 @@ A function yields figures whenever it knows more, so that a row whose process is
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -30,6 +32,7 @@ from plimsoll.framework.data.sources import StdlibSource
 from plimsoll.framework.devices.accelerators import spec_for
 from plimsoll.framework.devices.environment import set_memory_fraction
 from plimsoll.framework.devices.host import get_machine_memory_bytes
+from plimsoll.framework.layout.train_state import TrainState
 from plimsoll.framework.metrics.throughput import MetricsBuffer, Throughput
 from plimsoll.framework.plan import memory_budget
 from plimsoll.framework.plan.targets import resolve
@@ -104,6 +107,7 @@ def train(row: Row, dry: bool) -> Iterator[Figures]:
             config.memory.parameters = "pinned_host:1"
     device = jax.devices()[0]
     program = Program(config.instantiate(), [device])
+    _log("compiling")
     need = memory_budget.measure_need(program)
     figures = Figures(
         plan_bytes=need.peak,
@@ -123,7 +127,10 @@ def train(row: Row, dry: bool) -> Iterator[Figures]:
     throughput = Throughput(batch_size * seq, model.flops_per_token(seq), peak_flops, window=max(1, steps - 3))
     buffer = MetricsBuffer()
     losses: list[float] = []
+    _log("initializing")
     state = program.init()
+    jax.block_until_ready(state)
+    _log("training")
     for step in range(steps):
         state, metrics = program.step(state, program.put(batch))
         buffer.put(step, {"loss": metrics["loss"]})
@@ -140,10 +147,65 @@ def train(row: Row, dry: bool) -> Iterator[Figures]:
             peak_bytes=statistics.get("peak_bytes_in_use"),
             losses=[*losses],
         )
+        _log(f"step {step + 1} of {steps}")
         yield figures
     losses += [row["loss"] for _, row in buffer.take(0)]
     program.layout.check(state)
+    if row.trace:
+        figures = replace(figures, losses=losses)
+        yield figures
+        _trace_step(program, state, batch, Path(row.trace))
+        figures = replace(figures, transfers=measure_overlap(Path(row.trace)))
     yield replace(figures, status="ran" if losses[-1] < losses[0] else "LOSS DOES NOT FALL", losses=losses)
+
+
+def _trace_step(program: Program, state: TrainState, batch: dict[str, np.ndarray], path: Path) -> None:
+    """Write the profile of one step to a file, without Python's calls, which would fill it."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    options.host_tracer_level = 1
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            jax.block_until_ready(program.step(state, program.put(batch)))
+        (profile,) = Path(folder).rglob("*.xplane.pb")
+        shutil.copyfile(profile, path)
+
+
+def measure_overlap(path: Path) -> dict[str, float]:
+    """Return the seconds of a profiled step on a GPU, in which it computes and copies, and how many of them overlap.
+
+    Args:
+        path: a profile, see `_trace_step`.
+    """
+    spans: dict[str, list[tuple[float, float]]] = {"computing": [], "to device": [], "to host": []}
+    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+        if not plane.name.startswith("/device:GPU"):
+            continue
+        for line in plane.lines:
+            for event in line.events:
+                kind = {"MemcpyH2D": "to device", "MemcpyD2H": "to host"}.get(event.name, "computing")
+                spans[kind].append((1e-9 * event.start_ns, 1e-9 * (event.start_ns + event.duration_ns)))
+    copying = spans["to device"] + spans["to host"]
+    seconds = {f"{kind} s": _measure_union(spans[kind]) for kind in spans}
+    seconds["copying, either way s"] = _measure_union(copying)
+    seconds["busy s"] = _measure_union(copying + spans["computing"])
+    hidden = seconds["computing s"] + seconds["copying, either way s"] - seconds["busy s"]
+    seconds["copying while computing s"] = hidden
+    return seconds
+
+
+def _measure_union(spans: list[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals."""
+    total = 0.0
+    end = -math.inf
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+def _log(phase: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {phase}", flush=True)
 
 
 def _read_batch(batch_size: int, seq: int) -> dict[str, np.ndarray]:
@@ -284,6 +346,8 @@ def measure(row: Row, dry: bool, connection: Connection) -> None:
         # Several of these rows run at the same time.
         if row.part == "exact":
             os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+            # Timing candidates of each product takes most of the compile time, and changes no result to compare.
+            os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
         # Offload even tiny leaves.
         if dry:
             layout.move_to_host.__kwdefaults__.update(min_bytes=256)  # pyright: ignore[reportOptionalMemberAccess]

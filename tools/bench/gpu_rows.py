@@ -23,7 +23,7 @@ WORDS |= {x: {"memory.remat": x} for x in ("none", "full", "sqrt:2", "offload")}
 WORDS |= {"at_once": {"memory.gradients": "none", "learner.clip": "none"}}
 WORDS |= {"unrolled": {"model.stack.unroll": "0"}}
 WORDS |= {"adafactor": {"learner.optimizer": "optax.adafactor", "learner.optimizer.learning_rate": "0.02"}}
-ADAMW = {"learner.optimizer": "optax.adamw", "learner.optimizer.learning_rate": "3e-4"}
+ADAMW = {"learner.optimizer": "optax.adamw", "learner.optimizer.learning_rate": "3e-6"}
 # Overrides are in WORDS; NAME=VALUE sets a field of the learner; weights_offloaded=N offloads the first N layers.
 # GPUs offload with layer_programs only, so it comes first.
 FIRST_SCHEDULES = (
@@ -76,6 +76,7 @@ class Row:
         against: name of the row that a speed is compared with.
         mib: size of a transfer, in MiB.
         shape: fields of tools.bench.sizes.Size, for torch's model.
+        trace: file for the profile of one more step; none if empty.
     """
 
     part: str
@@ -91,6 +92,7 @@ class Row:
     against: str = ""
     mib: int = 0
     shape: dict[str, int] = field(default_factory=dict)
+    trace: str = ""
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ def _build_exact_rows() -> list[Row]:
                 overrides = types | parse_overrides(settings)
                 dry = dtype == "float32" and settings in DRY_SCHEDULES
                 name = f"{settings} {dtype}"
-                rows.append(Row("exact", "exact", name, 30, dry=dry, config="llama3-8b", overrides=overrides))
+                rows.append(Row("exact", "exact", name, 45, dry=dry, config="llama3-8b", overrides=overrides))
     return rows
 
 

@@ -7,6 +7,7 @@ step is known before any array exists. `TransferQueue` calls the programs togeth
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
@@ -426,7 +427,7 @@ class TransferQueue:
         def moving(destinations: PyTree, going: PyTree, coming: PyTree, *args: PyTree) -> PyTree:
             stored = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), going)
             arrived = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), coming)
-            return stored, arrived, function(*args)
+            return _interleave(stored, arrived), function(*args)
 
         # The name appears in profiles and compiler output.
         moving.__name__ = name.replace(" ", "_")
@@ -436,11 +437,11 @@ class TransferQueue:
             arrived = jax.tree.map(
                 lambda x: ArrayPlacement(ArrayPlacement.from_array(x).sharding.with_memory_kind("device")), arriving
             )
-            return stored, arrived, out(results[2]) if callable(out) else out
+            return _interleave(stored, arrived), out(results[1]) if callable(out) else out
 
         # The host arrays to overwrite come first: without a GPU, the GPU compiler assigns donated memory to results
         # by their shapes only.
-        stored, arrived, results = self._programs(
+        moved, results = self._programs(
             name,
             moving,
             destinations,
@@ -450,11 +451,31 @@ class TransferQueue:
             donate=(0, *(number + 3 for number in donate)),
             out=place_results,
         )
+        stored, arrived = _separate(moved, destinations, arriving)
         for key, role in destination_roles.items():
             self._stored[key] = stored[role]
         for key, role in requested_roles.items():
             self._arrived[key] = arrived[role]
         return results
+
+
+def _interleave(stored: PyTree, arrived: PyTree) -> list[Any]:
+    """Return the leaves of two trees in turns.
+
+    XLA for GPU starts the copies of a program in the order of its results, on a few streams. In turns, copies in both
+    directions run at the same time; one tree after the other, they do not.
+    """
+    pairs = itertools.zip_longest(jax.tree.leaves(stored), jax.tree.leaves(arrived))
+    return [leaf for pair in pairs for leaf in pair if leaf is not None]
+
+
+def _separate(moved: list[Any], stored: PyTree, arrived: PyTree) -> tuple[PyTree, PyTree]:
+    """Undo `_interleave`, given trees of the same structures."""
+    numbers = itertools.count()
+    order = _interleave(*jax.tree.map(lambda _: next(numbers), (stored, arrived)))
+    leaf_by_number = dict(zip(order, moved, strict=True))
+    leaves = [leaf_by_number[number] for number in range(len(moved))]
+    return jax.tree.unflatten(jax.tree.structure((stored, arrived)), leaves)
 
 
 def _assign_roles(keys: Iterable[TransferKey]) -> dict[TransferKey, str]:
