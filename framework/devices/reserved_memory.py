@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from plimsoll.framework.devices.accelerators import MIB, AcceleratorSpec
+from plimsoll.framework.devices.bfc_pool import ALLOCATOR_VARIABLE
 
 MEMORY_FRACTION = "XLA_CLIENT_MEM_FRACTION"
 # The second is the old name, which JAX still accepts.
 _FRACTION_VARIABLES = (MEMORY_FRACTION, "XLA_PYTHON_CLIENT_MEM_FRACTION")
 SLOP_FACTOR = "xla_gpu_memory_limit_slop_factor"
-_ALLOCATOR_VARIABLE = "XLA_PYTHON_CLIENT_ALLOCATOR"
 # Fraction for a GPU that is not in the accelerator tables.
 UNKNOWN_GPU_FRACTION = 0.92
 # Fractions are rounded down to a multiple of this.
@@ -132,7 +132,7 @@ def list_reserved_parts(
     if spec.platform != "gpu" or not (spec.memory_bytes and spec.multiprocessors and spec.compute_capability):
         return []
     parts = [*_list_cuda_parts(spec), *_list_nccl_parts(spec, num_devices, mesh)]
-    share = _FRAGMENTATION.share.get(os.environ.get(_ALLOCATOR_VARIABLE, ""))
+    share = _FRAGMENTATION.share.get(os.environ.get(ALLOCATOR_VARIABLE, ""))
     if share:
         pool_bytes = max(0, spec.memory_bytes - sum(part.bytes for part in parts))
         parts.append(ReservedPart("fragmentation", int(share * pool_bytes), _FRAGMENTATION.source))

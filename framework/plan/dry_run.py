@@ -113,7 +113,7 @@ def _combine_calls(tracker: MemoryTracker, seconds: float) -> CompiledProgram:
         worst,
         seconds=seconds,
         peak=tracker.peak,
-        allocated=worst.allocated + additional_bytes,
+        allocated=max(worst.allocated + additional_bytes, tracker.allocated),
         argument=worst.argument + additional_bytes,
         tracker=tracker,
     )

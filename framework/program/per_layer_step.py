@@ -152,7 +152,7 @@ class PerLayerStep(StepBackend):
 
     def peak_bytes(self) -> int:
         """Return the peak over all programs of the step, from their dry run."""
-        return self.step_memory.peak
+        return self.step_memory.allocated
 
     def dry_run_step(self, compile: Compile) -> MemoryTracker:
         """See `StepBackend`."""

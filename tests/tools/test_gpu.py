@@ -176,7 +176,7 @@ class FakeProcesses:
         self.running: list[list[str]] = []
         self._processes: list[FakeProcess] = []
         monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: self.clock[0]))
-        monkeypatch.setattr(gpu.os, "cpu_count", lambda: 6)
+        monkeypatch.setattr(gpu.os, "cpu_count", lambda: 12)
         monkeypatch.setattr(gpu.multiprocessing.connection, "wait", self._wait)
         monkeypatch.setattr(gpu.Session, "start", lambda session, row: self._start(row))
         monkeypatch.setattr(gpu.Session, "query_machine", lambda session: Figures("ran", machine=MACHINE))
@@ -207,7 +207,7 @@ def test_only_exact_rows_run_at_the_same_time(tmp_path: Path, monkeypatch: pytes
     exact = [Row("exact", "exact", f"exact {seconds}", seconds) for seconds in (1, 2, 3, 4)]
     speed = [Row("speed", "train", f"speed {seconds}", seconds) for seconds in (1, 2)]
     session.run([*exact, *speed])
-    # Six cores: three at a time.
+    # Twelve cores: three at a time.
     assert processes.running == [
         ["exact 1", "exact 2", "exact 3"],
         ["exact 2", "exact 3", "exact 4"],

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import Sharding
 
+from plimsoll.framework.devices.bfc_pool import BfcPool, is_default_allocator
 from plimsoll.framework.devices.executables import HostBytes
 from plimsoll.framework.layout import PyTree, StateLayout, TensorSpec, path_name
 
@@ -98,11 +99,13 @@ class AbstractArray:
         self.nbytes = placement.bytes(like)
         tracker.live[placement.kind] += self.nbytes
         tracker.alive[id(self)] = LiveArray(label, placement.kind, self.nbytes)
+        self._block = tracker.allocate(self.nbytes) if placement.kind == "device" else None
 
-    def delete(self) -> None:
+    def delete(self, *, is_donated: bool = False) -> None:
         """Remove the array from the memory tracker, after it was donated or lost its last reference."""
         if self._tracker.alive.pop(id(self), None):
             self._tracker.live[self.placement.kind] -= self.nbytes
+            self._tracker.free(self._block, self.nbytes if is_donated else None)
 
     __del__ = delete
 
@@ -125,6 +128,9 @@ class LiveArray:
 class MemoryTracker:
     """Counts the memory of a dry run: bytes per device, and of the device's host memory.
 
+    Args:
+        pool: simulates the device's allocator; None if it leaves nothing empty.
+
     Attributes:
         live: bytes per device of the arrays that are alive now, by memory kind.
         alive: these arrays, by the id of the `AbstractArray`.
@@ -136,7 +142,7 @@ class MemoryTracker:
         once: whether the calls are made once before the first step, instead of in each step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pool: BfcPool | None = None) -> None:
         self.live: dict[str, int] = {"device": 0, "pinned_host": 0}
         self.alive: dict[int, LiveArray] = {}
         self.calls: list[LayerProgram] = []
@@ -145,6 +151,40 @@ class MemoryTracker:
         self.moved = 0
         self.worst: tuple[LayerProgram, list[LiveArray]] | None = None
         self.once = False
+        self._pool = pool
+        # Blocks of the arrays that the current program takes over, by the arrays' bytes.
+        self._donated_blocks: dict[int, list[int]] = {}
+
+    @property
+    def allocated(self) -> int:
+        """The peak, including what the device's allocator leaves empty in its blocks and between them."""
+        return self.peak if self._pool is None else max(self.peak, self._pool.end)
+
+    def allocate(self, size: int) -> int | None:
+        """Return the block of a new array on the device, which may be that of a donated array."""
+        if self._pool is None:
+            return None
+        donated_blocks = self._donated_blocks.get(size)
+        return donated_blocks.pop() if donated_blocks else self._pool.allocate(size)
+
+    def free(self, block: int | None, donated_bytes: int | None = None) -> None:
+        """Free an array's block, or if it was donated, keep it for a result of `donated_bytes` until `end_call`."""
+        if block is None or self._pool is None:
+            return
+        if donated_bytes is None:
+            self._pool.free(block)
+        else:
+            self._donated_blocks.setdefault(donated_bytes, []).append(block)
+
+    def end_call(self, temp_bytes: int) -> None:
+        """Allocate and free a program's temporaries, after its results; free donated arrays that no result reuses."""
+        if self._pool is None:
+            return
+        self._pool.free(self._pool.allocate(temp_bytes))
+        for blocks in self._donated_blocks.values():
+            for block in blocks:
+                self._pool.free(block)
+        self._donated_blocks = {}
 
     def count(self, program: LayerProgram, peak: int) -> None:
         """Record a call during which the device holds `peak` bytes."""
@@ -187,7 +227,8 @@ class Programs:
             driver: the Python code of the step.
             trees: its arguments, as arrays or TensorSpecs; it gets abstract arrays instead.
         """
-        tracker = MemoryTracker()
+        is_gpu = self._layout.mesh.devices.flat[0].platform == "gpu"
+        tracker = MemoryTracker(BfcPool() if is_gpu and is_default_allocator() else None)
         # Like the caller of a real step, this name keeps the arguments alive until the end, except donated ones.
         arguments = _make_abstract_arrays(tracker, "", trees, jax.tree.map(self._get_placement, trees))
         self._dry_run = compile, tracker
@@ -239,13 +280,16 @@ class Programs:
             abstract_array.nbytes for abstract_array in abstract_arrays if abstract_array.placement.kind == "device"
         )
         # The program's own peak includes its arguments; all other arrays stay allocated in addition.
-        tracker.count(compiled, compiled.peak + tracker.live["device"] - argument_bytes)
+        live_bytes = tracker.live["device"]
+        tracker.count(compiled, compiled.peak + live_bytes - argument_bytes)
         donated_arrays = jax.tree.leaves([args[i] for i in donate])
         # A donated host array is the destination of a result; nothing is read from it.
         tracker.moved += _offloaded_bytes(abstract_arrays) - _offloaded_bytes(donated_arrays)
         for abstract_array in donated_arrays:
-            abstract_array.delete()
+            abstract_array.delete(is_donated=True)
         results = _make_abstract_arrays(tracker, str(name), compiled.results, compiled.placements)
+        # The peak consists of arguments, results that reuse no donated argument, and temporaries.
+        tracker.end_call(max(0, compiled.peak - argument_bytes - (tracker.live["device"] - live_bytes)))
         tracker.moved += _offloaded_bytes(results)
         tracker.host_peak = max(tracker.host_peak, tracker.live["pinned_host"])
         return results
