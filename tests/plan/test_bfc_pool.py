@@ -102,7 +102,9 @@ def test_dry_run_counts_what_stays_empty() -> None:
     del result
 
 
-@pytest.mark.parametrize(("value", "expected"), [(None, True), ("bfc", True), ("cuda_async", False), ("platform", False)])
+@pytest.mark.parametrize(
+    ("value", "expected"), [(None, True), ("bfc", True), ("cuda_async", False), ("platform", False)]
+)
 def test_other_allocators_are_not_simulated(value: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if value is None:
         monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)

@@ -332,5 +332,6 @@ def test_copies_in_both_directions_take_turns(counts: tuple[int, int]):
     moved = programs._interleave(stored, arrived)
     assert len(moved) == sum(counts)
     pairs = min(counts)
-    assert [leaf.split()[0] for leaf in moved[: 2 * pairs]] == ["stored", "arrived"] * pairs
+    leaves = jax.tree.leaves(moved)
+    assert [leaf.split()[0] for leaf in leaves[: 2 * pairs]] == ["stored", "arrived"] * pairs
     assert programs._separate(moved, stored, arrived) == (stored, arrived)

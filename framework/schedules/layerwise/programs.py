@@ -503,21 +503,24 @@ class TransferQueue:
         return results
 
 
-def _interleave(stored: PyTree, arrived: PyTree) -> list[Any]:
-    """Return the leaves of two trees in turns.
+def _interleave(stored: PyTree, arrived: PyTree) -> list[dict[str, Any]]:
+    """Return the leaves of two trees in turns, each in a dict with its path.
 
     XLA for GPU starts the copies of a program in the order of its results, on a few streams. In turns, copies in both
     directions run at the same time; one tree after the other, they do not.
     """
-    pairs = itertools.zip_longest(jax.tree.leaves(stored), jax.tree.leaves(arrived))
-    return [leaf for pair in pairs for leaf in pair if leaf is not None]
+    trees = (
+        [{f"{name}/{path_name(path)}": leaf} for path, leaf in jax.tree.leaves_with_path(tree)]
+        for name, tree in (("stored", stored), ("arrived", arrived))
+    )
+    return [entry for pair in itertools.zip_longest(*trees) for entry in pair if entry is not None]
 
 
-def _separate(moved: list[Any], stored: PyTree, arrived: PyTree) -> tuple[PyTree, PyTree]:
+def _separate(moved: list[dict[str, Any]], stored: PyTree, arrived: PyTree) -> tuple[PyTree, PyTree]:
     """Undo `_interleave`, given trees of the same structures."""
     numbers = itertools.count()
-    order = _interleave(*jax.tree.map(lambda _: next(numbers), (stored, arrived)))
-    leaf_by_number = dict(zip(order, moved, strict=True))
+    order = jax.tree.leaves(_interleave(*jax.tree.map(lambda _: next(numbers), (stored, arrived))))
+    leaf_by_number = dict(zip(order, jax.tree.leaves(moved), strict=True))
     leaves = [leaf_by_number[number] for number in range(len(moved))]
     return jax.tree.unflatten(jax.tree.structure((stored, arrived)), leaves)
 
