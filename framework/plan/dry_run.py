@@ -6,7 +6,10 @@ arguments. A step that is a single program has one call and no additional arrays
 
 from __future__ import annotations
 
+import contextlib
 import re
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -87,13 +90,22 @@ class _TimedCompiler:
         self._mib = mib
         self._description = description
         self.seconds = 0.0
+        self._lock = threading.Lock()
+        self._last_end = 0.0
 
     def __call__(self, lowered: jax.stages.Lowered, offloaded: HostBytes) -> programs.LayerProgram:
         target = self._target
         description = f"{self._description} for {target.name}"
-        with compile_times.compiling(description, lowered, about=target.name, times=times_folder()):
+        status = compile_times.compiling(description, lowered, about=target.name, times=times_folder())
+        # Programs that are compiled together, in other threads, have one status for all.
+        is_main = threading.current_thread() is threading.main_thread()
+        with status if is_main else contextlib.nullcontext():
             compiled = compile_for(lowered, target.platform, offloaded, self._mib)
-        self.seconds += compiled.seconds
+        with self._lock:
+            # Count the time that programs were compiled at the same time only once.
+            end = time.monotonic()
+            self.seconds += end - max(self._last_end, end - compiled.seconds)
+            self._last_end = end
         # A refused program ends the dry run, because the step cannot run without it.
         if compiled.message:
             raise RefusedError(compiled)

@@ -27,7 +27,7 @@ mesh = Mesh(np.asarray(jax.devices()), ("all",))
 split, whole = NamedSharding(mesh, PartitionSpec("all")), NamedSharding(mesh, PartitionSpec())
 x = jax.make_array_from_process_local_data(split, np.arange(2.0, dtype=np.float32) + index)
 double = jax.jit(lambda x: (2 * x, x.sum()), out_shardings=(split, whole), donate_argnums=0)
-compiled = executables.compiled(double.lower(x))
+compiled = executables.compile_or_load(double.lower(x))
 many, total = compiled(x)
 assert x.is_deleted(), "donated"
 small = executables.call(jax.jit(lambda tree, power: tree["a"] ** power, static_argnums=1), {"a": np.float32(3)}, 2)

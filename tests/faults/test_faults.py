@@ -157,7 +157,7 @@ def test_13_full_disk_keeps_the_last_good_checkpoint(text: Path, tmp_path: Path,
     assert train(workdir) == 1
     out = capsys.readouterr()
     assert "NOT SAVED at step 8" in out.out
-    assert "Kept: [4]" in out.out
+    assert "Saved steps: [4]" in out.out
     assert "last step was not saved" in out.out
     assert list(losses(workdir)) == list(range(1, 13)), "training went on"
     assert steps(workdir) == [4]

@@ -26,7 +26,7 @@ ALLOWED_IMPORTS = {
     "processes": "config devices files metrics terminal",
     "checkpoint": "config devices files layout metrics processes terminal",
     "learner": "config layers layout optimizers",
-    "schedules": "config devices layers layout learner models optimizers",
+    "schedules": "config devices layers layout learner models optimizers terminal",
     "program": "config data devices layers layout learner models optimizers processes schedules terminal",
     "inference": "data layers layout metrics program terminal",
     "plan": "checkpoint config data devices layers layout learner metrics models processes program schedules terminal",

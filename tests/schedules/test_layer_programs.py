@@ -1,6 +1,7 @@
 """Layer programs: exact steps, a number of programs that does not depend on depth, and a dry run that tracks memory."""
 
 import gc
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -335,3 +336,45 @@ def test_copies_in_both_directions_take_turns(counts: tuple[int, int]):
     leaves = jax.tree.leaves(moved)
     assert [leaf.split()[0] for leaf in leaves[: 2 * pairs]] == ["stored", "arrived"] * pairs
     assert programs._separate(moved, stored, arrived) == (stored, arrived)
+
+
+def test_programs_compiled_together_are_the_same(monkeypatch: pytest.MonkeyPatch):
+    """Several threads compile, and the memory that the dry run counts does not depend on them."""
+    threads: set[str] = set()
+
+    def dry_run(num_threads: int) -> tuple[int, int, int, list[int]]:
+        program = small.program(deep(4, OFFLOADED))
+        layers = program.backend.layers
+        monkeypatch.setattr(layers.programs, "_num_threads", num_threads)
+
+        def compile_in_thread(*args: Any) -> programs.LayerProgram:
+            threads.add(threading.current_thread().name)
+            return program.backend.compile_here(*args)
+
+        specs, batch = program.backend.layout.specs, program.backend.rows.specs
+        tracker = layers.dry_run(specs, batch, compile_in_thread)
+        state = program.init()
+        program.step(state, program.put(small.host_batch(program)))
+        return tracker.peak, tracker.host_peak, len(layers.programs), [call.peak for call in tracker.calls]
+
+    alone = dry_run(1)
+    assert threads == {threading.main_thread().name}
+    threads.clear()
+    assert dry_run(3) == alone
+    assert len(threads) == 3
+
+
+def test_refused_program_leaves_none_behind(monkeypatch: pytest.MonkeyPatch):
+    """A program that cannot be compiled raises its error, and a second dry run compiles all of them."""
+    program = small.program(deep(4, OFFLOADED))
+    layers = program.backend.layers
+    monkeypatch.setattr(layers.programs, "_num_threads", 2)
+    specs, batch = program.backend.layout.specs, program.backend.rows.specs
+
+    def refuse(*_: Any) -> programs.LayerProgram:
+        raise ValueError("refused")
+
+    with pytest.raises(ValueError, match="refused"):
+        layers.dry_run(specs, batch, refuse)
+    assert not len(layers.programs)
+    assert layers.dry_run(specs, batch, program.backend.compile_here).peak > 0

@@ -149,7 +149,9 @@ def test_device_peak_is_used_if_it_rises(monkeypatch: pytest.MonkeyPatch) -> Non
     Programs run in order of the memory they need, and only those that raise the peak have a measured peak.
     """
     seen = iter([30, 30, 50, 70])
-    monkeypatch.setattr("plimsoll.framework.metrics.memory.memory_in_use", lambda _: MemoryInUse(0, next(seen), 0, 0))
+    monkeypatch.setattr(
+        "plimsoll.framework.metrics.memory.memory_in_use", lambda _: MemoryInUse(0, next(seen), 0, 0, 0)
+    )
     program = SimpleNamespace(
         mesh=jax.sharding.Mesh(jax.devices()[:1], "x"),
         put=lambda batch: batch,

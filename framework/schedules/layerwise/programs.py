@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -19,6 +22,7 @@ from jax.sharding import Sharding
 from plimsoll.framework.devices.bfc_pool import BfcPool, is_default_allocator
 from plimsoll.framework.devices.executables import HostBytes
 from plimsoll.framework.layout import PyTree, StateLayout, TensorSpec, path_name
+from plimsoll.framework.terminal.phases import phase
 
 ProgramKey: TypeAlias = tuple[Hashable, Hashable]  # name, and structure of the arguments
 # In a dry run arrays are abstract.
@@ -196,6 +200,9 @@ class MemoryTracker:
 
 # --- programs by name ------------------------------------------------------------------------------------------------
 
+# Each needs about 1 GiB of host memory.
+_COMPILE_THREADS = 4
+
 
 class Programs:
     """Compiled programs, by name and structure of their arguments.
@@ -214,7 +221,10 @@ class Programs:
         # The devices of a CPU share a thread pool, and in a collective each device holds a thread until all have
         # arrived. Programs that run concurrently could wait for each other's threads, until XLA aborts the process.
         devices = layout.mesh.devices
-        self._waits = devices.size > 1 and devices.flat[0].platform == "cpu"
+        self._platform: str = devices.flat[0].platform
+        self._waits = devices.size > 1 and self._platform == "cpu"
+        # On a GPU, the compiler times candidates for each product, which takes most of the compile time.
+        self._num_threads = min(_COMPILE_THREADS, os.cpu_count() or 1) if self._platform == "gpu" else 1
 
     def __len__(self) -> int:
         return len(self._compiled)
@@ -227,8 +237,14 @@ class Programs:
             driver: the Python code of the step.
             trees: its arguments, as arrays or TensorSpecs; it gets abstract arrays instead.
         """
-        is_gpu = self._layout.mesh.devices.flat[0].platform == "gpu"
-        tracker = MemoryTracker(BfcPool() if is_gpu and is_default_allocator() else None)
+        tracker = MemoryTracker(BfcPool() if self._platform == "gpu" and is_default_allocator() else None)
+        if self._num_threads > 1:
+            self._compile_together(compile, driver, trees)
+        self._call(driver, trees, compile, tracker)
+        return tracker
+
+    def _call(self, driver: Callable[..., object], trees: PyTree, compile: Compile, tracker: MemoryTracker) -> None:
+        """Call `driver` with abstract arrays."""
         # Like the caller of a real step, this name keeps the arguments alive until the end, except donated ones.
         arguments = _make_abstract_arrays(tracker, "", trees, jax.tree.map(self._get_placement, trees))
         self._dry_run = compile, tracker
@@ -236,7 +252,30 @@ class Programs:
             driver(*arguments)
         finally:
             self._dry_run = None
-        return tracker
+
+    def _compile_together(self, compile: Compile, driver: Callable[..., object], trees: PyTree) -> None:
+        """Compile the programs that `driver` calls, several at a time; their memory is not known yet."""
+        futures: list[Future[LayerProgram]] = []
+        num_known = len(self._compiled)
+        with ThreadPoolExecutor(self._num_threads) as pool:
+
+            def submit(lowered: jax.stages.Lowered, offloaded: HostBytes) -> LayerProgram:
+                futures.append(pool.submit(compile, lowered, offloaded))
+                return LayerProgram(None, 0)
+
+            try:
+                self._call(driver, trees, submit, MemoryTracker())
+                with phase(f"compiling {len(futures)} programs") if futures else nullcontext():
+                    compiled = [future.result() for future in futures]
+            finally:
+                pool.shutdown(cancel_futures=True)
+                traced = dict(itertools.islice(self._compiled.items(), num_known, None))
+                for key in traced:
+                    del self._compiled[key]
+        for (key, program), result in zip(traced.items(), compiled, strict=True):
+            self._compiled[key] = replace(
+                result, results=program.results, placements=program.placements, jaxpr=program.jaxpr
+            )
 
     def _get_placement(self, x: Array | TensorSpec | ArrayPlacement) -> ArrayPlacement:
         if isinstance(x, ArrayPlacement):
