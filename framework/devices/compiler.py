@@ -34,7 +34,7 @@ class Compiler:
     Args:
         options: compiler options by name, as in XLA_FLAGS and LIBTPU_INIT_ARGS without dashes:
             {"xla_tpu_scoped_vmem_limit_kib": 65536}. They take precedence over the defaults for the kind of device in
-            framework/devices/accelerators.toml, and so do XLA_FLAGS and LIBTPU_INIT_ARGS.
+            framework/devices/accelerators.toml and for all GPUs here, and so do XLA_FLAGS and LIBTPU_INIT_ARGS.
         use_accelerator_options: whether to use those defaults for the kind of device at all.
     """
 

@@ -5,9 +5,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from plimsoll.framework.config import ConfigError, config_for
@@ -151,6 +153,17 @@ def test_default_cpu_options_are_valid_and_follow_xla_flags(monkeypatch: pytest.
     monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_enable_fast_math=false --{name}=")
     assert Compiler().options_for(devices) == {}
     assert Compiler(options={name: "x"}).options_for(devices) == {name: "x"}
+
+
+def test_gpu_default_allows_many_copies_and_can_be_overridden(monkeypatch: pytest.MonkeyPatch):
+    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
+    devices: Any = SimpleNamespace(devices=np.array([device], object))
+    name = "xla_gpu_experimental_parallel_async_compute_limit"
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert Compiler().options_for(devices) == {name: "64"}
+    assert Compiler(options={name: 2}).options_for(devices) == {name: "2"}
+    monkeypatch.setenv("XLA_FLAGS", f"--{name}=4")
+    assert Compiler().options_for(devices) == {}
 
 
 def test_config_options_override_accelerator_defaults(tpu):
