@@ -378,3 +378,16 @@ def test_refused_program_leaves_none_behind(monkeypatch: pytest.MonkeyPatch):
         layers.dry_run(specs, batch, refuse)
     assert not len(layers.programs)
     assert layers.dry_run(specs, batch, program.backend.compile_here).peak > 0
+
+
+def test_dry_run_for_a_gpu_simulates_its_allocator(monkeypatch: pytest.MonkeyPatch):
+    """The pool holds all arrays and temporaries of the peak, and what stays empty is counted in addition."""
+    program = small.program(deep(4, OFFLOADED))
+    layers = program.backend.layers
+    specs, batch = program.backend.layout.specs, program.backend.rows.specs
+    peak = layers.dry_run(specs, batch, program.backend.compile_here).peak
+    monkeypatch.setattr(layers.programs, "_platform", "gpu")
+    tracker = layers.dry_run(specs, batch, program.backend.compile_here)
+    assert tracker.peak == peak
+    assert tracker._pool is not None
+    assert peak <= tracker._pool.end == tracker.allocated < 2 * peak

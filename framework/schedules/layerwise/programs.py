@@ -223,7 +223,7 @@ class Programs:
         devices = layout.mesh.devices
         self._platform: str = devices.flat[0].platform
         self._waits = devices.size > 1 and self._platform == "cpu"
-        # On a GPU, the compiler times candidates for each product, which takes most of the compile time.
+        # XLA for GPU compiles a program mostly on one core.
         self._num_threads = min(_COMPILE_THREADS, os.cpu_count() or 1) if self._platform == "gpu" else 1
 
     def __len__(self) -> int:
