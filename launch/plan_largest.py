@@ -78,7 +78,7 @@ def plan_largest(command: cli.Command, names: list[str]) -> int:
     tuners = [_SizeTuner(one) for one in series]
     curves = []
     for one, family, tuner in zip(series, families, tuners, strict=True):
-        frontier = FrontierSearch(family, tuner, not args.estimate, _log).run(one.name)
+        frontier = FrontierSearch(family, tuner, tuner.check, not args.estimate, _log).run(one.name)
         frontiers.append(frontier)
         curves.append(tuner.estimate_curve(family, frontier))
     # The tables of a single series need no name.
@@ -202,6 +202,12 @@ class _SizeTuner:
         if not estimate:
             self._compiled_step = result.compiled_step
         return result
+
+    def check(self, config: Config) -> str:
+        """See `size_frontier.CheckFunction`."""
+        from plimsoll.extras.autotune.autotune import explain_misfit
+
+        return explain_misfit(self._build_request(config, True), self._target, self._host_bytes)
 
     def _build_request(self, config: Config, estimate: bool) -> TuningRequest:
         from plimsoll.extras.autotune.autotune import TuningRequest

@@ -18,7 +18,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_MMAP_MAX = -4
 _M_ARENA_MAX = -8
-# Bytes of device memory of the largest step whose freed memory is kept.
+# Bytes of the arrays of the largest run, at the peak of its step, whose freed memory is kept.
 MAX_KEPT_BYTES = 512 << 20
 # Smallest block that `return_freed_blocks` returns. The kernel zeroes 1 MiB in about 0.2 ms.
 _LARGE_BLOCK_BYTES = 1 << 20
@@ -38,7 +38,7 @@ def keep_freed_memory() -> bool:
     """Make glibc keep freed memory for later allocations, until the process ends. Return whether that succeeded.
 
     The process then stays at least as large as its peak. Nothing changes with other C libraries, or if the environment
-    configures malloc. Only for steps of up to MAX_KEPT_BYTES: small blocks that are allocated between two steps break
+    configures malloc. Only for runs of up to MAX_KEPT_BYTES: small blocks that are allocated between two steps break
     up the space that the first one freed, so a second step of 1.3 GiB in a process of 3.6 GiB added 1.4 GiB.
     """
     mallopt = _mallopt()

@@ -62,6 +62,8 @@ class StateLayout:
 
     def __init__(self, specs: TrainState, mesh: Mesh):
         self.mesh = mesh
+        # Asked for each dimension of each leaf.
+        self._shard_counts: dict[MeshAxis, int] = {}
         self.specs: TrainState = jax.tree.map(self._fit_spec, specs)
         # Parameters come first, so that an error about a dimension that is not divisible names the parameter, not one
         # of its moments.
@@ -73,7 +75,9 @@ class StateLayout:
 
     def _num_shards(self, axes: MeshAxis) -> int:
         """Return the number of shards of a dimension with these mesh axes; 1 if replicated."""
-        return math.prod(self.mesh.shape[name] for name in _axis_names(axes))
+        if axes not in self._shard_counts:
+            self._shard_counts[axes] = math.prod(self.mesh.shape[name] for name in _axis_names(axes))
+        return self._shard_counts[axes]
 
     def _fit_spec(self, spec: TensorSpec) -> TensorSpec:
         """Replicate the axes of an optimizer state leaf that the mesh does not divide.
@@ -86,6 +90,8 @@ class StateLayout:
         for dim, axes in zip(spec.shape, spec.mesh_axes, strict=True):
             divides = dim % self._num_shards(axes) == 0
             fitting_axes.append(axes if divides else None)
+        if tuple(fitting_axes) == tuple(spec.mesh_axes):
+            return spec
         return replace(spec, mesh_axes=tuple(fitting_axes))
 
     def _build_leaf(self, path: str, group: Group, spec: TensorSpec) -> StateLeaf:

@@ -7,11 +7,12 @@ host memory as well.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from plimsoll.framework.checkpoint.storage import read_bytes
 from plimsoll.framework.devices.accelerators import GIB, MIB
+from plimsoll.framework.devices.allocator import MAX_KEPT_BYTES
 from plimsoll.framework.layers.base import batch_specs
 from plimsoll.framework.layout import StateLayout
 from plimsoll.framework.plan.plan_report import HostReport, PhaseReport
@@ -130,6 +131,21 @@ class HostMemoryModel:
             window_gib = save_window.MAX_WINDOW_BYTES / GIB
         self.window_bytes = save_window.choose_window(self._copied_bytes, window_gib, free_bytes)
 
+    def _list_compiling_phases(self, step: PhaseReport) -> Collection[str]:
+        """Return the phases in which a run on a CPU compiles next to the state.
+
+        The last one compiles the programs that draw a sample. The evaluation is compiled in a thread while the first
+        steps run, or before the state exists if it is large (`CompileThread`), or when it is needed.
+
+        Args:
+            step: memory of a step, per device.
+        """
+        if self._num_processes > 1 or self._experiment.memory.traits.is_many_programs:
+            return ("evaluation", "end")
+        bytes_per_device = step.device_peak_bytes + self._offloaded_bytes
+        is_small = self._num_local_devices * bytes_per_device <= MAX_KEPT_BYTES
+        return ("train", "evaluation", "end") if is_small else ("end",)
+
     def checkpoint_peaks(self) -> dict[str, PhaseReport]:
         """Return the peaks of reading and writing a checkpoint, and of the end of a run, which follow from the layout.
 
@@ -186,9 +202,11 @@ class HostMemoryModel:
                 device_bytes = max(device_bytes, step.device_peak_bytes)
                 other_bytes += step.host_peak_bytes - self._offloaded_bytes
             if self._platform == "cpu":
+                # Offloaded weights are moved to the device to draw a sample.
+                if name == "end":
+                    device_bytes += self._offloaded_weight_bytes()
                 parts[DEVICES] = self._num_local_devices * device_bytes
-                # A thread compiles the evaluation while the first steps run.
-                if name == "evaluation":
+                if name in self._list_compiling_phases(step):
                     parts[COMPILER] = COMPILER_BYTES[self._platform]
             parts[STATE] = self._num_local_devices * (self._offloaded_bytes + min(other_bytes, 0))
             parts[_OTHER.get(name, AUXILIARY)] = self._num_local_devices * max(other_bytes, 0)
@@ -212,6 +230,10 @@ class HostMemoryModel:
         if self._platform == "cpu":
             parts[DEVICES] = sum(weights)
         return parts
+
+    def _offloaded_weight_bytes(self) -> int:
+        groups = ("parameter", "frozen", "buffer")
+        return sum(self._layout.bytes_per_device(group, "pinned_host") for group in groups)
 
     def _base_bytes(self) -> int:
         return self._host.process_bytes + self._program_bytes + self._batch_bytes()

@@ -2,7 +2,7 @@
 
 A run compiles three programs: initialization, step and evaluation. Its first step needs only the first two. So on CPU
 a thread compiles the initialization while the main thread traces and compiles the step, and the evaluation while the
-first steps run.
+first steps run, unless the compiler's memory would add to that of a large state.
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ class CompileThread:
             with phase(f"compiling the {name[0]}", patience=SHORT):
                 wait([future])
         return future.result()
+
+    def wait(self) -> None:
+        """Wait until everything that was requested is compiled. Exceptions are raised by `program`."""
+        wait(self._programs.values())
 
     def __contains__(self, name: ProgramName) -> bool:
         return name in self._programs

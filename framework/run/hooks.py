@@ -14,6 +14,7 @@ import jax
 
 from plimsoll.framework.checkpoint import replicas
 from plimsoll.framework.config import Config, ConfigError
+from plimsoll.framework.devices.allocator import release_freed_memory
 from plimsoll.framework.inference.evaluation import describe_share, evaluate_set
 from plimsoll.framework.metrics.memory import memory_in_use
 from plimsoll.framework.models.chain import Chain
@@ -173,6 +174,14 @@ class Evaluate(Hook):
 
     def evaluate(self, run: Run, step: int) -> None:
         """Write `eval/SET/loss`, for text also `eval/SET/bits_per_byte`, ...; `eval_ema/...` for averaged weights."""
+        # Memory that a small step on a CPU keeps would add to what the evaluation needs.
+        release_freed_memory()
+        try:
+            self._evaluate(run, step)
+        finally:
+            release_freed_memory()
+
+    def _evaluate(self, run: Run, step: int) -> None:
         row: Row = {}
         limit = run.options.eval_batches
         weight_kinds = [("eval", False)]

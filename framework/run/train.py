@@ -109,6 +109,11 @@ def train(request: RunRequest, workdir: Workdir, pulse: Pulse) -> int:
             return ExitCode.DONE
         if program.experiment.data.validation_names and (backend := _backend_that_compiles_ahead(program)):
             backend.begin_evaluation()
+            if not _is_small(program, need):
+                # The compiler's memory is then free before the state exists.
+                with phase("compiling the evaluation", patience=SHORT):
+                    program.ahead.wait()
+                release_freed_memory()
         if need.host is not None:
             pulse.note(rss_predicted_bytes=need.host.process_peak_bytes, device_predicted_bytes=need.peak)
         run = Run(config, program, workdir, progress, request.goodput, pulse)
@@ -193,6 +198,8 @@ def _check_memory(
         starts_at = "step 0 (fresh initialization)"
     # Import now what a run needs later, because the memory that is in use now counts.
     import_writers()
+    # Preparing the data may have left freed memory, which would count although it is used again.
+    release_freed_memory()
     process_bytes = rss_bytes()
     devices = list(program.mesh.devices.flat)
     host = predict_host_memory(program, process_bytes, request.host_limit, recall_step_peak(config, devices))
@@ -216,7 +223,7 @@ def _check_memory(
     need = measure_need(program)
     release_freed_memory()
     # Each step on a CPU allocates the same temporary buffers; see `framework.devices.allocator`.
-    if program.backend.platform == "cpu" and need.peak * len(program.mesh.local_devices) <= MAX_KEPT_BYTES:
+    if program.backend.platform == "cpu" and _is_small(program, need):
         keep_freed_memory()
     else:
         return_freed_blocks()
@@ -233,6 +240,12 @@ def _check_memory(
         program.ahead.close()
         raise
     return replace(need, host=host)
+
+
+def _is_small(program: Program, need: MemoryNeed) -> bool:
+    """Return whether all arrays of this process, at the peak of a step, take at most MAX_KEPT_BYTES."""
+    bytes_per_device = need.peak + program.layout.bytes_per_device(memory_kind="pinned_host")
+    return bytes_per_device * len(program.mesh.local_devices) <= MAX_KEPT_BYTES
 
 
 def _refuse(refusal: str | None, request: RunRequest, progress: Progress, *, is_final: bool = False) -> None:
@@ -306,6 +319,8 @@ def _finish(run: Run, spec: str) -> None:
     program = run.program
     experiment = run.experiment
     path = run.workdir.path
+    # Not one of the phases of training any more; `ResidentMemory` records it as "end".
+    run.goodput.enter("start")
     with phase("drawing a sample", patience=1.0):
         run.state = program.backend.join_stacks(run.state)
         text = sample_text(program, run.state)

@@ -105,6 +105,18 @@ def test_offloading_fills_the_device_up_to_its_limit(target: str):
 
 
 @pytest.mark.pairs
+@pytest.mark.parametrize("host_bytes", [2**40, 2**28], ids=["room on the host", "no room on the host"])
+@pytest.mark.parametrize("share", [2.0, 0.6, 0.01])
+def test_quick_check_agrees_with_the_whole_search(share: float, host_bytes: int):
+    config = small_llama(layers=16)
+    device_mib = int(share * needs(config, "h100"))
+    checked = tuner(config, "h100", device_mib, host_bytes)
+    searched = tuner(config, "h100", device_mib, host_bytes)
+    assert checked.finds_any() == (searched.propose() is not None)
+    assert checked.cost_model.count <= searched.cost_model.count
+
+
+@pytest.mark.pairs
 def test_search_is_deterministic():
     config = small_llama()
     device_mib = 2 * needs(config, "v5e-1") // 3

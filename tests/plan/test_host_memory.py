@@ -125,7 +125,19 @@ def test_memory_of_cpu_devices_is_host_memory(program: Program) -> None:
     # A copy is written while the next steps run, so it comes on top of them.
     assert report.phases["save"]["memory of the devices"] == 80 * MIB
     assert report.phases["save"]["writing the checkpoint"] > 8 * MIB
-    assert report.peak_phase == "save"
+    # To draw a sample, offloaded weights are moved to the devices, next to the state.
+    offloaded_weights = program.layout.bytes_per_device("parameter", "pinned_host")
+    device_bytes = program.layout.bytes_per_device(memory_kind="device")
+    assert report.phases["end"]["memory of the devices"] == 8 * (device_bytes + offloaded_weights)
+
+
+def test_a_large_run_on_cpus_does_not_compile_next_to_its_state(program: Program) -> None:
+    model = build_model(program, limit=64 * GIB, platform="cpu")
+    for step_bytes, phases in ((10 * MIB, ["train", "end"]), (GIB, ["end"])):
+        report = model.report(model.checkpoint_peaks() | {"train": PhaseReport(step_bytes, STATE)})
+        compiling = [name for name, parts in report.phases.items() if "compiler" in parts]
+        assert compiling == ["compile", *phases]
+    assert report.peak_phase == "save", "of the large run: a copy is written while the next steps run"
 
 
 def test_a_save_that_has_no_room_goes_through_a_window(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:

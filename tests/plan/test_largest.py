@@ -37,10 +37,13 @@ class Answers:
             return TuningResult(None, failure="too much")
         return TuningResult(choice(parameters, compiled=not estimate))
 
+    def check(self, config: Config) -> str:
+        return self(config, True).failure
+
 
 def frontier(answers: Answers, *, compiles: bool = False) -> Frontier:
     family = SizeFamily.derive(configs.load("llama3-8b"))
-    return FrontierSearch(family, answers, compiles, lambda line: None).run("base config")
+    return FrontierSearch(family, answers, answers.check, compiles, lambda line: None).run("base config")
 
 
 @pytest.mark.pairs

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from plimsoll.configs import load
-from plimsoll.extras.autotune.autotune import MEMORY, TuningRequest, TuningResult, autotune
+from plimsoll.extras.autotune.autotune import MEMORY, TuningRequest, TuningResult, autotune, explain_misfit
+from plimsoll.extras.autotune.batch_curve import estimate_curve
 from plimsoll.extras.autotune.settings import Machine, Setting, find_fixed_paths, flags
 from plimsoll.extras.largest.size_family import SizeFamily
 from plimsoll.extras.largest.size_frontier import FrontierPoint, FrontierSearch
@@ -27,6 +28,7 @@ from plimsoll.framework.config import Config
 from plimsoll.framework.plan import targets
 from plimsoll.framework.plan.cache import versions
 from plimsoll.framework.plan.targets import Target
+from plimsoll.framework.plan.throughput_curve import ThroughputCurve
 from plimsoll.framework.terminal.tables import human_bytes, human_count, human_duration
 from plimsoll.launch.cli import apply_overrides
 
@@ -63,11 +65,15 @@ saves, evaluates and resumes with its host's memory, one row of 8192 tokens at a
 tools.bench.largest_model` wrote this on {day}: two CPU cores, {versions}. The bytes are those of the target's compiler
 for the whole step, or of the analytical estimate in rows with "estimate"; no step ran. "Host" is
 [everything that the host has to hold](../plan.md#host-memory) in the phase that needs the most. "By bytes only": the
-size that device and host memory allow by the sum of the bytes of weights, state and gradients.
+size that device and host memory allow by the sum of the bytes of weights, state and gradients. "Tokens/s" is estimated
+for one row; "at larger batches" is the estimated rate of the same model at the batch from which on more tokens raise
+it little (the [knee of the curve](../plan.md#larger-batches)), with the tokens of its step.
 
-| machine | its host | optimizer | parameters | by bytes only | layers | device | host | tokens/s | search | settings |
-|---|---|---|---|---|---|---|---|---|---|---|
 """
+_COLUMNS = (
+    *("machine", "its host", "optimizer", "parameters", "by bytes only", "layers", "device", "host"),
+    *("tokens/s", "at larger batches", "search", "settings"),
+)
 
 
 class LargestRow(NamedTuple):
@@ -78,6 +84,7 @@ class LargestRow(NamedTuple):
         host_gib: GiB of its host's memory; None for the target's own.
         optimizer: name in `OPTIMIZERS`.
         point: the largest size, or None if nothing fits.
+        curve: rates of the largest size at larger batches, or None if there are none.
         seconds: duration of the search.
     """
 
@@ -85,11 +92,13 @@ class LargestRow(NamedTuple):
     host_gib: int | None
     optimizer: str
     point: FrontierPoint | None
+    curve: ThroughputCurve | None
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON data."""
-        return {**self._asdict(), "point": None if self.point is None else self.point.to_json()}
+        parts = {"point": self.point, "curve": self.curve}
+        return self._asdict() | {name: None if part is None else part.to_json() for name, part in parts.items()}
 
 
 def find_largest(machine_name: str, host_gib: int | None, optimizer: str, *, estimate: bool) -> LargestRow:
@@ -103,19 +112,31 @@ def find_largest(machine_name: str, host_gib: int | None, optimizer: str, *, est
     fixed = sorted(find_fixed_paths(config, [path for path, _ in overrides]))
     start = time.monotonic()
 
-    def ask(size_config: Config, estimate_only: bool) -> TuningResult:
-        question = TuningRequest(size_config, machine, MEMORY, fixed, (), estimate_only)
-        return autotune(question, target, host_bytes=host_bytes)
+    def build_request(size_config: Config, estimate_only: bool) -> TuningRequest:
+        return TuningRequest(size_config, machine, MEMORY, fixed, (), estimate_only)
 
-    search = FrontierSearch(SizeFamily.derive(config), ask, not estimate, lambda line: print(f"  {line}", flush=True))
-    return LargestRow(machine_name, host_gib, optimizer, search.largest(), time.monotonic() - start)
+    def ask(size_config: Config, estimate_only: bool) -> TuningResult:
+        return autotune(build_request(size_config, estimate_only), target, host_bytes=host_bytes)
+
+    def check(size_config: Config) -> str:
+        return explain_misfit(build_request(size_config, True), target, host_bytes)
+
+    family = SizeFamily.derive(config)
+    search = FrontierSearch(family, ask, check, not estimate, lambda line: print(f"  {line}", flush=True))
+    point = search.largest()
+    seconds = time.monotonic() - start
+    curve = None
+    if point is not None:
+        curve = estimate_curve(build_request(family.scale_config(point.size), True), target, point.choice, host_bytes)
+    return LargestRow(machine_name, host_gib, optimizer, point, curve, seconds)
 
 
 def render_page(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the page in Markdown."""
     used_versions = ", ".join(f"{name} {version}" for name, version in versions("jax", "jaxlib", "libtpu").items())
     head = _HEAD.format(day=date.today().isoformat(), versions=used_versions)
-    return head + "".join(map(_line, rows))
+    columns = f"| {' | '.join(_COLUMNS)} |\n|{len(_COLUMNS) * '---|'}\n"
+    return head + columns + "".join(map(_line, rows))
 
 
 def _line(row: Mapping[str, Any]) -> str:
@@ -142,10 +163,18 @@ def _line(row: Mapping[str, Any]) -> str:
         f"{human_bytes(choice['peak'])}{used}{judge}",
         human_bytes(choice["host_need"]) if "host_need" in choice else f"{human_bytes(choice['host'])} of arrays",
         "-" if rate is None else human_count(rate),
+        _render_knee(row.get("curve")),
         human_duration(row["seconds"]),
         f"`{flags(Setting(*pair) for pair in choice['settings'])}`",
     ]
     return f"| {' | '.join(cells)} |\n"
+
+
+def _render_knee(curve: Mapping[str, Any] | None) -> str:
+    if curve is None:
+        return "-"
+    knee = next(point for point in curve["points"] if point["tokens_per_step"] == curve["knee"])
+    return f"{human_count(curve['knee'] / knee['time']['seconds'])} with {curve['knee']:,} a step"
 
 
 def main() -> None:

@@ -85,15 +85,7 @@ def autotune(
         # Report a missing compiler before the search. JAX starts only once, so it has to start with the CPU devices
         # that the target asks for.
         target.devices()
-    is_batch = request.mode == BATCH_MODE
-    tuner = Tuner(
-        request.config,
-        target,
-        device_bytes=request.machine.device_bytes,
-        host_bytes=host_bytes,
-        fixed=BATCH_MODE_FIXED if is_batch else frozenset(request.fixed),
-        allowed=request.allowed,
-    )
+    tuner = _build_tuner(request, target, host_bytes)
     if request.estimate:
         candidate, compiled_step = tuner.propose(), None
     else:
@@ -104,6 +96,7 @@ def autotune(
         compiled_step = None if candidate is None else compiler.compiled_step.get(candidate.settings)
     if candidate is None:
         return TuningResult(None, failure=tuner.describe_failure())
+    is_batch = request.mode == BATCH_MODE
     notes = describe_largest_batch(tuner, candidate) if is_batch else []
     choice = tuner.build_choice(candidate, notes)
     if is_batch:
@@ -111,6 +104,29 @@ def autotune(
         choice = choice.without_neighbors()
     store(path, choice)
     return TuningResult(choice, compiled_step)
+
+
+def explain_misfit(request: TuningRequest, target: Target, host_bytes: int | None = None) -> str:
+    """Return the reason why no settings fit by the estimate, in one line; "" if some do.
+
+    Args:
+        request, target, host_bytes: as for `autotune`.
+    """
+    if load(request.path("choice")) is not None:
+        return ""
+    tuner = _build_tuner(request, target, host_bytes)
+    return "" if tuner.finds_any() else tuner.describe_failure()
+
+
+def _build_tuner(request: TuningRequest, target: Target, host_bytes: int | None) -> Tuner:
+    return Tuner(
+        request.config,
+        target,
+        device_bytes=request.machine.device_bytes,
+        host_bytes=host_bytes,
+        fixed=BATCH_MODE_FIXED if request.mode == BATCH_MODE else frozenset(request.fixed),
+        allowed=request.allowed,
+    )
 
 
 def _format_interrupt_message(number: int) -> str:

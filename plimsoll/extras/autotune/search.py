@@ -73,13 +73,29 @@ class SettingsSearch:
         self._numbers = itertools.count()
         self._canonical: dict[Settings, Settings] = {}
         self._num_meshes = 0
+        # Whether to offload only as many layers as necessary.
+        self._offloads_least = True
         self.found: list[Candidate] = []
 
     def run(self) -> Candidate | None:
         """Return the fastest settings that fit; None if none do."""
+        for _ in self._iter_expanded():
+            pass
+        if not self.found:
+            return None
+        return self._mix_remat(self._select_preferred())
+
+    def finds_any(self) -> bool:
+        """Return whether any settings fit. This stops at the first ones."""
+        self._offloads_least = False
+        return any(self.found for _ in self._iter_expanded())
+
+    def _iter_expanded(self) -> Iterator[None]:
+        """Add settings that fit to `found`, branch by branch, and yield after each branch."""
         unchanged_cost = self._cost(())
         if unchanged_cost is not None and self._budget.fits((), unchanged_cost):
             self.found.append(Candidate((), unchanged_cost, self._budget.peak((), unchanged_cost)))
+            yield
         for variant, mesh in itertools.product(self._variants, self._space.meshes()):
             self._push_mesh(variant, mesh)
         while self._heap:
@@ -88,9 +104,7 @@ class SettingsSearch:
             if branch.bound * TIE_FACTOR >= self._best_seconds:
                 break
             branch.expand()
-        if not self.found:
-            return None
-        return self._mix_remat(self._select_preferred())
+            yield
 
     def _mix_remat(self, best: Candidate) -> Candidate:
         """Return the settings with less recomputation in as many layers as there is room for."""
@@ -197,7 +211,10 @@ class SettingsSearch:
             if cost.seconds + self._seconds_to_move(settings, cost, schedule) >= self._best_seconds:
                 # This one is too slow, but a smaller microbatch may have less to move.
                 continue
-            cheapest_fits = [offload_levels.find_cheapest_fit(settings, levels) for levels in orders]
+            cheapest_fits = [
+                offload_levels.find_cheapest_fit(settings, levels, offloads_least=self._offloads_least)
+                for levels in orders
+            ]
             rivals = [candidate for candidate in cheapest_fits if candidate is not None]
             self.found += [one._replace(settings=self.canonical(one.settings)) for one in rivals]
             seconds = min((one.cost.seconds for one in rivals), default=math.inf)

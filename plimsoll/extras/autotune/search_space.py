@@ -252,12 +252,16 @@ class OffloadLevels:
         self._num_repeats = space.num_repeats
         self._pattern_length = space.pattern_length
 
-    def find_cheapest_fit(self, settings: Settings, levels: list[OffloadLevel]) -> Candidate | None:
+    def find_cheapest_fit(
+        self, settings: Settings, levels: list[OffloadLevel], *, offloads_least: bool = True
+    ) -> Candidate | None:
         """Return the settings that fit with the least offloading; None if none fit.
 
         Args:
             settings: settings that offload nothing.
             levels: offload levels, in order.
+            offloads_least: offload only as many layers as necessary. Without it, a level that fits is returned as it
+                is, which takes less time.
         """
         below: OffloadLevel | None = None
         for level in levels:
@@ -265,6 +269,8 @@ class OffloadLevels:
             # A level can be impossible although later ones are possible: offloaded gradients need a certain schedule.
             if candidate is None:
                 continue
+            if not offloads_least and self._budget.fits(candidate.settings, candidate.cost):
+                return candidate
             if self._budget.over(candidate.settings, candidate.cost) <= 0:
                 by_layers = None if below is None else self._interpolate_layers(settings, below, candidate)
                 fit = by_layers or candidate
@@ -315,6 +321,9 @@ class OffloadLevels:
             candidate = self._evaluate(settings)
             if candidate is None or self._budget.fits(candidate.settings, candidate.cost):
                 return candidate
+            # More layers need even more host memory.
+            if self._budget.host_over(candidate.cost) > 0:
+                return None
             more = self._add_layers(settings)
             if more is None:
                 return None

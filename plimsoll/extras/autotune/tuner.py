@@ -124,6 +124,10 @@ class Tuner:
                 best = better
         return best
 
+    def finds_any(self) -> bool:
+        """Return whether any settings fit by the estimate. This takes less time than finding the fastest."""
+        return SettingsSearch(self.cost_model, self.space, self.budget, self.variants).finds_any()
+
     def _find_better_neighbor(self, best: Candidate) -> Candidate | None:
         """Return the fastest neighbor that fits; None if none is faster than `best`."""
         faster = []

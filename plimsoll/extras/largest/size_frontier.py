@@ -72,6 +72,8 @@ class Frontier(NamedTuple):
 
 # (config of a size, True to use only the analytical estimate) -> the fastest settings that fit.
 TuneFunction = Callable[[Config, bool], TuningResult]
+# Config of a size -> the reason why no settings fit by the analytical estimate; "" if some do.
+CheckFunction = Callable[[Config], str]
 
 
 @dataclass
@@ -81,12 +83,14 @@ class FrontierSearch:
     Attributes:
         family: the sizes to search.
         tune: finds the settings for a size.
+        check: checks whether a size fits, in less time than it takes to find the fastest settings.
         compiles: whether to confirm the largest size with the compiler instead of trusting the analytical estimate.
         log: callback that receives a message for each size that is tried.
     """
 
     family: SizeFamily
     tune: TuneFunction
+    check: CheckFunction
     compiles: bool
     log: Callable[[str], None]
 
@@ -95,6 +99,7 @@ class FrontierSearch:
         self._sizes = [member.size for member in members]
         self._parameters = [member.parameters for member in members]
         self._points: dict[int, FrontierPoint | None] = {}
+        self._fits_by_index: dict[int, bool] = {}
         self._failure = ""
 
     def largest(self) -> FrontierPoint | None:
@@ -119,16 +124,16 @@ class FrontierSearch:
 
         The search assumes that if a size does not fit, no larger size does.
         """
-        if self._get_point(0) is None:
+        if not self._fits(0):
             return None
         low, high = 0, len(self._sizes)
         # Try the known size first, which keeps the search short on small machines.
         middle = self._nearest(count_parameters(self.family.config))
         while high - low > 1 and self._is_coarse(low, high):
-            if self._get_point(middle) is None:
-                high = middle
-            else:
+            if self._fits(middle):
                 low = middle
+            else:
+                high = middle
             middle = self._pick_between(low, high)
         return low
 
@@ -163,6 +168,17 @@ class FrontierSearch:
             index = max(min(smaller, index - 1), 0)
         return None
 
+    def _fits(self, index: int) -> bool:
+        """Return whether any settings of a size fit by the analytical estimate."""
+        if index not in self._fits_by_index:
+            parameters = human_count(self._parameters[index])
+            with phase(f"trying {parameters} parameters", patience=SHORT):
+                failure = self.check(self.family.scale_config(self._sizes[index]))
+            self._failure = failure or self._failure
+            self._fits_by_index[index] = not failure
+            self.log(f"{parameters}: {'does not fit' if failure else 'fits'}")
+        return self._fits_by_index[index]
+
     def _get_point(self, index: int) -> FrontierPoint | None:
         """Return a size with its settings by the analytical estimate; None if it does not fit."""
         if index not in self._points:
@@ -173,14 +189,15 @@ class FrontierSearch:
         size = self._sizes[index]
         config = self.family.scale_config(size)
         parameters = self._parameters[index]
-        with phase(f"trying {human_count(parameters)} parameters", patience=SHORT):
+        with phase(f"finding the fastest settings for {human_count(parameters)} parameters", patience=SHORT):
             result = self.tune(config, estimate)
         choice = result.choice
         if choice is None:
             self._failure = result.failure
-        self.log(f"{human_count(parameters)}: {'does not fit' if choice is None else 'fits'}")
         if choice is None:
+            self.log(f"{human_count(parameters)}: does not fit when compiled")
             return None
+        self.log(f"{human_count(parameters)}: fastest settings found")
         tokens = config.data.global_batch_size * config.data.seq_len
         rate = None if choice.seconds is None else tokens / choice.seconds
         return FrontierPoint(size, parameters, choice, rate)
