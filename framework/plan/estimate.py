@@ -6,6 +6,7 @@ backward pass (`device_trace`) and walking it with the fusions that XLA makes (`
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections import Counter
@@ -104,9 +105,12 @@ def estimate(
     backward_pass = _TracedBackward(
         split_experiment, layout, sizes, spec.platform, trace_fn(split_experiment, sizes, spec.platform)
     )
+    offloaded_activations = 0
     if "offload" in experiment.memory.remat or experiment.memory.activations.uses_host:
-        host_breakdown["activations"] = backward_pass.find_peak_bytes(in_host_memory=True).total()
-    backward = _count_backward_bytes(backward_pass)
+        offloaded_activations = backward_pass.find_peak_bytes(in_host_memory=True).total()
+        # Microbatches that pass through the layers together have their residuals at the same time.
+        host_breakdown["activations"] = experiment.microbatches_per_pass * offloaded_activations
+    backward = _count_backward_bytes(backward_pass, offloaded_activations)
     update = _count_update_bytes(split_experiment, layout, spec, sum(breakdown.values()))
     # The peak is in the backward pass or in the update, whichever holds more: the backward pass is over when the update
     # begins.
@@ -114,9 +118,7 @@ def estimate(
         breakdown[group] += size
     step_flops = _flops(experiment, sizes, backward_pass.traced)
     device_flops = step_flops.flops / math.prod(sizes.values())
-    work = count_work(
-        experiment, sizes, running_layout, backward_pass.traced, device_flops, host_breakdown["activations"]
-    )
+    work = count_work(experiment, sizes, running_layout, backward_pass.traced, device_flops, offloaded_activations)
     batch_transform = experiment.batch_transform
     passes = ForwardCost() if batch_transform is None else batch_transform.passes(experiment, mesh)
     host_breakdown["other"] += passes.offloaded_bytes
@@ -186,13 +188,23 @@ def _flops(experiment: Experiment, sizes: dict[str, int], traced: ClosedJaxpr) -
 # --- the backward pass and the update --------------------------------------------------------------------------------
 
 
-def _count_backward_bytes(backward_pass: _TracedBackward) -> Counter[str]:
-    """Return the bytes by group that a device holds at the peak of the backward pass, excluding state and batch."""
+def _count_backward_bytes(backward_pass: _TracedBackward, offloaded_activations: int) -> Counter[str]:
+    """Return the bytes by group that a device holds at the peak of the backward pass, excluding state and batch.
+
+    Args:
+        backward_pass: the backward pass of one microbatch.
+        offloaded_activations: bytes of its residuals that are in host memory, per device.
+    """
     split_experiment = backward_pass.split_experiment
     layout = backward_pass.layout
     learner = split_experiment.experiment.learner
     most = backward_pass.find_peak_bytes(in_host_memory=False)
-    if learner.accumulate > 1:
+    others = split_experiment.experiment.microbatches_per_pass - 1
+    if others:
+        # The other microbatches of the pass have their residuals, and the input or the cotangent of a layer.
+        residuals = backward_pass.find_residual_bytes() - offloaded_activations
+        most["activations"] += others * (residuals + backward_pass.count_boundary_bytes())
+    elif learner.accumulate > 1:
         # The accumulated gradients of the microbatches are alive during the whole pass.
         for leaf in layout:
             if leaf.group == "parameter" and not split_experiment.releases_gradients(_stage(leaf)):
@@ -282,6 +294,21 @@ class _TracedBackward:
         # If only layers are in host memory, the gradients of the embedding and the head stay until the end.
         releases_all = all(split_experiment.releases_gradients(stage) for stage in split_experiment.specs["parameter"])
         return find_peak_bytes(jaxpr, rules, groups, frees_outputs=releases_all)
+
+    def find_residual_bytes(self) -> int:
+        """Return the bytes of the residuals of all layers, per device, in whichever memory they are."""
+        elsewhere = copy.copy(self)
+        elsewhere.offloaded_shares = dict.fromkeys(self.offloaded_shares, 1.0)
+        return elsewhere.find_peak_bytes(in_host_memory=True).total()
+
+    def count_boundary_bytes(self) -> int:
+        """Return the bytes of the activations between two layers, per device."""
+        experiment = self.split_experiment.experiment
+        data = experiment.data
+        rows = data.global_batch_size // (experiment.learner.accumulate * batch_shards(self.sizes))
+        tokens = rows * data.seq_len // self.sizes["seq"]
+        model = experiment.language_model
+        return tokens * model.dim * np.dtype(model.compute_dtype).itemsize
 
     def _count_bytes(self, aval: ShapedArray, *, in_host_memory: bool) -> int:
         """Return the bytes that an abstract value occupies in host or device memory."""

@@ -114,6 +114,11 @@ class Experiment:
             self.batch_transform = _build_section("batch_transform", batch_transform, BatchTransform)
             self.batch_transform.join(self)
 
+    @property
+    def microbatches_per_pass(self) -> int:
+        """The number of microbatches that run through the layers together; see `Memory.accumulate_by`."""
+        return self.learner.accumulate if self.memory.accumulate_by == "layer" else 1
+
     def check(self, mesh: Mesh | AbstractMesh, *, update_locality: bool = True) -> None:
         """Check that mesh, batch, model, memory and data fit together.
 

@@ -29,17 +29,18 @@ from plimsoll.framework.schedules.step import Metrics, Step, finish, training_co
 from plimsoll.framework.schedules.streamed import check as check_platform
 
 
-def check(learner: Learner, setting: str = "memory.update = in_backward") -> None:
+def check(learner: Learner, setting: str = "memory.update = in_backward", *, accumulates: bool = False) -> None:
     """Check that the learner works with an update in the backward pass.
 
     Args:
         learner: the learner to check.
         setting: the setting that requests this update, for error messages.
+        accumulates: whether the schedule can sum the gradients of microbatches.
 
     Raises:
         ValueError: the learner accumulates gradients, or its clip mode needs the norm of all gradients first.
     """
-    if learner.accumulate > 1:
+    if learner.accumulate > 1 and not accumulates:
         raise ValueError(
             f"learner.accumulate = {learner.accumulate} with {setting}: each gradient is freed right after "
             "its update, so microbatches cannot be summed; expected 1, or memory.update = streamed with "

@@ -142,6 +142,11 @@ class Memory:
             fetched just before the layer runs. Not with update = "after_backward".
         activations: where the residuals that `remat` selects are stored until the backward pass; under full, these
             are the layers' inputs. Not "pinned_host" with update = "after_backward".
+        accumulate_by: in which order the microbatches of learner.accumulate run. "microbatch": one after the other,
+            through all layers. "layer": all of them through a layer before the next layer, so that its weights,
+            gradients and optimizer state cross the link to the host once per step; the residuals of all microbatches
+            are kept, where `activations` says (layered gradient accumulation, arXiv 2106.02679). Needs update =
+            "layer_programs"; with gradients = "none", it is the only order that can accumulate.
         remat: what the backward pass recomputes: none, full, sqrt, sqrt:NUMBER, invert, dots, dots_no_batch, offload,
             save:NAME,NAME, offload:NAME,NAME, or save:NAME;offload:NAME; per layer as in full:20,dots:12; see
             framework.layers.remat.
@@ -160,6 +165,7 @@ class Memory:
         prefetch: Literal["chunk", "layer"] = "chunk",
         parameters: str = "device",
         activations: str = "device",
+        accumulate_by: Literal["microbatch", "layer"] = "microbatch",
         remat: str = "none",
         auto: bool = False,
     ):
@@ -169,6 +175,7 @@ class Memory:
         self.parameters = Placement.parse("parameters", parameters)
         self.activations = Placement.parse("activations", activations)
         self.prefetch: str = prefetch
+        self.accumulate_by: str = accumulate_by
         self.remat = remat
         self.auto = auto
         _check(self)
@@ -218,6 +225,8 @@ def _check(memory: Memory) -> None:
                 f"memory.{name} = {placement.text} needs memory.update = streamed, in_backward or layer_programs: "
                 "after_backward keeps everything on the device"
             )
+    if memory.accumulate_by == "layer" and not traits.is_many_programs:
+        raise ValueError(f"memory.accumulate_by = layer needs memory.update = layer_programs, given {memory.update}")
     # Only state in host memory needs fetching, and only in_backward can fetch it layer by layer.
     if memory.prefetch == "layer" and not (traits.can_prefetch_layers and memory.optimizer_state.uses_host):
         raise ValueError(

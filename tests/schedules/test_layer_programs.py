@@ -57,6 +57,15 @@ CASES += [
     ),
 ]
 CASES += [
+    ExactnessCase(memory=f"{memory}_together", placement=placement, precision=precision, microbatches=2, **rest)
+    for memory, placement, precision, rest in [
+        ("layers", "state", "float64", {"remat": "save:attention", "model": "tied"}),
+        ("layers_hosted_gradients", "all", "float64", {"remat": "sqrt", "mesh": "eight"}),
+        ("layers_at_once", "all", "float32", {"remat": "full", "layers": "unlike"}),
+        ("layers_two_pass", "boundaries", "float64", {"remat": "full", "mesh": "eight"}),
+    ]
+]
+CASES += [
     ExactnessCase(model="experts", memory="layers", placement="all", remat="full"),
     ExactnessCase(model="latent", memory="layers"),
     ExactnessCase(model="latent", memory="layers_two_pass", placement="all", remat="full", mesh="eight"),
@@ -133,7 +142,16 @@ def test_program_count_does_not_depend_on_depth(memory: dict[str, Any]):
 
 ALIVE = {"device": {}, "offloaded": OFFLOADED, "sqrt": {**OFFLOADED, "remat": "sqrt"}, "remat none": {"remat": "none"}}
 ALIVE = {f"{name}-{count}": (memory, count) for name, memory in ALIVE.items() for count in (1, 2)}
-ALIVE |= {"at once": ({**OFFLOADED, "gradients": "none"}, 1)}  # without stored gradients there is no accumulation
+ALIVE |= {"at once": ({**OFFLOADED, "gradients": "none"}, 1)}
+TOGETHER = {"accumulate_by": "layer"}
+ALIVE |= {
+    f"{name}, together": ({**memory, **TOGETHER}, 2)
+    for name, memory in {
+        "offloaded": OFFLOADED,
+        "sqrt": {**OFFLOADED, "remat": "sqrt"},
+        "at once": {**OFFLOADED, "gradients": "none"},
+    }.items()
+}
 
 
 @pytest.mark.pairs
@@ -175,6 +193,34 @@ def test_dry_run_counts_the_live_bytes(memory: dict[str, Any], accumulate: int, 
         assert ghosts[0] == arrays[0]
         assert abs(ghosts[1] - numbers - arrays[1]) <= 256, f"{ghosts} {arrays}"
         assert ghosts[2] == arrays[2], f"{ghosts} {arrays}"
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("model", ["recurrent", "twins", "shared", "experts", "latent", "streams"])
+def test_microbatches_together_equal_microbatches_in_turn(model: str):
+    """With buffers, which each microbatch reads as the previous one left them, and with shared parameters."""
+    remat = "invert" if model == "streams" else "sqrt"
+    results = []
+    with exact.enable_exact_numerics():
+        for memory in ("layers", "layers_together"):
+            case = ExactnessCase(model=model, memory=memory, placement="state", remat=remat, microbatches=4)
+            results.append(exact.train(case)[0])
+    assert max(exact.differences(*results).values()) <= 1e-12
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("gradients", ["pinned_host", "none"])
+def test_microbatches_together_move_a_layer_once(gradients: str):
+    """Weights, gradients and state cross the link once per step; only the residuals do for each microbatch."""
+    moved = {}
+    memory = {**OFFLOADED, "gradients": gradients, **TOGETHER}
+    for accumulate in (1, 2, 4):
+        program = small.program(deep(4, memory, clip=None, accumulate=accumulate))
+        # Residuals have as many rows as the batch, whatever the number of microbatches.
+        moved[accumulate] = program.backend.step_memory.moved
+    assert moved[1] == moved[2] == moved[4]
+    one_by_one = small.program(deep(4, OFFLOADED, clip=None, accumulate=4)).backend.step_memory.moved
+    assert one_by_one > 1.5 * moved[4]
 
 
 def live_bytes(dry_run: Callable[[], Any]) -> list[tuple[str, int]]:

@@ -58,6 +58,11 @@ LAYER_PROGRAMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "layers_at_once": ({"update": "layer_programs", "gradients": "none"}, {"clip": None}),
     "layers_two_pass": ({"update": "layer_programs", "gradients": "none"}, {"clip_mode": "two_pass"}),
 }
+# All microbatches run through a layer before the next one.
+BY_LAYER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    f"{name}_together": ({**LAYER_PROGRAMS[name][0], "accumulate_by": "layer"}, LAYER_PROGRAMS[name][1])
+    for name in LAYER_PROGRAMS
+}
 # The same with a layer's state fetched during its backward pass; only with offloaded optimizer state.
 AHEAD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     f"{name}_ahead": ({**MEMORY[name][0], "prefetch": "layer"}, MEMORY[name][1])
@@ -65,7 +70,7 @@ AHEAD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 # The next step updates the stacks.
 DELAYED = "hosted_gradients_ahead"
-SCHEDULES = MEMORY | LAYER_PROGRAMS | AHEAD
+SCHEDULES = MEMORY | LAYER_PROGRAMS | BY_LAYER | AHEAD
 NO_PARTS = (*AHEAD, "in_backward", "two_pass", "layers_at_once", "layers_two_pass")
 PLACEMENTS = {"device": (), "state": ("optimizer_state",)}  # the config.memory fields that are offloaded
 PLACEMENTS |= {
@@ -208,7 +213,7 @@ class ExactnessCase(NamedTuple):
             return False
         one = self.model == "tied" or self.precision == "float64"
         one &= (
-            self.memory not in LAYER_PROGRAMS or self.remat != "offload"
+            self.memory not in LAYER_PROGRAMS | BY_LAYER or self.remat != "offload"
         )  # layer_programs uses memory.activations instead
         return one and (usual or self.optimizer == "adamw") and (parts or self.microbatches == 1)
 
@@ -239,7 +244,7 @@ class ExactnessCase(NamedTuple):
             if memory.get(field) == "pinned_host":
                 memory[field] = f"pinned_host:{share}"
         # layer_programs inverts all layers or none.
-        if not (self.remat == "invert" and self.memory in LAYER_PROGRAMS):
+        if not (self.remat == "invert" and self.memory in LAYER_PROGRAMS | BY_LAYER):
             other = "save:attention" if self.remat == "full" else "full"
             memory["remat"] = f"{self.remat}:{2 * pattern_length},{other}"
         return memory

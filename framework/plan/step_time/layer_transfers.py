@@ -10,6 +10,9 @@ same program hides a transfer, and the step waits for the rest. `schedules.layer
 - Otherwise, separate programs update one layer each, and move state and gradients of its neighbors. Hardly any
   computation hides these transfers.
 - Embedding and head are moved between programs.
+
+With memory.accumulate_by = layer, a layer's weights, gradients and state are moved by the programs of its first or last
+microbatch. Each microbatch moves its own activations.
 """
 
 from __future__ import annotations
@@ -83,6 +86,10 @@ def count_layer_transfers(
     forward_share = max(0.0, forward_flops - head_flops) / device_flops / programs_per_pass
     backward_share = backward_flops / device_flops / programs_per_pass
 
+    # Passes of a step over all layers, each for some of its microbatches.
+    num_passes = accumulate // experiment.microbatches_per_pass
+    num_others = experiment.microbatches_per_pass - 1
+
     num_offloading = memory.activations.num_offloaded("activations", stack)
     transfers = []
     for index, offloaded in enumerate(layer_bytes):
@@ -92,21 +99,30 @@ def count_layer_transfers(
         gradients = offloaded["gradient"]
         written = state + offloaded["parameter"]
         fetched = weights + activations
-        transfers.append(ProgramTransfers(accumulate, activations, weights, forward_share))
+        transfers.append(ProgramTransfers(num_passes, activations, weights, forward_share))
+        if num_others:
+            transfers.append(ProgramTransfers(num_others, activations, 0, forward_share))
+            # In the last backward pass, one of the other microbatches fetches the state.
+            runs = num_backward * num_others - is_updated_at_once
+            transfers.append(ProgramTransfers(runs, 0, activations, backward_share))
         if is_updated_at_once:
             transfers += [ProgramTransfers(1, 0, fetched, backward_share)] * (num_backward - 1)
-            transfers.append(ProgramTransfers(1, written, fetched + state, backward_share))
+            if num_others:
+                transfers.append(ProgramTransfers(1, written, fetched, backward_share))
+                transfers.append(ProgramTransfers(1, 0, activations + state, backward_share))
+            else:
+                transfers.append(ProgramTransfers(1, written, fetched + state, backward_share))
         else:
-            # The first microbatch has no earlier gradients to fetch.
-            earlier = gradients * (accumulate - 1) / accumulate
-            transfers.append(ProgramTransfers(accumulate, gradients, fetched + earlier, backward_share))
+            # The first pass has no earlier gradients to fetch.
+            earlier = gradients * (num_passes - 1) / num_passes
+            transfers.append(ProgramTransfers(num_passes, gradients, fetched + earlier, backward_share))
             transfers.append(ProgramTransfers(1, written, written + gradients, 0.0))
 
-    # Each microbatch fetches the weights of embedding and head for the forward and the backward pass. The update
+    # Each pass fetches the weights of embedding and head for the forward and the backward pass. The update
     # fetches state and gradients, and then writes state and weights.
     weights = outside_bytes["parameter"] + outside_bytes["frozen"]
     state = outside_bytes["optimizer"] + outside_bytes["ema"]
-    outside = accumulate * ((1 + num_backward) * weights + outside_bytes["gradient"])
+    outside = num_passes * ((1 + num_backward) * weights + outside_bytes["gradient"])
     outside += 2 * state + outside_bytes["parameter"]
     transfers.append(ProgramTransfers(1, 0, outside, 0.0))
     return tuple(transfers)

@@ -400,10 +400,12 @@ class TransferKey:
     Attributes:
         role: its name among the arguments of a program, which is the same for all layers.
         index: index of the layer; None for a tree of a stage.
+        microbatch: index of the microbatch, among those that pass through the layer together.
     """
 
     role: str
     index: int | None = None
+    microbatch: int = 0
 
 
 class TransferQueue:

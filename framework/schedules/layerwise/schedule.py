@@ -9,6 +9,9 @@ GPUs, whose compiler cannot slice host memory.
 Gradients wait, on the device or on the host, until their norm is known, and a second pass through the layers updates.
 With `memory.gradients = none` each layer is updated immediately, as under `in_backward` and with its limits.
 
+Microbatches run one after the other through all layers, or with `memory.accumulate_by = layer`, all of them through a
+layer before the next one is fetched.
+
 `passes.py` runs the forward and backward pass, and `update.py` the updates. `layer_functions.py` has the functions that
 are compiled, and `programs.py` compiles and calls them.
 """
@@ -31,12 +34,11 @@ from plimsoll.framework.learner.update import select_updated
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.schedules import in_backward
 from plimsoll.framework.schedules.backward_state import Weights
-from plimsoll.framework.schedules.layerwise.layer_functions import Inputs, LayerFunctions
+from plimsoll.framework.schedules.layerwise.layer_functions import Inputs, LayerFunctions, Variables
 from plimsoll.framework.schedules.layerwise.passes import BackwardPass, Microbatch, Runner
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker, Programs
 from plimsoll.framework.schedules.layerwise.update import Updates, UpdateUnit, replicated_specs
 from plimsoll.framework.schedules.memory import Memory
-from plimsoll.framework.schedules.stack_layout import STACK
 from plimsoll.framework.schedules.step import Metrics
 
 
@@ -51,7 +53,8 @@ def check(learner: Learner, memory: Memory) -> None:
         ValueError: a setting needs more than layer programs support.
     """
     if memory.updates_at_once:
-        in_backward.check(learner, "memory.gradients = none")
+        # The microbatches that run through a layer together have its complete gradient.
+        in_backward.check(learner, "memory.gradients = none", accumulates=memory.accumulate_by == "layer")
     if "offload" in memory.remat:
         raise ValueError(
             f"memory.remat = {memory.remat} with memory.update = layer_programs, which has no offload policies; "
@@ -160,17 +163,17 @@ def _run_step(
     updates = Updates(functions.updates, run, numbers, state)
     decide = partial(run, "decide", functions.updates.decide, out=replicated_specs)
 
-    microbatch, total = _run_microbatches(runner, updates, state, batch)
+    microbatches, total = _run_microbatches(runner, updates, state, batch)
     # Created by a program, because a transfer from Python would make the step wait.
     squares = run("zero", jnp.zeros_like, total.loss, out=replicated_specs)
     if updates_at_once and functions.learner.clip_mode == "two_pass":
         _, grad_stats = decide(total.loss, squares, counter)
-        grad_stats = BackwardPass(runner, updates, microbatch, grad_stats, measures=True).run()
+        grad_stats = BackwardPass(runner, updates, microbatches, grad_stats, measures=True).run()
         assert grad_stats is not None
         squares = grad_stats.squares
     decision, grad_stats = decide(total.loss, squares, counter)
     immediate = decision if updates_at_once else None
-    grad_stats = BackwardPass(runner, updates, microbatch, grad_stats, immediate).run()
+    grad_stats = BackwardPass(runner, updates, microbatches, grad_stats, immediate).run()
     assert grad_stats is not None
     if not updates_at_once:
         decision, _ = decide(total.loss, grad_stats.squares, counter)
@@ -181,7 +184,7 @@ def _run_step(
     new_counter, metrics = run("finish", finish, counter, decision, total, grad_stats, out=replicated_specs)
     updates.finalize()
     ok = grad_stats.ok if updates_at_once else decision.ok
-    for stage, new_buffers in microbatch.new_buffers.items():
+    for stage, new_buffers in microbatches[-1].new_buffers.items():
         select = partial(run, f"buffer {stage}", select_updated, ok, out=replicated_specs)
         old_buffers = state.buffer[stage]
         if isinstance(new_buffers, list):
@@ -191,37 +194,45 @@ def _run_step(
     return replace(state, counter=new_counter), metrics
 
 
-def _run_microbatches(runner: Runner, updates: Updates, state: TrainState, batch: Nested) -> tuple[Microbatch, Out]:
-    """Run all microbatches forward, and all but the last one backward.
+def _run_microbatches(
+    runner: Runner, updates: Updates, state: TrainState, batch: Nested
+) -> tuple[list[Microbatch], Out]:
+    """Run all microbatches forward, and all but those of the last pass backward.
 
-    The last microbatch's gradients complete the sum, so its backward pass runs together with the decision.
+    The gradients of the last pass complete the sum, so it runs backward together with the decision.
 
     Returns:
-        (the last microbatch, the sum of losses and metrics).
+        (the microbatches of the last pass, the sum of losses and metrics).
     """
     f = runner.functions
     total: Out | None = None
-    microbatch: Microbatch | None = None
-    for number in range(f.learner.accumulate):
-        if microbatch is not None:
-            BackwardPass(runner, updates, microbatch, None).run()
-        buffers = state.buffer if microbatch is None else microbatch.new_buffers
-        inputs = Inputs(batch, state.counter, runner.numbers[number])
-        microbatch = Microbatch(inputs, buffers, copy_containers(buffers))
-        x, outs = runner.forward(microbatch)
-        residuals = microbatch.residuals
-        # Where layers are inverted, only the last layer's output is saved.
-        if f.residual_plan.inverts:
-            assert residuals[-1] is not None
-            residuals[-1] = residuals[-1].with_leaves(jax.tree.leaves(x))
+    microbatches: list[Microbatch] = []
+    count = f.learner.accumulate
+    per_pass = count if f.memory.accumulate_by == "layer" else 1
+    for first in range(0, count, per_pass):
+        if microbatches:
+            BackwardPass(runner, updates, microbatches, None).run()
+        buffers = microbatches[-1].new_buffers if microbatches else state.buffer
+        microbatches = []
+        for number in range(per_pass):
+            inputs = Inputs(batch, state.counter, runner.numbers[first + number])
+            # A layer's new buffers are in the same container when the next microbatch reads them.
+            microbatches.append(Microbatch(inputs, number, buffers, copy_containers(buffers)))
+            buffers = microbatches[-1].new_buffers
+        all_activations = runner.forward(microbatches)
+        for microbatch, activations in zip(microbatches, all_activations, strict=True):
+            # Where layers are inverted, only the last layer's output is saved.
+            if f.residual_plan.inverts:
+                output = microbatch.residuals[-1]
+                assert output is not None
+                microbatch.residuals[-1] = output.with_leaves(jax.tree.leaves(activations.x))
         last_group = f.residual_plan.groups[-1][0]
-        runner.run.request(UpdateUnit(STACK, last_group).key("kept"), residuals[last_group])
-        outs["head"] = runner.run_head(updates, microbatch, x)
-        del x
-        total = runner.run("total", f.updates.total, outs, total, out=replicated_specs)
-    assert microbatch is not None
+        microbatches[0].request_residuals(runner.run, last_group)
+        runner.run_head(updates, microbatches, all_activations)
+        for activations in all_activations:
+            total = runner.run("total", f.updates.total, activations.outs, total, out=replicated_specs)
     assert total is not None
-    return microbatch, total
+    return microbatches, total
 
 
 def copy_containers(tree: Nested) -> Nested:
@@ -240,11 +251,13 @@ def _evaluate(
     head = UpdateUnit("head")
     sums: Metrics = {}
     for number in range(functions.learner.accumulate):
-        microbatch = Microbatch(Inputs(batch, {}, numbers[number]), buffers, copy_containers(buffers))
-        x, _ = runner.forward(microbatch)
-        variables = runner.take_variables(head, microbatch.buffers)
-        scores = runner.run("score", functions.score, variables, x, microbatch.inputs, out=replicated_specs)
-        # Dropped, because the next microbatch needs their memory.
-        del x, variables
+        microbatch = Microbatch(Inputs(batch, {}, numbers[number]), 0, buffers, copy_containers(buffers))
+        (activations,) = runner.forward([microbatch])
+        variables = Variables(runner.take_stage_weights(head), Weights(), head.select(microbatch.buffers))
+        scores = runner.run(
+            "score", functions.score, variables, activations.take(), microbatch.inputs, out=replicated_specs
+        )
+        # Dropped, because the next microbatch needs its memory.
+        del variables
         sums = runner.add(sums, scores)
     return sums

@@ -17,6 +17,7 @@ from plimsoll.extras.autotune.cost_model import (
 from plimsoll.extras.autotune.search_space import OffloadLevels, SearchSpace
 from plimsoll.extras.autotune.settings import (
     ACCUMULATE,
+    ACCUMULATE_BY,
     BATCH,
     CLIP_MODE,
     GRADIENTS,
@@ -111,8 +112,8 @@ class _CurveEstimator:
                 break
         return ThroughputCurve(item, tuple(points), end, exhausted)
 
-    def _join_settings(self, batch: int, accumulate: int) -> Settings:
-        changed = (setting(BATCH, batch), setting(ACCUMULATE, accumulate))
+    def _join_settings(self, batch: int, accumulate: int, order: str) -> Settings:
+        changed = (setting(BATCH, batch), setting(ACCUMULATE, accumulate), setting(ACCUMULATE_BY, order))
         return select_changes(self._cost_model.config, (*self._settings, *changed))
 
     def _build_space(self, batch: int, accumulate: int) -> SearchSpace:
@@ -122,7 +123,8 @@ class _CurveEstimator:
             batch: global batch size, in rows.
             accumulate: number of microbatches that is possible for this batch.
         """
-        config = with_settings(self._cost_model.config, self._join_settings(batch, accumulate))
+        (order, *_) = self._list_orders(accumulate)
+        config = with_settings(self._cost_model.config, self._join_settings(batch, accumulate, order))
         return SearchSpace(config, self._target, self._fixed)
 
     def _list_accumulations(self, space: SearchSpace, least: int) -> list[int]:
@@ -132,11 +134,25 @@ class _CurveEstimator:
             space: search space of the batch.
             least: number of microbatches of the next smaller batch, which needs no fewer.
         """
-        experiment = self._cost_model.experiment(self._choice.settings)
-        # Gradients that are freed after each layer's update cannot be accumulated.
-        if experiment.memory.traits.updates_in_backward:
+        # Gradients that are freed after each layer's update cannot be accumulated from one pass to the next.
+        if self._updates_in_backward and "layer" not in self._list_orders(least + 1):
             return [least]
         return [count for count in space.accumulations(()) if count >= least]
+
+    @property
+    def _updates_in_backward(self) -> bool:
+        return self._cost_model.experiment(self._choice.settings).memory.traits.updates_in_backward
+
+    def _list_orders(self, accumulate: int) -> list[str]:
+        """Return the possible values of memory.accumulate_by, the faster one first.
+
+        Args:
+            accumulate: number of microbatches.
+        """
+        memory = self._cost_model.experiment(self._choice.settings).memory
+        if ACCUMULATE_BY in self._fixed or accumulate == 1 or not memory.traits.is_many_programs:
+            return [memory.accumulate_by]
+        return ["layer"] if memory.traits.updates_in_backward else ["layer", "microbatch"]
 
     def _find_fastest(self, space: SearchSpace, batch: int, counts: list[int]) -> Candidate | None:
         """Return the faster of the two fewest numbers of microbatches that fit; None if no number of them does.
@@ -152,14 +168,20 @@ class _CurveEstimator:
             # Not estimated again: more microbatches with this many rows do not need less memory.
             if self._too_many_rows is not None and rows >= self._too_many_rows:
                 continue
-            settings = self._join_settings(batch, accumulate)
-            fit = self._fit(space, settings)
-            if fit is None:
+            fits = []
+            is_unchanged = False
+            for order in self._list_orders(accumulate):
+                settings = self._join_settings(batch, accumulate, order)
+                fit = self._fit(space, settings)
+                if fit is not None:
+                    fits.append(fit)
+                    is_unchanged |= fit.settings == settings
+            if not fits:
                 self._too_many_rows = rows
                 continue
-            fitting.append(fit)
+            fitting.append(min(fits, key=lambda fit: fit.cost.seconds))
             # With the same placements, more microbatches are not faster.
-            if fit.settings == settings or len(fitting) == _MOST_COMPARED:
+            if is_unchanged or len(fitting) == _MOST_COMPARED:
                 break
         return min(fitting, key=lambda fit: fit.cost.seconds, default=None)
 
@@ -177,7 +199,8 @@ class _CurveEstimator:
             over_by_memory = {"device": self._budget.over(settings, cost), "host": self._budget.host_over(cost)}
             self._exhausted = " and ".join(name for name, over in over_by_memory.items() if over > 0)
         # What the schedule itself sets stays: memory.gradients = none is no placement.
-        schedule = [one for one in settings if one.path in (UPDATE, CLIP_MODE) or one == setting(GRADIENTS, "none")]
+        paths = (UPDATE, CLIP_MODE, ACCUMULATE_BY)
+        schedule = [one for one in settings if one.path in paths or one == setting(GRADIENTS, "none")]
         kept = [
             one for one in settings if one.path not in PLACEMENT_FIELDS or one in schedule or one.path in self._fixed
         ]

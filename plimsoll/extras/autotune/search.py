@@ -17,6 +17,7 @@ from plimsoll.extras.autotune.cost_model import Candidate, CostModel, MemoryBudg
 from plimsoll.extras.autotune.search_space import OffloadLevels, RematMixtures, SearchSpace
 from plimsoll.extras.autotune.settings import (
     ACCUMULATE,
+    ACCUMULATE_BY,
     CLIP_MODE,
     DEVICE,
     HOST,
@@ -149,6 +150,9 @@ class SettingsSearch:
                 continue
             schedules = [schedule for count in accumulations for schedule in self._space.schedules(count)]
             for schedule in dict.fromkeys(schedules):
+                # The recomputed residuals of a whole group of layers would exist for all microbatches.
+                if remat.startswith("sqrt") and get_text(schedule, ACCUMULATE_BY) == "layer":
+                    continue
                 possible = [count for count in accumulations if schedule in self._space.schedules(count)]
                 # `bound` is that of the simplest schedule, and no schedule computes less. But this one may hide less.
                 schedule_bound = self._lower_bound(base, remat, schedule, possible)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from plimsoll.extras.autotune.cost_model import Candidate, CostModel, MemoryBudget, SettingsCost
 from plimsoll.extras.autotune.settings import (
     ACCUMULATE,
+    ACCUMULATE_BY,
     CLIP_MODE,
     GRADIENTS,
     HOST,
@@ -164,10 +165,14 @@ class SearchSpace:
         schedules: list[Settings] = [(setting(UPDATE, update),) for update in updates]
         if accumulate == 1:
             schedules += self._in_backward_schedules((setting(UPDATE, "in_backward"),))
-            if self._target.platform == "gpu" and GRADIENTS not in self._fixed:
-                schedules += self._in_backward_schedules(
-                    (setting(UPDATE, "layer_programs"), setting(GRADIENTS, "none"))
-                )
+        if self._target.platform != "gpu" or (accumulate > 1 and ACCUMULATE_BY in self._fixed):
+            return schedules
+        programs: Settings = (setting(UPDATE, "layer_programs"),)
+        if accumulate > 1:
+            programs = (*programs, setting(ACCUMULATE_BY, "layer"))
+            schedules.append(programs)
+        if GRADIENTS not in self._fixed:
+            schedules += self._in_backward_schedules((*programs, setting(GRADIENTS, "none")))
         return schedules
 
     def _in_backward_schedules(self, update: Settings) -> list[Settings]:

@@ -26,13 +26,14 @@ ACCUMULATE = "learner.accumulate"
 BATCH = "data.global_batch_size"
 CLIP_MODE = "learner.clip_mode"
 UPDATE = "memory.update"
+ACCUMULATE_BY = "memory.accumulate_by"
 REMAT = "memory.remat"
 GRADIENTS = "memory.gradients"
 # Fields that can be offloaded, in the order in which they are moved: first those that are transferred once per step.
 PLACEMENT_FIELDS = ("memory.optimizer_state", GRADIENTS, "memory.parameters", "memory.activations")
 DEVICE = "device"
 HOST = "pinned_host"
-TUNED_FIELDS = (*MESH, BATCH, ACCUMULATE, CLIP_MODE, UPDATE, REMAT, *PLACEMENT_FIELDS)
+TUNED_FIELDS = (*MESH, BATCH, ACCUMULATE, CLIP_MODE, UPDATE, ACCUMULATE_BY, REMAT, *PLACEMENT_FIELDS)
 
 
 class Setting(NamedTuple):
