@@ -91,7 +91,15 @@ SHAPES = {
             _NARROW,
         )
     ),
-    "DPO, reference offloaded": Shape(("--config=dpo-tiny", *_WIDE, "--config.model.stack.num_layers=8", _NARROW)),
+    "DPO, reference offloaded": Shape(
+        (
+            "--config=dpo-tiny",
+            *_WIDE,
+            "--config.model.stack.num_layers=8",
+            "--config.batch_transform.kind=offloaded",
+            _NARROW,
+        )
+    ),
     "mixture of experts": Shape(
         ("--config=moe-tiny", "--config.model.dim=768", "--config.model.stack.num_layers=12", _NARROW)
     ),
