@@ -51,11 +51,11 @@ PROCESS_BYTES: Mapping[str, int] = {"cpu": 400 * MIB, "gpu": 2 * GIB, "tpu": 2 *
 # to 5 GiB for a step when planning.
 COMPILER_BYTES: Mapping[str, int] = {"cpu": 350 * MIB, "gpu": 5 * GIB, "tpu": 5 * GIB}
 # Memory that stays occupied by compiled programs. CPU: measured. TPU and GPU: assumed.
-PROGRAM_BYTES: Mapping[str, int] = {"cpu": 300 * MIB, "gpu": 512 * MIB, "tpu": 512 * MIB}
+PROGRAM_BYTES: Mapping[str, int] = {"cpu": 360 * MIB, "gpu": 512 * MIB, "tpu": 512 * MIB}
 # The same of a step that is many programs, on a CPU: measured.
 _MANY_PROGRAMS_BYTES = 640 * MIB
 # What the step of a mixture of experts takes in addition, on a CPU: measured. XLA does not count it.
-_EXPERT_PRODUCT_BYTES = 220 * MIB
+_EXPERT_STEP_BYTES = 160 * MIB
 # What the operating system needs of a machine that is not this one. Assumed.
 SYSTEM_BYTES = GIB
 
@@ -121,7 +121,7 @@ class HostMemoryModel:
             self._program_bytes = _MANY_PROGRAMS_BYTES
         layers = [layer for stack in experiment.model.stacks.values() for layer in stack.pattern.walk()]
         if platform == "cpu" and any(isinstance(layer, Experts) for layer in layers):
-            self._program_bytes += _EXPERT_PRODUCT_BYTES
+            self._program_bytes += _EXPERT_STEP_BYTES
         self._device_bytes = layout.bytes_per_device(memory_kind="device")
         self._offloaded_bytes = layout.bytes_per_device(memory_kind="pinned_host")
         self.written_bytes = save_window.count_written_bytes(layout, num_local_devices)
