@@ -196,7 +196,7 @@ def test_dry_run_counts_the_live_bytes(memory: dict[str, Any], accumulate: int, 
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("model", ["recurrent", "twins", "shared", "experts", "latent", "streams"])
+@pytest.mark.parametrize("model", ["shared", "experts", "streams", *slow(["recurrent", "twins", "latent"])])
 def test_microbatches_together_equal_microbatches_in_turn(model: str):
     """With buffers, which each microbatch reads as the previous one left them, and with shared parameters."""
     remat = "invert" if model == "streams" else "sqrt"
