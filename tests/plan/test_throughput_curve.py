@@ -35,6 +35,7 @@ AT_ONCE = (
     Setting("learner.clip_mode", "two_pass"),
     Setting("memory.optimizer_state", "pinned_host"),
 )
+IN_BACKWARD = (Setting("memory.update", "in_backward"), Setting("learner.clip_mode", "two_pass"))
 
 
 @pytest.fixture(autouse=True)
@@ -158,7 +159,9 @@ def test_rows_grow_first_and_then_microbatches(device_mib: int, sizes: list[tupl
 
 @pytest.mark.usefixtures("hand_costs")
 @pytest.mark.parametrize(
-    ("settings", "fixed"), [(AT_ONCE, ()), ((), ("learner.accumulate",))], ids=["schedule", "fixed"]
+    ("settings", "fixed"),
+    [(IN_BACKWARD, ()), ((), ("learner.accumulate",)), (AT_ONCE, ("memory.accumulate_by",))],
+    ids=["schedule", "fixed", "order fixed"],
 )
 def test_without_accumulation_only_rows_grow(settings: Settings, fixed: tuple[str, ...]):
     curve = build_curve(small_llama(), "h100", settings, 500, fixed=fixed)
@@ -167,8 +170,16 @@ def test_without_accumulation_only_rows_grow(settings: Settings, fixed: tuple[st
 
 
 @pytest.mark.usefixtures("hand_costs")
+def test_microbatches_run_together_if_layers_are_updated_at_once():
+    curve = build_curve(small_llama(), "h100", AT_ONCE, 500)
+    assert [(point.batch, point.accumulate) for point in curve.points[:4]] == [(1, 1), (2, 1), (4, 1), (8, 2)]
+    assert "--config.memory.accumulate_by=layer" in curve.points[3].overrides
+    assert "accumulate_by" not in curve.points[2].overrides
+
+
+@pytest.mark.usefixtures("hand_costs")
 def test_host_memory_limits_the_batch():
-    curve = build_curve(small_llama(), "h100", AT_ONCE, 100_000, host_gib=1)
+    curve = build_curve(small_llama(), "h100", AT_ONCE, 100_000, host_gib=1, fixed=("learner.accumulate",))
     assert curve.points[-1].host_need_bytes == 800 * MIB
     assert (curve.points[-1].batch, curve.end, curve.exhausted) == (8, "no accumulation", "host")
 
@@ -241,6 +252,30 @@ def test_nothing_hides_the_transfers_of_an_update_after_the_backward_pass():
     assert backward.to_host == update.from_host - update.to_host
     assert update.to_host == 6 * backward.to_host
     assert update.product_share == 0.0
+
+
+@pytest.mark.parametrize("gradients", ["none", "pinned_host"])
+def test_transfers_of_microbatches_that_run_together(gradients: str):
+    """Each microbatch has as many rows as before, so only the bytes of the activations grow with their number."""
+    hosted = {f"memory__{field}": "pinned_host" for field in ("optimizer_state", "parameters", "activations")}
+    moved = []
+    # Sums of several gradients have another dtype than a single one.
+    for count in (2, 4, 6):
+        _, transfers = count_transfers(
+            **hosted,
+            memory__gradients=gradients,
+            learner__clip_mode="two_pass",
+            learner__accumulate=str(count),
+            data__global_batch_size=str(count),
+            data__seq_len="2048",
+            memory__accumulate_by="layer",
+        )
+        moved.append([sum(one.runs * getattr(one, way) for one in transfers) for way in ("to_host", "from_host")])
+    (to_2, from_2), (to_4, from_4), (to_6, from_6) = moved
+    # At least the layers' inputs: two layers, 2048 tokens of 512 features in bfloat16, for two more microbatches.
+    assert to_4 - to_2 == to_6 - to_4 >= 2 * 2 * 2048 * 512 * 2
+    backward_passes = 2 if gradients == "none" else 1
+    assert from_4 - from_2 == from_6 - from_4 == pytest.approx(backward_passes * (to_4 - to_2))
 
 
 # --- tables, JSON and page -------------------------------------------------------------------------------------------
