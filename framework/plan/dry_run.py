@@ -27,7 +27,8 @@ from plimsoll.framework.schedules.layerwise.programs import MemoryTracker
 
 # Labels of the arrays that programs return: the program, and the path in its results.
 _GRADIENTS = re.compile(
-    r"unit backward(, measured)?/1/(grads|shared_sums)|head backward/1/(grads|tie_grads)|embed backward/1/grads|sum/1"
+    r"unit backward(, measured)?/1/(grads|shared_sums)|head backward/1/(grads|tie_grads)|embed backward/1/grads|"
+    r"sum( of ties)?/1"
 )
 _UPDATED = re.compile(r"update [a-z]+/1/([012])")
 _FETCHED = re.compile(r"[^/]*/0/[0-9]+/arrived/(weights|home|state|kept|gradient|embed|head|shared)\b")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,12 +76,20 @@ def predict_host_memory(program: Program, process_bytes: int, limit: int | None,
     peaks = model.checkpoint_peaks()
     offloaded_bytes = sum(count_offloaded_bytes(program).values())
     # The programs of initialization and evaluation are not compiled yet. The first needs less than the step. The second
-    # has no gradients, but XLA for CPU copies the layers' weights out of their stacks.
+    # has no gradients, but XLA for CPU copies the layers' weights out of their stacks. Where each layer has its own
+    # arrays, there are copies of two layers or tables at a time.
     state = PhaseReport(
         layout.bytes_per_device(memory_kind="device"), layout.bytes_per_device(memory_kind="pinned_host")
     )
-    weight_bytes = sum(leaf.bytes_per_device for leaf in layout if leaf.group in ("parameter", "frozen"))
-    evaluation = PhaseReport(state.device_peak_bytes + weight_bytes, offloaded_bytes)
+    unit_bytes: Counter[str] = Counter()
+    for leaf in layout:
+        if leaf.group in ("parameter", "frozen"):
+            # Stage, and index of the layer or name of the table.
+            unit = "/".join(leaf.path.split("/")[1:3])
+            unit_bytes[unit] += leaf.bytes_per_device
+    is_many_programs = program.experiment.memory.traits.is_many_programs
+    copied_bytes = 2 * max(unit_bytes.values()) if is_many_programs else unit_bytes.total()
+    evaluation = PhaseReport(state.device_peak_bytes + copied_bytes, offloaded_bytes)
     peaks |= {"init": state, "train": PhaseReport(device_bytes, offloaded_bytes), "evaluation": evaluation}
     return model.report(peaks)
 

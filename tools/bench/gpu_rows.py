@@ -21,6 +21,7 @@ WORDS = {f"{word}_offloaded": {f"memory.{name}": "pinned_host"} for word, name i
 WORDS |= {x: {"memory.update": x} for x in ("after_backward", "streamed", "in_backward", "layer_programs")}
 WORDS |= {x: {"memory.remat": x} for x in ("none", "full", "sqrt:2", "offload")}
 WORDS |= {"at_once": {"memory.gradients": "none", "learner.clip": "none"}}
+WORDS |= {"together": {"memory.accumulate_by": "layer"}}
 WORDS |= {"unrolled": {"model.stack.unroll": "0"}}
 WORDS |= {"adafactor": {"learner.optimizer": "optax.adafactor", "learner.optimizer.learning_rate": "0.02"}}
 ADAMW = {"learner.optimizer": "optax.adamw", "learner.optimizer.learning_rate": "3e-6"}
@@ -37,6 +38,7 @@ FIRST_SCHEDULES = (
     "in_backward full clip_mode=update_rms",
 )
 OTHER_SCHEDULES = (
+    "layer_programs full at_once together state_offloaded weights_offloaded inputs_offloaded accumulate=2",
     "layer_programs full weights_offloaded=2",
     "layer_programs full weights_offloaded",
     "layer_programs full gradients_offloaded",

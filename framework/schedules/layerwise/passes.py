@@ -306,7 +306,7 @@ class Runner:
             if result.tie_grads and len(microbatches) > 1:
                 add = partial(f.updates.add_gradients, "embed")
                 specs = partial(f.updates.gradient_specs, "embed")
-                tie_grads = self.run("sum", add, result.tie_grads, tie_grads or None, donate=(1,), out=specs)
+                tie_grads = self.run("sum of ties", add, result.tie_grads, tie_grads or None, donate=(1,), out=specs)
             else:
                 tie_grads = result.tie_grads
             del result
