@@ -310,6 +310,7 @@ class Runner:
             else:
                 tie_grads = result.tie_grads
             del result
+        assert grads is not None
         microbatches[-1].head_grads = grads
         microbatches[-1].tie_grads = tie_grads
 
