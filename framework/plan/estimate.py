@@ -204,14 +204,15 @@ def _count_backward_bytes(backward_pass: _TracedBackward, offloaded_activations:
         # The other microbatches of the pass have their residuals, and the input or the cotangent of a layer.
         residuals = backward_pass.find_residual_bytes() - offloaded_activations
         most["activations"] += others * (residuals + backward_pass.count_boundary_bytes())
-    elif learner.accumulate > 1:
-        # The accumulated gradients of the microbatches are alive during the whole pass.
+    if learner.accumulate > 1:
+        # The sums of the gradients are alive during the whole pass, next to the gradients of a microbatch. If all
+        # microbatches of a layer run together, the sums take the place of these.
         for leaf in layout:
             if leaf.group == "parameter" and not split_experiment.releases_gradients(_stage(leaf)):
                 assert isinstance(leaf.spec, ParameterSpec)
                 sum_dtype = np.dtype(learner.gradient_dtype(leaf.spec))
                 num_elements = leaf.bytes_per_device // leaf.spec.dtype.itemsize
-                most["gradients"] += num_elements * sum_dtype.itemsize
+                most["gradients"] += num_elements * sum_dtype.itemsize - (leaf.bytes_per_device if others else 0)
     if backward_pass.platform == "cpu":
         # The CPU compiler copies the optimizer state before it updates it.
         most["activations"] += layout.bytes_per_device("optimizer", "device")

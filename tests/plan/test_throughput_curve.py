@@ -255,14 +255,14 @@ def test_nothing_hides_the_transfers_of_an_update_after_the_backward_pass():
 
 
 @pytest.mark.parametrize("gradients", ["none", "pinned_host"])
-def test_transfers_of_microbatches_that_run_together(gradients: str):
+def test_only_activations_move_for_each_microbatch(gradients: str):
     """Each microbatch has as many rows as before, so only the bytes of the activations grow with their number."""
-    hosted = {f"memory__{field}": "pinned_host" for field in ("optimizer_state", "parameters", "activations")}
+    offloaded = {f"memory__{field}": "pinned_host" for field in ("optimizer_state", "parameters", "activations")}
     moved = []
     # Sums of several gradients have another dtype than a single one.
     for count in (2, 4, 6):
         _, transfers = count_transfers(
-            **hosted,
+            **offloaded,
             memory__gradients=gradients,
             learner__clip_mode="two_pass",
             learner__accumulate=str(count),
@@ -276,6 +276,19 @@ def test_transfers_of_microbatches_that_run_together(gradients: str):
     assert to_4 - to_2 == to_6 - to_4 >= 2 * 2 * 2048 * 512 * 2
     backward_passes = 2 if gradients == "none" else 1
     assert from_4 - from_2 == from_6 - from_4 == pytest.approx(backward_passes * (to_4 - to_2))
+
+
+def test_sums_of_gradients_are_counted_in_their_own_dtype():
+    """Microbatches that run together leave one sum in float32, which is twice as large as a gradient in bfloat16."""
+    config = small_llama()
+    config.memory.update = "layer_programs"
+    config.memory.accumulate_by = "layer"
+    sizes = {}
+    for count in (1, 2):
+        config.learner.accumulate = config.data.global_batch_size = count
+        need = estimate_for_target(config.instantiate(), targets.resolve("h100"))
+        sizes[count] = need.breakdown["gradients"]
+    assert sizes[2] > 1.8 * sizes[1]
 
 
 # --- tables, JSON and page -------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ class Microbatch:
 
 @dataclass
 class Activations:
-    """What a microbatch carries from layer to layer in the forward pass.
+    """The activations of a microbatch between two layers of the forward pass, and its loss and metrics so far.
 
     Attributes:
         x: the input of the layer that runs next; None while a program has taken it over.
