@@ -43,8 +43,8 @@ def check(learner: Learner, setting: str = "memory.update = in_backward", *, acc
     if learner.accumulate > 1 and not accumulates:
         raise ValueError(
             f"learner.accumulate = {learner.accumulate} with {setting}: each gradient is freed right after "
-            "its update, so microbatches cannot be summed; expected 1, or memory.update = streamed with "
-            "memory.gradients = pinned_host"
+            "its update, so microbatches cannot be summed; expected 1, memory.update = streamed with "
+            "memory.gradients = pinned_host, or memory.update = layer_programs with memory.accumulate_by = layer"
         )
     # With two_pass, the first backward pass provides the norm of all gradients to the second.
     if learner.clipping.needs_all_gradients and learner.clip_mode != "two_pass":
