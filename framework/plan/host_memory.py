@@ -137,21 +137,6 @@ class HostMemoryModel:
             window_gib = save_window.MAX_WINDOW_BYTES / GIB
         self.window_bytes = save_window.choose_window(self._copied_bytes, window_gib, free_bytes)
 
-    def _list_compiling_phases(self, step: PhaseReport) -> Collection[str]:
-        """Return the phases in which a run on a CPU compiles next to the state.
-
-        The last one compiles the programs that draw a sample. The evaluation is compiled in a thread while the first
-        steps run, or before the state exists if it is large (`CompileThread`), or when it is needed.
-
-        Args:
-            step: memory of a step, per device.
-        """
-        if self._num_processes > 1 or self._experiment.memory.traits.is_many_programs:
-            return ("evaluation", "end")
-        bytes_per_device = step.device_peak_bytes + self._offloaded_bytes
-        is_small = self._num_local_devices * bytes_per_device <= MAX_KEPT_BYTES
-        return ("train", "evaluation", "end") if is_small else ("end",)
-
     def checkpoint_peaks(self) -> dict[str, PhaseReport]:
         """Return the peaks of reading and writing a checkpoint, and of the end of a run, which follow from the layout.
 
@@ -227,6 +212,21 @@ class HostMemoryModel:
         ordered = sorted(phases, key=lambda name: _ORDER.index(name) if name in _ORDER else _ORDER.index("restore"))
         phases = {name: {part: size for part, size in phases[name].items() if size} for name in ordered}
         return HostReport(self._host.limit_bytes, self._host.num_processes, phases)
+
+    def _list_compiling_phases(self, step: PhaseReport) -> Collection[str]:
+        """Return the phases in which a run on a CPU compiles next to the state.
+
+        The last one compiles the programs that draw a sample. The evaluation is compiled in a thread while the first
+        steps run, or before the state exists if it is large (`CompileThread`), or when it is needed.
+
+        Args:
+            step: memory of a step, per device.
+        """
+        if self._num_processes > 1 or self._experiment.memory.traits.is_many_programs:
+            return ("evaluation", "end")
+        bytes_per_device = step.device_peak_bytes + self._offloaded_bytes
+        is_small = self._num_local_devices * bytes_per_device <= MAX_KEPT_BYTES
+        return ("train", "evaluation", "end") if is_small else ("end",)
 
     def _export_parts(self) -> dict[str, int]:
         """Return what `plimsoll export` needs: a process that reads the model's weights and writes them one by one."""
