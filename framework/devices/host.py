@@ -3,14 +3,14 @@
 import os
 import resource
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-# Files with a container's memory limit, for cgroup versions 2 and 1.
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+# Where the memory limits of containers and of jobs are (SLURM, systemd), for cgroup versions 2 and 1.
+_CGROUP_ROOTS = ("/sys/fs/cgroup", "/sys/fs/cgroup/memory")
 # The limit, the usage, and the name of the page cache that can be dropped in memory.stat, of both cgroup versions.
-_CGROUP_USAGE = (
-    (_CGROUP_LIMITS[0], "/sys/fs/cgroup/memory.current", "inactive_file"),
-    (_CGROUP_LIMITS[1], "/sys/fs/cgroup/memory/memory.usage_in_bytes", "total_inactive_file"),
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 # Limits of a process that bound its resident memory: `ulimit -m`, `-v` and `-d`.
 _PROCESS_LIMITS = (resource.RLIMIT_RSS, resource.RLIMIT_AS, resource.RLIMIT_DATA)
@@ -20,10 +20,11 @@ def get_machine_memory_bytes() -> int:
     """Return the memory of this machine in bytes, or a lower limit of the container (cgroup) or of the process."""
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     limits = [page_bytes * os.sysconf("SC_PHYS_PAGES"), *_process_limits()]
-    for path in _CGROUP_LIMITS:
-        # The file contains "max" if there is no limit, and does not exist with the other cgroup version.
-        with suppress(OSError, ValueError):
-            limits.append(int(Path(path).read_text()))
+    for folder in _list_cgroup_folders():
+        for limit_name, _, _ in _CGROUP_FILES:
+            # The file contains "max" if there is no limit, and does not exist with the other cgroup version.
+            with suppress(OSError, ValueError):
+                limits.append(int((folder / limit_name).read_text()))
     return min(limits)
 
 
@@ -39,17 +40,34 @@ def get_free_memory_bytes() -> int:
             name, _, value = line.partition(":")
             if name == "MemAvailable":
                 free = min(free, 1024 * int(value.split()[0]))
-    for limit_path, usage_path, cache_name in _CGROUP_USAGE:
-        # Without a limit, the file of the limit contains "max".
-        with suppress(OSError, ValueError):
-            limit = int(Path(limit_path).read_text())
-            usage = int(Path(usage_path).read_text())
-            statistics = Path(usage_path).with_name("memory.stat").read_text().splitlines()
-            cached = sum(int(line.split()[1]) for line in statistics if line.split()[0] == cache_name)
-            free = min(free, limit - usage + cached)
+    for folder in _list_cgroup_folders():
+        for limit_name, usage_name, cache_name in _CGROUP_FILES:
+            # Without a limit, the file of the limit contains "max".
+            with suppress(OSError, ValueError):
+                limit = int((folder / limit_name).read_text())
+                usage = int((folder / usage_name).read_text())
+                statistics = (folder / "memory.stat").read_text().splitlines()
+                cached = sum(int(line.split()[1]) for line in statistics if line.split()[0] == cache_name)
+                free = min(free, limit - usage + cached)
     for limit in _process_limits():
         free = min(free, limit - rss_bytes())
     return max(0, free)
+
+
+def _list_cgroup_folders() -> list[Path]:
+    """Return the folders of the control groups that this process is in, and of all groups around them.
+
+    In a container only the root of each hierarchy exists: it is the container's own group.
+    """
+    groups = [PurePosixPath("/")]
+    # Lines are "id:controllers:path"; version 2 has no controllers.
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory"):
+                groups += [PurePosixPath(path), *PurePosixPath(path).parents]
+    relative = dict.fromkeys(str(group).lstrip("/") for group in groups)
+    return [Path(root) / group for root in _CGROUP_ROOTS for group in relative]
 
 
 def _process_limits() -> list[int]:

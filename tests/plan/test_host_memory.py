@@ -79,6 +79,36 @@ def test_container_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said:
     assert get_machine_memory_bytes() == bytes_
 
 
+@pytest.mark.parametrize(
+    ("groups", "folder", "names"),
+    [
+        ("0::/job_7/step_0\n", "sys/fs/cgroup/job_7", ("memory.max", "memory.current", "inactive_file")),
+        (
+            "5:cpuset:/other\n4:memory:/uid_0/job_7/step_0\n0::/\n",
+            "sys/fs/cgroup/memory/uid_0/job_7",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_memory_of_a_job(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, groups: str, folder: str, names: tuple[str, str, str]
+) -> None:
+    """SLURM and systemd limit a group around that of the process, below the root that the process sees."""
+    limit_name, usage_name, cache_name = names
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(groups)
+    job = tmp_path / folder
+    (job / "step_0").mkdir(parents=True)
+    (job / "step_0" / limit_name).write_text("max\n")
+    (job / limit_name).write_text("1000000\n")
+    (job / usage_name).write_text("700000\n")
+    (job / "memory.stat").write_text(f"{cache_name} 150000\n")
+    monkeypatch.setattr(host, "Path", lambda path: tmp_path / str(path).removeprefix("/"))
+    assert get_machine_memory_bytes() == 1000000
+    assert get_free_memory_bytes() == 450000
+
+
 @pytest.mark.parametrize("kind", [resource.RLIMIT_RSS, resource.RLIMIT_AS, resource.RLIMIT_DATA])
 def test_limits_of_the_process(monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
     """`ulimit -m`, `-v` and `-d`."""
