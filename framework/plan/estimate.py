@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from plimsoll.framework.devices.accelerators import AcceleratorSpec
 from plimsoll.framework.devices.reserved_memory import get_limit_bytes
+from plimsoll.framework.layers import grad_accumulation
 from plimsoll.framework.layers.base import batch_shards, batch_specs
 from plimsoll.framework.layout import MemoryKind, OptStateSpec, ParameterSpec, StateLayout, StateLeaf, TensorSpec
 from plimsoll.framework.models.causal_lm import CausalLM
@@ -227,12 +228,18 @@ def _count_backward_bytes(backward_pass: _TracedBackward, offloaded_activations:
         most["optimizer_state"] += 2 * max(staged_sizes.values(), default=0)
     traits = memory.traits
     if traits.updates_in_backward and not traits.is_many_programs:
-        # A layer's gradients stay alive until the whole layer is updated.
-        layer_sizes = []
-        for name, stack in split_experiment.stacks.items():
-            stack_bytes = sum(_count_stack_bytes(layout, [name]).values())
-            layer_sizes.append(stack_bytes // stack.num_repeats)
-        most["gradients"] += max(layer_sizes)
+        # A layer's gradients stay alive until the whole layer is updated; so do the sums of its microbatches.
+        layer_sizes: Counter[str] = Counter()
+        for leaf in layout:
+            stage = _stage(leaf)
+            if leaf.group == "parameter" and stage in split_experiment.stacks:
+                num_repeats = split_experiment.stacks[stage].num_repeats
+                layer_sizes[stage] += leaf.bytes_per_device // num_repeats
+                if others:
+                    dtype = leaf.spec.dtype
+                    sum_itemsize = grad_accumulation.sum_dtype(dtype).itemsize
+                    layer_sizes[stage] += leaf.bytes_per_device // dtype.itemsize * sum_itemsize // num_repeats
+        most["gradients"] += max(layer_sizes.values())
     return most
 
 

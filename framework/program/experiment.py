@@ -136,11 +136,11 @@ class Experiment:
                 "needs all gradients; expected memory.update = after_backward, or learner.scope = layer and "
                 "learner.clip"
             )
-        if self.memory.delays_update and self.learner.accumulate > 1:
+        if self.memory.delays_update and self.learner.accumulate > self.microbatches_per_pass:
             raise ValueError(
                 f"learner.accumulate = {self.learner.accumulate} with memory.update = {self.memory.update} and "
                 "memory.prefetch = layer, which updates each layer before the next step's forward pass, but a step has "
-                "a forward pass for each microbatch; expected memory.prefetch = chunk"
+                "a forward pass for each microbatch; expected memory.accumulate_by = layer, or memory.prefetch = chunk"
             )
         # The stacks can be split and recomputed as the memory section specifies.
         layer_ranges = split_stacks(self.model, self.memory)

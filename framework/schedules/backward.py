@@ -29,13 +29,14 @@ from plimsoll.framework.layout import Nested, PyTree, StateLayout, fetch_leaf, f
 from plimsoll.framework.learner.update import slice_layer
 from plimsoll.framework.models.chain import Chain, StageSpecs
 from plimsoll.framework.schedules.backward_state import BackwardHooks, BackwardState, ForwardHooks, Weights
-from plimsoll.framework.schedules.gradients import add_tied, shard_as_parameter, split_tied, with_tied_weights
+from plimsoll.framework.schedules.gradients import add_tied, shard_gradients, split_tied, with_tied_weights
 from plimsoll.framework.schedules.layer_vjp import (
     Carry,
     Cotangent,
     LayerComputation,
     LayerPass,
     LayerResiduals,
+    add_outs,
     move_leaves,
     run_stage,
 )
@@ -71,8 +72,12 @@ def forward(
     ctx: Context,
     buffers: Nested,
     hooks: ForwardHooks = ForwardHooks(),
+    num_microbatches: int = 1,
 ) -> ChainForward:
     """Compute the objective, and prepare the backward pass.
+
+    Several microbatches run through each stage and each layer before the next one (layered gradient accumulation, arXiv
+    2106.02679). The backward pass of the last stage runs together with its forward pass then.
 
     Args:
         model: a chain of stages.
@@ -80,12 +85,14 @@ def forward(
         memory: where residuals of an unsplit stack go; a range of layers has its own setting. The remat policy
             decides which residuals are saved.
         weights: a state with the groups "parameter" and "frozen".
-        ctx: the context of the batch.
+        ctx: the context of the batch, or of several microbatches: see `step.stack_microbatches`.
         buffers: the model's buffers, by stage.
         hooks: hooks that change the weights of stacks, and other groups of that state.
+        num_microbatches: number of microbatches in the context.
     """
     specs = model.stage_specs(layout.specs.parameter, layout.specs.frozen)
-    stages = StagePass(model, layout.mesh, specs, memory.activations.offloads_everything, weights, ctx, buffers)
+    offloads = memory.activations.offloads_everything
+    stages = StagePass(model, layout.mesh, specs, offloads, weights, ctx, buffers, num_microbatches)
     carry: Carry = None
     outs: dict[str, Out] = {}
     stage_pulls: dict[str, StagePull] = {}
@@ -178,6 +185,7 @@ class StagePass:
         weights: the groups "parameter" and "frozen".
         ctx: the context of the batch.
         buffers: the model's buffers, by stage.
+        num_microbatches: see `LayerPass`.
     """
 
     model: Chain
@@ -187,6 +195,7 @@ class StagePass:
     weights: BackwardState
     ctx: Context
     buffers: Nested
+    num_microbatches: int = 1
 
     def fetch_weights(self, name: str, carry: Carry) -> Weights:
         """Fetch a stage's parameters, tied ones included, to the device once `carry` is ready."""
@@ -210,21 +219,68 @@ class StagePass:
     def forward(self, name: str, carry: Carry) -> StageForward[StagePull]:
         """Run a stage outside the stacks."""
         weights = self.fetch_weights(name, carry)
-
-        def run(params: Nested, carry: Carry) -> tuple[Carry, Out]:
-            buffers = self.buffers.get(name, {})
-            return run_stage(self.model, name, merge(params, weights.frozen), carry, self.ctx, buffers)
-
+        if self.num_microbatches > 1:
+            is_last = name == list(self.model.stages)[-1]
+            return (self._run_last_each if is_last else self._forward_each)(name, weights, carry)
+        run = partial(self._run, name, weights.frozen, self.ctx, self.buffers.get(name, {}))
         y, pull, out = jax.vjp(run, weights.trainable, carry, has_aux=True)
         return StageForward(y, out, pull)
 
+    def _run(
+        self, name: str, frozen: Nested, ctx: Context, buffers: Nested, params: Nested, carry: Carry
+    ) -> tuple[Carry, Out]:
+        return run_stage(self.model, name, merge(params, frozen), carry, ctx, buffers)
+
+    def _forward_each(self, name: str, weights: Weights, carry: Carry) -> StageForward[StagePull]:
+        """Run a stage on each microbatch; its backward pass runs it forward again."""
+        batch, rows = self.ctx.batch, self.ctx.rows
+
+        def forward(
+            buffers: Nested, micro: tuple[Carry, Nested, jax.Array | None]
+        ) -> tuple[Nested, tuple[Carry, Out, Nested]]:
+            x, batch, rows = micro
+            ctx = replace(self.ctx, batch=batch, rows=rows)
+            y, out = self._run(name, weights.frozen, ctx, buffers, weights.trainable, x)
+            return out.layer_state, (y, replace(out, layer_state={}), buffers)
+
+        new_buffers, (y, outs, buffers) = jax.lax.scan(forward, self.buffers.get(name, {}), (carry, batch, rows))
+
+        def pull(ct: Cotangent) -> tuple[Nested, Cotangent]:
+            def backward(
+                sums: Nested, micro: tuple[Carry, Cotangent, Nested, Nested, jax.Array | None]
+            ) -> tuple[Nested, Cotangent]:
+                x, ct, buffers, batch, rows = micro
+                run = partial(self._run, name, weights.frozen, replace(self.ctx, batch=batch, rows=rows), buffers)
+                _, pull, _ = jax.vjp(run, weights.trainable, x, has_aux=True)
+                grads, ct = pull(ct)
+                return grad_accumulation.add(sums, self.shard_gradients(name, grads)), ct
+
+            return jax.lax.scan(backward, grad_accumulation.zeros(weights.trainable), (carry, ct, buffers, batch, rows))
+
+        return StageForward(y, add_outs(outs, new_buffers), pull)
+
+    def _run_last_each(self, name: str, weights: Weights, carry: Carry) -> StageForward[StagePull]:
+        """Run the last stage forward and backward on each microbatch: its residuals are larger than its gradients."""
+
+        def body(
+            buffers_and_sums: tuple[Nested, Nested], micro: tuple[Carry, Nested, jax.Array | None]
+        ) -> tuple[tuple[Nested, Nested], tuple[jax.Array, Out, Cotangent]]:
+            buffers, sums = buffers_and_sums
+            x, batch, rows = micro
+            run = partial(self._run, name, weights.frozen, replace(self.ctx, batch=batch, rows=rows), buffers)
+            loss, pull, out = jax.vjp(run, weights.trainable, x, has_aux=True)
+            grads, ct = pull(jnp.ones_like(loss))
+            sums = grad_accumulation.add(sums, self.shard_gradients(name, grads))
+            return (out.layer_state, sums), (loss, replace(out, layer_state={}), ct)
+
+        start = (self.buffers.get(name, {}), grad_accumulation.zeros(weights.trainable))
+        (buffers, sums), (losses, outs, cts) = jax.lax.scan(body, start, (carry, self.ctx.batch, self.ctx.rows))
+        # The cotangent of the loss is one.
+        return StageForward(jnp.sum(losses, axis=0), add_outs(outs, buffers), lambda ct: (sums, cts))
+
     def shard_gradients(self, name: str, grads: Nested) -> Nested:
         """Constrain gradients of a stage, or of one layer of a stack, to the shardings of their parameters."""
-        specs = self.specs[name]
-        sharded_grads = {}
-        for path, grad in flatten(grads).items():
-            sharded_grads[path] = shard_as_parameter(grad, specs[path].mesh_axes, self.mesh)
-        return unflatten(sharded_grads)
+        return shard_gradients(grads, self.specs[name], self.mesh)
 
 
 # --- stacks ----------------------------------------------------------------------------------------------------------
@@ -363,6 +419,7 @@ class StackPass:
             mesh=stages.mesh,
             offloads=stages.offloads if stack.layer_range is None else stack.layer_range.offloads,
             in_groups=group_size < stack.num_repeats,
+            num_microbatches=stages.num_microbatches,
         )
         return StackPass(stages, name, stack, ctx, layers, group_size)
 
@@ -376,7 +433,7 @@ class StackPass:
             state: the weights, and what the hooks need.
             hooks: hooks that are called for each layer, if they are for this stack.
         """
-        x, pull_enter = jax.vjp(self.stack.enter, carry)
+        x, pull_enter = jax.vjp(self._map_microbatches(self.stack.enter), carry)
         # Without groups nothing reads `group_starts`, and the compiler drops it.
         group_starts = jnp.arange(0, self.stack.num_repeats, self.group_size)
         if self.name not in hooks.stacks:
@@ -387,7 +444,8 @@ class StackPass:
         else:
             result, state = self._run_layers_forward(x, state, jnp.int32(0), hooks)
             pull_layers = partial(self._run_layers_backward, result, jnp.int32(0))
-        x, pull_leave = jax.vjp(lambda x: self.stack.leave(x, self.ctx), result.output)
+        leave = self._map_microbatches(partial(self.stack.leave, ctx=self.ctx))
+        x, pull_leave = jax.vjp(leave, result.output)
 
         def pull(backward_state: BackwardState, ct: Cotangent, hooks: BackwardHooks) -> StackGradients:
             (ct,) = pull_leave(ct)
@@ -398,6 +456,10 @@ class StackPass:
             return replace(gradients, ct=ct)
 
         return StageForward(x, self.stack.combine(result.outs), pull), state
+
+    def _map_microbatches(self, function: Callable[[Carry], Carry]) -> Callable[[Carry], Carry]:
+        """Return a function of one microbatch's activations as a function of those of the pass."""
+        return jax.vmap(function) if self.stages.num_microbatches > 1 else function
 
     # --- groups of layers --------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from plimsoll.framework.layout import MeshAxes, Nested, flatten, unflatten
+from plimsoll.framework.layout import MeshAxes, Nested, TensorSpec, flatten, unflatten
 from plimsoll.framework.learner.decisions import Decision
 from plimsoll.framework.learner.learner import Learner
 
@@ -96,6 +96,20 @@ def shard_as_parameter(grad: jax.Array, axes: MeshAxes, mesh: Mesh) -> jax.Array
     num_leading = len(axes) - grad.ndim
     sharding = NamedSharding(mesh, PartitionSpec(*axes[num_leading:]))
     return jax.lax.with_sharding_constraint(grad, sharding)
+
+
+def shard_gradients(grads: Nested, specs: Mapping[str, TensorSpec], mesh: Mesh) -> Nested:
+    """Constrain gradients of a stage, or of one layer of a stack, to the shardings of their parameters.
+
+    Args:
+        grads: the gradients.
+        specs: specs of the parameters by path; of a stack, those of the stacked ones.
+        mesh: the device mesh of the layout.
+    """
+    sharded_grads = {}
+    for path, grad in flatten(grads).items():
+        sharded_grads[path] = shard_as_parameter(grad, specs[path].mesh_axes, mesh)
+    return unflatten(sharded_grads)
 
 
 # --- statistics ------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from plimsoll.framework.schedules.chunked_update import train_state_specs, updat
 from plimsoll.framework.schedules.gradients import GradStats, add_grad_stats, check_finite, with_grad_stats
 from plimsoll.framework.schedules.memory import Memory
 from plimsoll.framework.schedules.optimizer_prefetch import OptimizerPrefetch
-from plimsoll.framework.schedules.step import Metrics, Step, finish, training_context
+from plimsoll.framework.schedules.step import Metrics, Step, finish, stack_microbatches, training_context
 from plimsoll.framework.schedules.streamed import check as check_platform
 
 
@@ -43,8 +43,8 @@ def check(learner: Learner, setting: str = "memory.update = in_backward", *, acc
     if learner.accumulate > 1 and not accumulates:
         raise ValueError(
             f"learner.accumulate = {learner.accumulate} with {setting}: each gradient is freed right after "
-            "its update, so microbatches cannot be summed; expected 1, memory.update = streamed with "
-            "memory.gradients = pinned_host, or memory.update = layer_programs with memory.accumulate_by = layer"
+            "its update, so microbatches cannot be summed one after the other; expected memory.accumulate_by = layer, "
+            "or learner.accumulate = 1"
         )
     # With two_pass, the first backward pass provides the norm of all gradients to the second.
     if learner.clipping.needs_all_gradients and learner.clip_mode != "two_pass":
@@ -58,7 +58,7 @@ def check(learner: Learner, setting: str = "memory.update = in_backward", *, acc
 
 def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memory) -> Step:
     """Return the training step; see `after_backward.build_step`, and `check` and `streamed.check` for the errors."""
-    check(learner)
+    check(learner, accumulates=memory.accumulate_by == "layer")
     platform = layout.mesh.devices.flat[0].platform
     check_platform(layout, memory, platform)
     learner.measure_localities()
@@ -72,8 +72,9 @@ def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memo
 
     def step(state: TrainState, batch: Nested) -> tuple[TrainState, Metrics]:
         ctx = training_context(batch, state.counter, model, layout, memory.remat)
+        ctx = stack_microbatches(ctx, learner.accumulate)
         weights = BackwardState(parameter=state.parameter, frozen=state.frozen)
-        result = forward(model, layout, memory, weights, ctx, state.buffer)
+        result = forward(model, layout, memory, weights, ctx, state.buffer, num_microbatches=learner.accumulate)
         loss = result.loss
         zero = jnp.zeros_like(loss)
         norm = zero

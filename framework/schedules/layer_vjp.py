@@ -10,15 +10,17 @@ back for the backward pass. `gradients.py` processes the gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Self, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
-from jax.tree_util import SequenceKey
+from jax.tree_util import GetAttrKey, SequenceKey
 
+from plimsoll.framework.layers import grad_accumulation
 from plimsoll.framework.layers.base import Context, Out
 from plimsoll.framework.layers.pull_back import PullBack
 from plimsoll.framework.layers.stack import Stack
@@ -36,6 +38,7 @@ from plimsoll.framework.layout import (
 from plimsoll.framework.learner.update import slice_layer
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.schedules.backward_state import Weights
+from plimsoll.framework.schedules.gradients import shard_gradients
 
 Carry: TypeAlias = PyTree  # the activations that flow from one stage or layer to the next
 Cotangent: TypeAlias = PyTree  # the gradient of the loss with respect to a carry, in the structure of that carry
@@ -94,33 +97,36 @@ class LayerResiduals:
         pull_back: rebuilds the pull-back from the leaves and the arguments.
         loss: the ShapeDtypeStruct of the layer's loss, or None.
         offloaded: for each leaf, whether `LayerPass` moved it to host memory.
+        buffers: where a pass runs several microbatches, the layer's buffers before each of them, stacked; else {}.
     """
 
     leaves: list[jax.Array]
     pull_back: PullBack | None
     loss: jax.ShapeDtypeStruct | None
     offloaded: tuple[bool, ...] = ()
+    buffers: Nested = field(default_factory=dict)
 
     def with_leaves(self, leaves: Sequence[object]) -> Self:
         """Return the same residuals with other leaves: the same arrays in another memory, or their specs."""
         return replace(self, leaves=list(leaves))
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[object, jax.Array]], tuple[object, ...]]:
-        """Return (leaves by key, metadata), as JAX requires."""
-        keyed_leaves = [(SequenceKey(i), leaf) for i, leaf in enumerate(self.leaves)]
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[object, PyTree]], tuple[object, ...]]:
+        """Return (children by key, metadata), as JAX requires."""
+        keyed_leaves: list[tuple[object, PyTree]] = [(SequenceKey(i), leaf) for i, leaf in enumerate(self.leaves)]
+        keyed_leaves.append((GetAttrKey("buffers"), self.buffers))
         return keyed_leaves, (self.pull_back, self.loss, self.offloaded)
 
     @classmethod
     def tree_unflatten(
-        cls,
-        metadata: tuple[PullBack | None, jax.ShapeDtypeStruct | None, tuple[bool, ...]],
-        leaves: Iterable[jax.Array],
+        cls, metadata: tuple[PullBack | None, jax.ShapeDtypeStruct | None, tuple[bool, ...]], children: Iterable[PyTree]
     ) -> Self:
         """Invert `tree_flatten_with_keys`, as JAX requires."""
         pull_back, loss, offloaded = metadata
-        return cls(list(leaves), pull_back, loss, offloaded)
+        *leaves, buffers = children
+        return cls(leaves, pull_back, loss, offloaded, buffers)
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerForward:
     """The result of one layer's forward pass.
@@ -282,6 +288,8 @@ class LayerPass:
         offloads: whether large residuals go to host memory.
         in_groups: whether layers run in groups (memory.remat = sqrt). Only a group's input outlives the group's own
             pass.
+        num_microbatches: number of microbatches that run through a layer before the next layer. If it is over 1, the
+            context's batch and rows and all activations have a leading axis of this size.
     """
 
     layer: LayerComputation
@@ -292,6 +300,7 @@ class LayerPass:
     mesh: Mesh
     offloads: bool
     in_groups: bool
+    num_microbatches: int = 1
 
     @property
     def inverts(self) -> bool:
@@ -336,10 +345,10 @@ class LayerPass:
 
     def forward(self, weights: Weights, index: jax.Array, x: Carry) -> LayerForward:
         """Run the layer at `index` on its input `x`, with the weights that `take_weights` returned."""
-        arguments = self._arguments(weights, index)
-        if self.inverts:
-            return self.layer.forward(arguments, x)
-        result = self.layer.forward_with_residuals(arguments, x)
+        run = self.layer.forward if self.inverts else self.layer.forward_with_residuals
+        if self.num_microbatches > 1:
+            run = partial(self._forward_each, run)
+        result = run(self._arguments(weights, index), x)
         residuals = result.residuals
         # Residuals within a group stay on the device: the group's own backward pass needs them right away.
         moves = not self.in_groups
@@ -360,10 +369,72 @@ class LayerPass:
             ct: the cotangent of the layer's output.
         """
         arguments = self._arguments(weights, index)
+        leaves = move_leaves(list(residuals.offloaded), residuals.leaves, to_host=False)
+        run = self._backward_one if self.num_microbatches == 1 else self._backward_each
+        return run(arguments, residuals.with_leaves(leaves), y, ct)
+
+    def _backward_one(
+        self, arguments: LayerArguments, residuals: LayerResiduals, y: Carry, ct: Cotangent
+    ) -> LayerBackward:
         if self.inverts:
             return self.layer.invert(arguments, y, residuals.loss, ct)
-        leaves = move_leaves(list(residuals.offloaded), residuals.leaves, to_host=False)
-        return self.layer.backward(arguments, residuals.with_leaves(leaves), ct)
+        return self.layer.backward(arguments, residuals, ct)
+
+    # --- several microbatches ----------------------------------------------------------------------------------------
+
+    def _forward_each(
+        self, run: Callable[[LayerArguments, Carry], LayerForward], arguments: LayerArguments, x: Carry
+    ) -> LayerForward:
+        """Run the layer on each microbatch; losses and metrics are added up.
+
+        Args:
+            run: runs the layer on one microbatch.
+            arguments: the arguments of the layer, for all microbatches.
+            x: the inputs of all microbatches, stacked.
+        """
+        constants = arguments.constants
+
+        def body(buffers: Nested, micro: tuple[Carry, Nested, jax.Array | None]) -> tuple[Nested, LayerForward]:
+            x, batch, rows = micro
+            ctx = replace(constants.ctx, batch=batch, rows=rows)
+            # Behind the barrier, the weights are values of this loop's body: a pull-back that holds them can be told
+            # apart from one that holds something else.
+            weights = (arguments.params, arguments.shared, constants.frozen, constants.frozen_shared)
+            (params, shared, frozen, frozen_shared), x = jax.lax.optimization_barrier((weights, x))
+            result = run(LayerArguments(params, shared, LayerConstants(frozen, frozen_shared, buffers, ctx)), x)
+            residuals = replace(result.residuals, buffers=buffers)
+            out = replace(result.out, layer_state={})
+            return result.out.layer_state, replace(result, out=out, residuals=residuals)
+
+        ctx = constants.ctx
+        buffers, results = jax.lax.scan(body, constants.buffers, (x, ctx.batch, ctx.rows))
+        return replace(results, out=add_outs(results.out, buffers))
+
+    def _backward_each(
+        self, arguments: LayerArguments, residuals: LayerResiduals, y: Carry, ct: Cotangent
+    ) -> LayerBackward:
+        """Run the layer backward on each microbatch, and add up the gradients in float32 or wider.
+
+        Args:
+            arguments: the arguments of the layer, for all microbatches.
+            residuals: the residuals of all microbatches, stacked; the same for `y` and `ct`.
+        """
+        constants = arguments.constants
+
+        def body(
+            sums: tuple[Nested, Nested], micro: tuple[LayerResiduals, Carry, Cotangent, Nested, jax.Array | None]
+        ) -> tuple[tuple[Nested, Nested], tuple[Carry, Cotangent]]:
+            residuals, y, ct, batch, rows = micro
+            ctx = replace(constants.ctx, batch=batch, rows=rows)
+            own_constants = replace(constants, buffers=residuals.buffers, ctx=ctx)
+            result = self._backward_one(replace(arguments, constants=own_constants), residuals, y, ct)
+            grads = shard_gradients(result.grads, self.specs, self.mesh)
+            return grad_accumulation.add(sums, (grads, result.shared_grads)), (result.x, result.ct)
+
+        sums = grad_accumulation.zeros((arguments.params, arguments.shared))
+        ctx = constants.ctx
+        (grads, shared_grads), (x, ct) = jax.lax.scan(body, sums, (residuals, y, ct, ctx.batch, ctx.rows))
+        return LayerBackward(x, grads, shared_grads, ct)
 
     def _arguments(self, weights: Weights, index: jax.Array) -> LayerArguments:
         """Return all arguments of the layer at `index` except its input."""
@@ -378,6 +449,12 @@ class LayerPass:
         if not self.offloads or not is_worth_offloading(x):
             return False
         return jax.typeof(x).memory_space != jax.memory.Space.Host
+
+
+def add_outs(outs: Out, buffers: Nested) -> Out:
+    """Return the sum of the losses and of the metrics of microbatches, which are stacked, with the last buffers."""
+    loss, metrics = jax.tree.map(partial(jnp.sum, axis=0), (outs.loss, outs.metrics))
+    return Out(loss, metrics, buffers)
 
 
 def is_worth_offloading(x: jax.Array | jax.ShapeDtypeStruct) -> bool:

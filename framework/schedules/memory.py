@@ -225,8 +225,11 @@ def _check(memory: Memory) -> None:
                 f"memory.{name} = {placement.text} needs memory.update = streamed, in_backward or layer_programs: "
                 "after_backward keeps everything on the device"
             )
-    if memory.accumulate_by == "layer" and not traits.is_many_programs:
-        raise ValueError(f"memory.accumulate_by = layer needs memory.update = layer_programs, given {memory.update}")
+    if memory.accumulate_by == "layer" and not traits.needs_stack:
+        raise ValueError(
+            "memory.accumulate_by = layer needs memory.update = streamed, in_backward or layer_programs, given "
+            f"{memory.update}"
+        )
     # Only state in host memory needs fetching, and only in_backward can fetch it layer by layer.
     if memory.prefetch == "layer" and not (traits.can_prefetch_layers and memory.optimizer_state.uses_host):
         raise ValueError(

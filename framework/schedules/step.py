@@ -88,6 +88,17 @@ def microbatches(batch: Batch, count: int, ctx: Context) -> Batch:
     return jax.tree.map(split, batch)
 
 
+def stack_microbatches(ctx: Context, count: int) -> Context:
+    """Return the context of `count` microbatches: its batch and rows are [count, B / count, ...].
+
+    A single microbatch has no leading axis.
+    """
+    if count == 1:
+        return ctx
+    batch, rows = microbatches((ctx.batch, ctx.rows), count, ctx)
+    return replace(ctx, batch=batch, rows=rows)
+
+
 def finish(
     learner: Learner,
     state: TrainState,

@@ -46,7 +46,7 @@ from plimsoll.framework.schedules.delayed_update import (
 )
 from plimsoll.framework.schedules.memory import Memory
 from plimsoll.framework.schedules.stack_layout import PLACED_FIELDS
-from plimsoll.framework.schedules.step import Metrics, Step, finish, microbatches, training_context
+from plimsoll.framework.schedules.step import Metrics, Step, finish, microbatches, stack_microbatches, training_context
 
 
 def update_in_chunks(
@@ -112,7 +112,8 @@ def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memo
     weights_are_offloaded = bool(offloaded_groups & {"parameter", "frozen"})
     gradients_are_offloaded = "gradient" in offloaded_groups
     # If nothing has to move during the backward pass, jax.value_and_grad computes the gradients.
-    if not (weights_are_offloaded or gradients_are_offloaded or memory.activations.uses_host):
+    moves = weights_are_offloaded or gradients_are_offloaded or memory.activations.uses_host
+    if not moves and memory.accumulate_by == "microbatch":
         return after_backward.build_step(model, learner, layout, memory, update=update_in_chunks)
     accumulation = _GradientAccumulation(model, learner, layout, memory)
     delayed_stacks = find_delayed_stacks(model, layout, memory)
@@ -229,9 +230,14 @@ class _GradientAccumulation:
     layout: StateLayout
     memory: Memory
 
+    @property
+    def num_passes(self) -> int:
+        """The number of passes through the model."""
+        return self.learner.accumulate if self.memory.accumulate_by == "microbatch" else 1
+
     def run(self, state: TrainState, ctx: Context, hooks: ForwardHooks) -> _Gradients:
-        """Compute the gradients of ctx.batch; the hooks are for a single microbatch."""
-        count = self.learner.accumulate
+        """Compute the gradients of ctx.batch; the hooks are for a single pass."""
+        count = self.num_passes
         offloaded_buffers = state.gradient
         buffers = dict(offloaded_buffers)
         for stage, specs in _gradient_specs(self.learner, self.layout).items():
@@ -243,7 +249,8 @@ class _GradientAccumulation:
         carry = backward_state, state.buffer
         accumulate = partial(self._accumulate_microbatch, ctx, hooks)
         if count == 1:
-            micro = _Microbatch(ctx.batch, ctx.rows, jnp.int32(0))
+            stacked = stack_microbatches(ctx, self.learner.accumulate)
+            micro = _Microbatch(stacked.batch, stacked.rows, jnp.int32(0))
             (backward_state, layer_state), result = accumulate(carry, micro)
         else:
             batch_parts, rows_parts = microbatches((ctx.batch, ctx.rows), count, ctx)
@@ -264,7 +271,10 @@ class _GradientAccumulation:
         """Add one microbatch's gradients to those of earlier ones, and measure the sum."""
         backward_state, buffers = carry
         micro_ctx = replace(ctx, batch=micro.batch, rows=micro.rows)
-        result = forward(self.model, self.layout, self.memory, backward_state, micro_ctx, buffers, hooks)
+        num_microbatches = self.learner.accumulate // self.num_passes
+        result = forward(
+            self.model, self.layout, self.memory, backward_state, micro_ctx, buffers, hooks, num_microbatches
+        )
         # The backward pass does not need optimizer state and averages.
         backward_state = replace(result.state, optimizer={}, ema={}, squares=jnp.zeros_like(result.loss))
         backward_hooks = BackwardHooks(partial(self._add_gradients, micro.number))
@@ -307,7 +317,7 @@ class _GradientAccumulation:
             index: index of the layer; None outside of stacks.
         """
         grad = grad.astype(spec.dtype)
-        if self.learner.accumulate > 1:
+        if self.num_passes > 1:
             stored_sum = buffer if index is None else slice_layer(buffer, index)
             stored_sum = fetch_leaf(spec, stored_sum)
             # Buffers are not cleared between steps, so the first microbatch treats their contents as zero.

@@ -58,19 +58,20 @@ LAYER_PROGRAMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "layers_at_once": ({"update": "layer_programs", "gradients": "none"}, {"clip": None}),
     "layers_two_pass": ({"update": "layer_programs", "gradients": "none"}, {"clip_mode": "two_pass"}),
 }
-# All microbatches run through a layer before the next one.
-BY_LAYER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    f"{name}_together": ({**LAYER_PROGRAMS[name][0], "accumulate_by": "layer"}, LAYER_PROGRAMS[name][1])
-    for name in LAYER_PROGRAMS
-}
 # The same with a layer's state fetched during its backward pass; only with offloaded optimizer state.
 AHEAD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     f"{name}_ahead": ({**MEMORY[name][0], "prefetch": "layer"}, MEMORY[name][1])
     for name in ("in_backward", "two_pass", "hosted_gradients")
 }
+# All microbatches run through a layer before the next one.
+TOGETHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    f"{name}_together": ({**memory, "accumulate_by": "layer"}, learner)
+    for name, (memory, learner) in (MEMORY | AHEAD | LAYER_PROGRAMS).items()
+    if name != "after_backward"
+}
 # The next step updates the stacks.
 DELAYED = "hosted_gradients_ahead"
-SCHEDULES = MEMORY | LAYER_PROGRAMS | BY_LAYER | AHEAD
+SCHEDULES = MEMORY | LAYER_PROGRAMS | AHEAD | TOGETHER
 NO_PARTS = (*AHEAD, "in_backward", "two_pass", "layers_at_once", "layers_two_pass")
 PLACEMENTS = {"device": (), "state": ("optimizer_state",)}  # the config.memory fields that are offloaded
 PLACEMENTS |= {
@@ -195,6 +196,11 @@ class ExactnessCase(NamedTuple):
     microbatches: int = 1
     layers: str = "alike"  # or "unlike": offloading and remat vary along the stack
 
+    @property
+    def is_many_programs(self) -> bool:
+        """Return whether the schedule is layer_programs."""
+        return SCHEDULES[self.memory][0]["update"] == "layer_programs"
+
     def is_tried(self) -> bool:
         """Return whether the tests run this combination.
 
@@ -206,15 +212,14 @@ class ExactnessCase(NamedTuple):
         parts = usual and self.memory not in NO_PARTS
         if self.memory == "after_backward" and {"parameters", "activations"} & {*PLACEMENTS[self.placement]}:
             return False
-        if self.memory == DELAYED and "parameters" in PLACEMENTS[self.placement]:
+        if self.memory in (DELAYED, f"{DELAYED}_together") and "parameters" in PLACEMENTS[self.placement]:
             return False
         inverts = self.remat == "invert"
         if inverts != (self.model == "streams") or (inverts and "activations" in PLACEMENTS[self.placement]):
             return False
         one = self.model == "tied" or self.precision == "float64"
-        one &= (
-            self.memory not in LAYER_PROGRAMS | BY_LAYER or self.remat != "offload"
-        )  # layer_programs uses memory.activations instead
+        # layer_programs uses memory.activations instead.
+        one &= not (self.is_many_programs and self.remat == "offload")
         return one and (usual or self.optimizer == "adamw") and (parts or self.microbatches == 1)
 
     def clip(self) -> float | None:
@@ -244,7 +249,7 @@ class ExactnessCase(NamedTuple):
             if memory.get(field) == "pinned_host":
                 memory[field] = f"pinned_host:{share}"
         # layer_programs inverts all layers or none.
-        if not (self.remat == "invert" and self.memory in LAYER_PROGRAMS | BY_LAYER):
+        if not (self.remat == "invert" and self.is_many_programs):
             other = "save:attention" if self.remat == "full" else "full"
             memory["remat"] = f"{self.remat}:{2 * pattern_length},{other}"
         return memory

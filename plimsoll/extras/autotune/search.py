@@ -41,6 +41,8 @@ from plimsoll.framework.terminal.tables import human_bytes
 TIE_FACTOR = 1.01
 # Expand only the meshes with the lowest bounds: the others were hardly ever better.
 _MOST_MESHES = 3
+# Fetching state ahead is tried for this many of the settings that offload it.
+_MOST_PREFETCHING = 8
 # Number of times that smaller microbatches may fail to help before the search stops trying them.
 _PATIENCE = 2
 
@@ -84,6 +86,7 @@ class SettingsSearch:
             pass
         if not self.found:
             return None
+        self.found += list(self._iter_prefetching())
         return self._mix_remat(self._select_preferred())
 
     def finds_any(self) -> bool:
@@ -106,6 +109,18 @@ class SettingsSearch:
                 break
             branch.expand()
             yield
+
+    def _iter_prefetching(self) -> Iterator[Candidate]:
+        """Yield the fastest settings found so far with offloaded state fetched a layer ahead, where that fits."""
+        offloading = [
+            one for one in self.found if self._cost_model.experiment(one.settings).memory.optimizer_state.uses_host
+        ]
+        for candidate in sorted(offloading, key=lambda one: one.cost.seconds)[:_MOST_PREFETCHING]:
+            for addition in self._space.prefetches(candidate.settings):
+                settings = self.canonical((*candidate.settings, *addition))
+                cost = self._cost(settings)
+                if cost is not None and self._budget.fits(settings, cost):
+                    yield Candidate(settings, cost, self._budget.peak(settings, cost))
 
     def _mix_remat(self, best: Candidate) -> Candidate:
         """Return the settings with less recomputation in as many layers as there is room for."""

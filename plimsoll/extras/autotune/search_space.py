@@ -19,10 +19,12 @@ from plimsoll.extras.autotune.settings import (
     HOST,
     MESH,
     PLACEMENT_FIELDS,
+    PREFETCH,
     REMAT,
     UPDATE,
     Setting,
     Settings,
+    get_text,
     select_changes,
     setting,
     sort_settings,
@@ -163,8 +165,11 @@ class SearchSpace:
             return [()]
         updates = ["after_backward", find_offloading_schedule(self._target.platform)]
         schedules: list[Settings] = [(setting(UPDATE, update),) for update in updates]
+        in_backward: Settings = (setting(UPDATE, "in_backward"),)
         if accumulate == 1:
-            schedules += self._in_backward_schedules((setting(UPDATE, "in_backward"),))
+            schedules += self._in_backward_schedules(in_backward)
+        elif self._target.platform == "tpu" and ACCUMULATE_BY not in self._fixed:
+            schedules += self._in_backward_schedules((*in_backward, setting(ACCUMULATE_BY, "layer")))
         if self._target.platform != "gpu" or (accumulate > 1 and ACCUMULATE_BY in self._fixed):
             return schedules
         programs: Settings = (setting(UPDATE, "layer_programs"),)
@@ -174,6 +179,26 @@ class SearchSpace:
         if GRADIENTS not in self._fixed:
             schedules += self._in_backward_schedules((*programs, setting(GRADIENTS, "none")))
         return schedules
+
+    def prefetches(self, settings: Settings) -> list[Settings]:
+        """Return additions to settings with which offloaded optimizer state is fetched a layer ahead.
+
+        Args:
+            settings: settings that offload optimizer state. Not all additions are possible for all of them.
+        """
+        memory = self._experiment.memory
+        traits = SCHEDULES[get_text(settings, UPDATE) or memory.update]
+        if PREFETCH in self._fixed or not traits.can_prefetch_layers:
+            return []
+        addition: Settings = (setting(PREFETCH, "layer"),)
+        if not traits.delays_prefetched:
+            return [addition]
+        # Until the next step, the gradients are where the state is, and there is one pass for all microbatches.
+        state = get_text(settings, PLACEMENT_FIELDS[0]) or memory.optimizer_state.text
+        others = [setting(GRADIENTS, state)]
+        if int(get_text(settings, ACCUMULATE) or self._experiment.learner.accumulate) > 1:
+            others.append(setting(ACCUMULATE_BY, "layer"))
+        return [] if self._fixed & {path for path, _ in others} else [(*addition, *others)]
 
     def _in_backward_schedules(self, update: Settings) -> list[Settings]:
         """Return the schedule for an update during the backward pass; empty if it is not possible.

@@ -27,13 +27,14 @@ BATCH = "data.global_batch_size"
 CLIP_MODE = "learner.clip_mode"
 UPDATE = "memory.update"
 ACCUMULATE_BY = "memory.accumulate_by"
+PREFETCH = "memory.prefetch"
 REMAT = "memory.remat"
 GRADIENTS = "memory.gradients"
 # Fields that can be offloaded, in the order in which they are moved: first those that are transferred once per step.
 PLACEMENT_FIELDS = ("memory.optimizer_state", GRADIENTS, "memory.parameters", "memory.activations")
 DEVICE = "device"
 HOST = "pinned_host"
-TUNED_FIELDS = (*MESH, BATCH, ACCUMULATE, CLIP_MODE, UPDATE, ACCUMULATE_BY, REMAT, *PLACEMENT_FIELDS)
+TUNED_FIELDS = (*MESH, BATCH, ACCUMULATE, CLIP_MODE, UPDATE, ACCUMULATE_BY, REMAT, *PLACEMENT_FIELDS, PREFETCH)
 
 
 class Setting(NamedTuple):
