@@ -324,8 +324,10 @@ class _GradientAccumulation:
             grad = grad + jnp.where(number == 0, jnp.zeros_like(stored_sum), stored_sum)
         if index is not None:
             return grad, write_layer(buffer, store_leaf(spec, grad), index)
-        shard_rows = self.layout.sharding(spec).shard_shape(spec.shape)[0]
-        has_halves = shard_rows >= max(2, spec.shape[0])
+        shard_shape = self.layout.sharding(spec).shard_shape(spec.shape)
+        # XLA for TPU stores a narrow table with its rows as the minor axis, of which it cannot write a part.
+        is_narrow = bool(shard_shape[-1] % 128)
+        has_halves = shard_shape[0] >= max(2, spec.shape[0]) and not is_narrow
         if not spec.is_offloaded or not has_halves:
             return grad, store_leaf(spec, grad)
         # Written in two halves, at an index that is not a constant: a single write would create a new array in

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from plimsoll.framework.files import durable, hub_models
@@ -20,6 +21,7 @@ from plimsoll.framework.files.workdir import writing
 from plimsoll.framework.layers.lora import merge_adapters
 from plimsoll.framework.layers.score_head import ScoreHead
 from plimsoll.framework.layout import Nested, flatten, unflatten
+from plimsoll.framework.learner.update import slice_layer
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.terminal import interrupts
 from plimsoll.framework.terminal.phases import SHORT, phase
@@ -240,10 +242,27 @@ def _get_layer(model: CausalLM, flat_params: dict[str, jax.Array], path: str, in
     adapter = "lora" if name == "weight" else f"{name}_lora"
     names = {name, f"{adapter}_a", f"{adapter}_b"}
     leaves = {key: x for key, x in leaves.items() if key.partition("/")[0] in names}
-    if indices:
-        leaves = {key: x[indices] for key, x in leaves.items()}
-    merged = merge_adapters(model, unflatten(leaves))
+    merged = merge_adapters(model, unflatten({key: _fetch_part(x, indices) for key, x in leaves.items()}))
     return np.asarray(merged[name].astype(model.param_dtype))
+
+
+def _fetch_part(x: jax.Array, indices: tuple[int, ...]) -> jax.Array:
+    """Return x[indices], or all of x without indices, as an operand of computation on the device."""
+    if x.sharding.memory_kind == "pinned_host":
+        if next(iter(x.devices())).platform != "tpu":
+            # A view of the array is copied: XLA's GPU compiler cannot slice host memory.
+            return jnp.asarray(np.asarray(x)[indices])
+        if not indices:
+            return jax.device_put(x, jax.memory.Space.Device)
+        first, *indices_within = indices
+        return _fetch_layer(x, first)[tuple(indices_within)]
+    return x[indices] if indices else x
+
+
+@jax.jit
+def _fetch_layer(stack: jax.Array, index: jax.Array) -> jax.Array:
+    """Return a layer of a stack in host memory on the device."""
+    return jax.device_put(slice_layer(stack, index), jax.memory.Space.Device)
 
 
 def _write(file: Path, facts: Mapping[str, object]) -> None:

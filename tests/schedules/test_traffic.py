@@ -68,11 +68,31 @@ def test_offloaded_state_is_transferred_once_each_way(prefetch, fetched_layers):
     The state of the position table is too small to be offloaded. With prefetch = layer, the loop starts with a layer
     whose state is written back unchanged.
     """
-    step = module(**IN_BACKWARD, **OFFLOADED, **{"memory.prefetch": prefetch})
+    moved = count_moved(module(**IN_BACKWARD, **OFFLOADED, **{"memory.prefetch": prefetch}))
+    layer, table = 4 * DIM * DIM + 2 * DIM * HIDDEN, 1024 * DIM
+    expected = (fetched_layers * layer + table) * 3 * 4 // CHIPS
+    assert moved == {"from host": expected, "to host": expected}
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("schedule", ["streamed", "in_backward"])
+def test_microbatches_by_layer_move_a_layer_once(schedule):
+    """Weights, gradients and state cross the link once per step, however many microbatches there are."""
+    hosted = {**SCHEDULES[schedule], "memory.parameters": "pinned_host", "data.global_batch_size": 4 * CHIPS}
+    moved = {}
+    # With one microbatch, gradients have the weights' dtype.
+    for count in (2, 4):
+        moved[count] = count_moved(module(**hosted, **{"learner.accumulate": count, "memory.accumulate_by": "layer"}))
+    assert moved[2] == moved[4]
+    if schedule == "streamed":
+        in_turn = count_moved(module(**hosted, **{"learner.accumulate": 4}))
+        assert in_turn.total() > 1.5 * moved[4].total()
+
+
+def count_moved(step: hlo.Module) -> Counter[str]:
+    """Return the bytes that a step moves between device and host, by direction."""
     moved: Counter[str] = Counter()
     for instruction, runs in iter_executed(step):
         if (found := find_transfer(step, instruction)) is not None:
             moved[found.direction] += found.num_bytes * runs
-    layer, table = 4 * DIM * DIM + 2 * DIM * HIDDEN, 1024 * DIM
-    expected = (fetched_layers * layer + table) * 3 * 4 // CHIPS
-    assert moved == {"from host": expected, "to host": expected}
+    return moved

@@ -5,8 +5,10 @@
 Each row is a run in processes of its own. It trains some steps and saves, and resumes for some more. The prediction is
 the one that the run makes before its first step; the measurement is the highest resident memory of the process (VmHWM),
 as the run records it in WORKDIR/health. Then the run is started with a limit of 3% less than predicted
-(--host_memory_gib), which must be refused before anything is compiled. For a prediction that is too low or more than 5%
-too high, the phases of the run are printed to standard error.
+(--host_memory_gib), which must be refused before anything is compiled. At last it runs in a control group whose memory
+limit is 3% more than predicted, where the kernel kills what needs more: it is killed within its second save (SIGKILL),
+resumed, and exported. Only root may create control groups. For a prediction that is too low or more than 5% too high,
+the phases of the run are printed to standard error.
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,6 +31,8 @@ from plimsoll.framework.terminal.tables import human_bytes
 from tools.bench.workers import ROOT
 
 GIB = 1 << 30
+# Roots of the control groups that limit memory, and the files of the limit, for cgroup versions 1 and 2.
+_CGROUPS = ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max"))
 # A transformer of 151M parameters, with 1.69 GiB of state.
 _LARGE = (
     "--config=nanogpt-cpu",
@@ -55,11 +62,13 @@ class Shape:
         flags: flags of `plimsoll train`.
         devices: number of CPU devices of each process.
         processes: number of processes.
+        has_export: whether transformers has the model's architecture.
     """
 
     flags: tuple[str, ...]
     devices: int = 1
     processes: int = 1
+    has_export: bool = True
 
 
 SHAPES = {
@@ -110,7 +119,8 @@ SHAPES = {
             "--config.model.stacks.1.pattern.2.net.hidden=2048",
             "--config.data.global_batch_size=8",
             _NARROW,
-        )
+        ),
+        has_export=False,
     ),
 }
 
@@ -125,6 +135,7 @@ class Row:
         measured_bytes: highest resident memory of training, and of resuming.
         resumed_bytes: the same of the resumed run.
         is_refused: whether a limit of 3% less was refused before anything was compiled.
+        confined: what happened in a control group with 3% more: "ran", "not run", or the command that failed.
     """
 
     name: str
@@ -132,6 +143,7 @@ class Row:
     measured_bytes: int
     resumed_bytes: int
     is_refused: bool
+    confined: str
 
     def line(self) -> str:
         """Return the row of the Markdown table."""
@@ -141,24 +153,105 @@ class Row:
             *map(human_bytes, (self.predicted_bytes, self.measured_bytes, self.resumed_bytes)),
             f"{100 * (self.predicted_bytes / highest - 1):+.1f}%",
             "exit 4" if self.is_refused else "NOT REFUSED",
+            self.confined,
         ]
         return f"| {' | '.join(cells)} |"
 
 
-def run(shape: Shape, workdir: Path, *flags: str) -> tuple[int, str]:
-    """Run `plimsoll train` and return its exit code and its output."""
-    arguments = ["train", *shape.flags, *_SAVES, f"--workdir={workdir}", *flags]
-    if shape.processes > 1:
-        arguments = ["local", f"--processes={shape.processes}", *arguments[1:]]
+def start(shape: Shape, verb: str, *arguments: str, workdir: Path, group: Path | None = None) -> subprocess.Popen[str]:
+    """Start a command in a session of its own; its output goes to WORKDIR.out.
+
+    Args:
+        shape: the kind of run.
+        verb: `train` or `export`.
+        arguments: arguments of the command, without --workdir.
+        workdir: folder of the run.
+        group: the control group that it runs in.
+    """
+    command = [verb, *arguments]
+    if verb == "train":
+        command = ["train", *shape.flags, *_SAVES, *arguments]
+        if shape.processes > 1:
+            command = ["local", f"--processes={shape.processes}", *command[1:]]
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={shape.devices}",
         "PYTHONPATH": str(ROOT),
     }
-    command = [sys.executable, "-m", "plimsoll", *arguments]
-    done = subprocess.run(command, env=environment, cwd=workdir.parent, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout + done.stderr
+
+    def enter() -> None:
+        if group:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+
+    with open(f"{workdir}.out", "w") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "plimsoll", *command, f"--workdir={workdir}"],
+            env=environment,
+            cwd=workdir.parent,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            preexec_fn=enter,
+        )
+
+
+def run(shape: Shape, verb: str, *arguments: str, workdir: Path, group: Path | None = None) -> tuple[int, str]:
+    """Run a command as `start` does, and return its exit code and its output."""
+    code = start(shape, verb, *arguments, workdir=workdir, group=group).wait()
+    return code, Path(f"{workdir}.out").read_text()
+
+
+@contextmanager
+def limit_memory(limit_bytes: int) -> Iterator[Path | None]:
+    """Create a control group with a memory limit, and remove it at the end; None where that is not allowed."""
+    for root, limit_name in _CGROUPS:
+        group = root / f"plimsoll-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            (group / limit_name).write_text(str(limit_bytes))
+            yield group
+            return
+        except OSError as error:
+            print(f"{group}: {error}", file=sys.stderr)
+        finally:
+            # Processes that were killed leave their group after a moment.
+            time.sleep(1)
+            group.rmdir()
+    yield None
+
+
+def run_confined(shape: Shape, workdir: Path, limit_bytes: int) -> str:
+    """Run a shape in a control group: kill it within its second save, resume it, and export.
+
+    Returns:
+        "ran", "not run", or the command that failed with its exit code.
+    """
+    train = (f"--config.trainer.compilation_cache={workdir}-programs", "--config.trainer.max_steps=6")
+    with limit_memory(limit_bytes) as group:
+        if group is None:
+            return "not run"
+        process = start(shape, "train", *train, workdir=workdir, group=group)
+        # The save of step 2 is there to resume from.
+        while not list((workdir / "checkpoints").glob("*4.writing")):
+            if process.poll() is not None:
+                print(Path(f"{workdir}.out").read_text()[-2000:], file=sys.stderr)
+                return f"train: exit {process.returncode} before the second save"
+            time.sleep(0.001)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        resume = ("train", *train)
+        export = ("export", f"--to={workdir}-exported")
+        for verb, *arguments in (resume, export) if shape.has_export else (resume,):
+            code, text = run(shape, verb, *arguments, workdir=workdir, group=group)
+            if code:
+                print(text[-2000:], file=sys.stderr)
+                return f"{verb}: exit {code}"
+    return "ran"
 
 
 def read_peaks(workdir: Path) -> tuple[int, int]:
@@ -192,7 +285,7 @@ def measure(name: str) -> Row:
         programs = f"--config.trainer.compilation_cache={folder}/programs"
         peaks = []
         for steps in (4, 6):
-            code, text = run(shape, workdir, programs, f"--config.trainer.max_steps={steps}")
+            code, text = run(shape, "train", programs, f"--config.trainer.max_steps={steps}", workdir=workdir)
             if code:
                 raise RuntimeError(f"{name}: exit code {code}\n{text[-2000:]}")
             peaks.append(read_peaks(workdir))
@@ -201,9 +294,11 @@ def measure(name: str) -> Row:
         (predicted, measured), (_, resumed) = peaks
         limit_gib = 0.97 * shape.processes * predicted / GIB
         steps = "--config.trainer.max_steps=4"
-        code, text = run(shape, workdir.with_name("refused"), programs, steps, f"--host_memory_gib={limit_gib}")
+        refused = workdir.with_name("refused")
+        code, text = run(shape, "train", programs, steps, f"--host_memory_gib={limit_gib}", workdir=refused)
         is_refused = code == 4 and not re.search(r"^compiling", text, re.MULTILINE)
-    return Row(name, predicted, measured, resumed, is_refused)
+        confined = run_confined(shape, workdir.with_name("confined"), int(1.03 * shape.processes * predicted))
+    return Row(name, predicted, measured, resumed, is_refused, confined)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -212,8 +307,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="shapes; default: all of " + ", ".join(SHAPES))
     parser.add_argument("--json", type=Path, help="file for the rows, one JSON object a line")
     args = parser.parse_args(arguments)
-    print("| run | predicted | measured | resumed | predicted / measured | with 3% less |")
-    print("|---|---|---|---|---|---|", flush=True)
+    print("| run | predicted | measured | resumed | predicted / measured | with 3% less | with 3% more |")
+    print("|---|---|---|---|---|---|---|", flush=True)
     rows = []
     for name in args.names or SHAPES:
         try:
@@ -228,7 +323,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bad = [
         row
         for row in rows
-        if not is_close(row.predicted_bytes, max(row.measured_bytes, row.resumed_bytes)) or not row.is_refused
+        if not is_close(row.predicted_bytes, max(row.measured_bytes, row.resumed_bytes))
+        or not row.is_refused
+        or row.confined not in ("ran", "not run")
     ]
     return 1 if bad or len(rows) < len(args.names or SHAPES) else 0
 
