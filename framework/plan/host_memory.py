@@ -54,8 +54,9 @@ COMPILER_BYTES: Mapping[str, int] = {"cpu": 350 * MIB, "gpu": 5 * GIB, "tpu": 5 
 PROGRAM_BYTES: Mapping[str, int] = {"cpu": 360 * MIB, "gpu": 512 * MIB, "tpu": 512 * MIB}
 # The same of a step that is many programs, on a CPU: measured.
 _MANY_PROGRAMS_BYTES = 640 * MIB
-# What the step of a mixture of experts takes in addition, on a CPU: measured. XLA does not count it.
-_EXPERT_STEP_BYTES = 160 * MIB
+# What the step of a mixture of experts takes in addition, on a CPU: the most that was measured, on a busy machine; it
+# varies from step to step. XLA does not count it.
+_EXPERT_STEP_BYTES = 420 * MIB
 # What the operating system needs of a machine that is not this one. Assumed.
 SYSTEM_BYTES = GIB
 

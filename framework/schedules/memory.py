@@ -145,8 +145,9 @@ class Memory:
         accumulate_by: in which order the microbatches of learner.accumulate run. "microbatch": one after the other,
             through all layers. "layer": all of them through a layer before the next layer, so that its weights,
             gradients and optimizer state cross the link to the host once per step; the residuals of all microbatches
-            are kept, where `activations` says (layered gradient accumulation, arXiv 2106.02679). Needs update =
-            "layer_programs"; with gradients = "none", it is the only order that can accumulate.
+            are kept, where `activations` says (layered gradient accumulation, arXiv 2106.02679). Not with update =
+            "after_backward"; with update = "in_backward" or gradients = "none", it is the only order that can
+            accumulate.
         remat: what the backward pass recomputes: none, full, sqrt, sqrt:NUMBER, invert, dots, dots_no_batch, offload,
             save:NAME,NAME, offload:NAME,NAME, or save:NAME;offload:NAME; per layer as in full:20,dots:12; see
             framework.layers.remat.

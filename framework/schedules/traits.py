@@ -22,7 +22,8 @@ class ScheduleTraits:
         updates_in_chunks: updates one chunk of a layer at a time, so that only the optimizer state of that chunk is on
             the device. Otherwise the whole state is updated at once.
         updates_in_backward: updates each layer as soon as its gradient is complete, and then frees the gradient.
-            Therefore it allows no accumulation, and an exact clip by the global norm needs a second backward pass.
+            Therefore microbatches can only be summed layer by layer (memory.accumulate_by), and an exact clip by the
+            global norm needs a second backward pass.
         can_offload_gradients: can write each layer's gradients to host memory during the backward pass.
         can_prefetch_layers: can fetch the offloaded state of a whole layer ahead of its update (memory.prefetch).
         delays_prefetched: updates a layer whose state is prefetched in the next step, before its forward pass. It needs

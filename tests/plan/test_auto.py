@@ -177,6 +177,22 @@ def small_mixture() -> Config:
     return config
 
 
+@pytest.mark.pairs
+def test_offloaded_state_is_fetched_a_layer_ahead_where_that_is_faster():
+    config = small_llama(8)
+    config.model.dim = 1024
+    config.data.seq_len = 4096
+    config.data.global_batch_size = 1
+    search = tuner(config, "v5e-1", 1100)
+    candidate = search.propose()
+    assert candidate is not None
+    assert get_text(candidate.settings, "memory.prefetch") == "layer"
+    others = tuple(one for one in candidate.settings if one.path != "memory.prefetch")
+    in_chunks = search.cost_model.cost(others)
+    assert in_chunks is not None
+    assert candidate.cost.seconds < 0.95 * in_chunks.seconds
+
+
 def test_expert_sharding_divides_the_expert_count():
     meshes = SearchSpace(small_mixture(), targets.resolve("v5e-4"), frozenset()).meshes()
     expert_sizes = {get_text(mesh, "mesh.expert") for mesh in meshes if mesh}

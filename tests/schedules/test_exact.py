@@ -48,6 +48,20 @@ PAIRS = [
     ExactnessCase(model="experts", memory=exact.DELAYED, placement="state", remat="full", mesh="eight"),
     ExactnessCase(model="recurrent", optimizer="adafactor", memory=exact.DELAYED, placement="state"),
 ]
+# All microbatches run through a layer before the next one.
+TOGETHER = [
+    ExactnessCase(memory=f"{memory}_together", placement=placement, remat=remat, microbatches=2, **rest)
+    for memory, placement, remat, rest in [
+        ("streamed", "device", "none", {}),
+        ("streamed", "all", "full", {"layers": "unlike"}),
+        ("hosted_gradients", "all", "sqrt", {"mesh": "eight"}),
+        ("in_backward", "state", "save:attention", {}),
+        ("two_pass", "all", "full", {"mesh": "eight"}),
+        ("in_backward_ahead", "state", "none", {"precision": "float32"}),
+        ("two_pass_ahead", "state", "full", {"layers": "unlike"}),
+        (exact.DELAYED, "state", "full", {"mesh": "eight"}),
+    ]
+]
 UNLIKE = [
     ExactnessCase(memory="hosted_gradients", placement="all", remat="save:attention", layers="unlike", microbatches=2),
     ExactnessCase(placement="state", layers="unlike"),
@@ -78,13 +92,14 @@ SLOW = set(exact.list_cases(**AXES)).difference(ONCE, PAIRS)
     "tied-sgd-streamed-state-save:attention-one-float32-2",
     "tied-adafactor-hosted_gradients-boundaries-offload-eight-float32-2",
     "tied-adamw-hosted_gradients_ahead-state-none-one-float64-1",
+    "tied-adamw-hosted_gradients_ahead_together-state-full-eight-float64-2",
 )
 @pytest.mark.parametrize(
     "case",
     [
         *ONCE,
         *UNLIKE[:1],
-        *(pytest.param(case, marks=pytest.mark.pairs) for case in [*PAIRS, *UNLIKE[1:]]),
+        *(pytest.param(case, marks=pytest.mark.pairs) for case in [*PAIRS, *TOGETHER, *UNLIKE[1:]]),
         *slow(sorted(SLOW)),
     ],
     ids=exact.get_case_id,
@@ -103,6 +118,20 @@ def test_twenty_steps_equal_plain_optax(case: ExactnessCase):
     np.testing.assert_allclose([losses, norms], metrics, rtol=3e-6)  # float32
     if case.clip() is not None:
         assert np.nanmin(norms) < case.clip() < np.nanmax(norms), "active in some steps, not in others"
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("memory", ["layers", "hosted_gradients"])
+@pytest.mark.parametrize("model", ["shared", "experts", "streams", *slow(["recurrent", "twins", "latent"])])
+def test_microbatches_together_equal_microbatches_in_turn(model: str, memory: str):
+    """With buffers, which each microbatch reads as the previous one left them, and with shared parameters."""
+    remat = "invert" if model == "streams" else "sqrt"
+    results = []
+    with exact.enable_exact_numerics():
+        for name in (memory, f"{memory}_together"):
+            case = ExactnessCase(model=model, memory=name, placement="state", remat=remat, microbatches=4)
+            results.append(exact.train(case)[0])
+    assert max(exact.differences(*results).values()) <= 1e-12
 
 
 @pytest.mark.first(1)

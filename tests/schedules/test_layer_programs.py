@@ -196,19 +196,6 @@ def test_dry_run_counts_the_live_bytes(memory: dict[str, Any], accumulate: int, 
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("model", ["shared", "experts", "streams", *slow(["recurrent", "twins", "latent"])])
-def test_microbatches_together_equal_microbatches_in_turn(model: str):
-    """With buffers, which each microbatch reads as the previous one left them, and with shared parameters."""
-    remat = "invert" if model == "streams" else "sqrt"
-    results = []
-    with exact.enable_exact_numerics():
-        for memory in ("layers", "layers_together"):
-            case = ExactnessCase(model=model, memory=memory, placement="state", remat=remat, microbatches=4)
-            results.append(exact.train(case)[0])
-    assert max(exact.differences(*results).values()) <= 1e-12
-
-
-@pytest.mark.pairs
 @pytest.mark.parametrize("gradients", ["pinned_host", "none"])
 def test_microbatches_together_move_a_layer_once(gradients: str):
     """Weights, gradients and state cross the link once per step; only the residuals do for each microbatch."""

@@ -143,3 +143,9 @@ def test_frozen_stack_is_skipped(memory: dict[str, str]):
     state, _ = small.run(small.program(experiment(memory, layers=2, rules=FROZEN_STACK)), 2)
     found = {k: v for k, v in small.arrays(state).items() if not k.startswith("gradient/")}
     small.assert_close(found, plain_run_with_a_frozen_stack(), 1e-5)
+
+
+def test_microbatches_by_layer_need_a_layerwise_schedule():
+    config = small.experiment(small.llama(), memory={"accumulate_by": "layer"}, accumulate=2)
+    with pytest.raises(ValueError, match=r"memory.accumulate_by = layer needs .* given after_backward"):
+        small.program(config)
