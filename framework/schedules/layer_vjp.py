@@ -422,19 +422,20 @@ class LayerPass:
         constants = arguments.constants
 
         def body(
-            sums: tuple[Nested, Nested], micro: tuple[LayerResiduals, Carry, Cotangent, Nested, jax.Array | None]
-        ) -> tuple[tuple[Nested, Nested], tuple[Carry, Cotangent]]:
+            sums: Nested, micro: tuple[LayerResiduals, Carry, Cotangent, Nested, jax.Array | None]
+        ) -> tuple[Nested, tuple[Carry, Cotangent]]:
             residuals, y, ct, batch, rows = micro
             ctx = replace(constants.ctx, batch=batch, rows=rows)
             own_constants = replace(constants, buffers=residuals.buffers, ctx=ctx)
             result = self._backward_one(replace(arguments, constants=own_constants), residuals, y, ct)
-            grads = shard_gradients(result.grads, self.specs, self.mesh)
-            return grad_accumulation.add(sums, (grads, result.shared_grads)), (result.x, result.ct)
+            own_grads = shard_gradients(result.grads, self.specs, self.mesh)
+            grads = {"own": own_grads, "shared": result.shared_grads}
+            return grad_accumulation.add(sums, grads), (result.x, result.ct)
 
-        sums = grad_accumulation.zeros((arguments.params, arguments.shared))
+        zeros = grad_accumulation.zeros({"own": arguments.params, "shared": arguments.shared})
         ctx = constants.ctx
-        (grads, shared_grads), (x, ct) = jax.lax.scan(body, sums, (residuals, y, ct, ctx.batch, ctx.rows))
-        return LayerBackward(x, grads, shared_grads, ct)
+        sums, (x, ct) = jax.lax.scan(body, zeros, (residuals, y, ct, ctx.batch, ctx.rows))
+        return LayerBackward(x, sums["own"], sums["shared"], ct)
 
     def _arguments(self, weights: Weights, index: jax.Array) -> LayerArguments:
         """Return all arguments of the layer at `index` except its input."""

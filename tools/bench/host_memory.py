@@ -237,7 +237,7 @@ def run_confined(shape: Shape, workdir: Path, limit_bytes: int) -> str:
             return "not run"
         process = start(shape, "train", *train, workdir=workdir, group=group)
         # The save of step 2 is there to resume from.
-        while not list((workdir / "checkpoints").glob("*4.writing")):
+        while not list((workdir / "checkpoints").glob("00000004*")):
             if process.poll() is not None:
                 print(Path(f"{workdir}.out").read_text()[-2000:], file=sys.stderr)
                 return f"train: exit {process.returncode} before the second save"
