@@ -170,8 +170,9 @@ def test_without_accumulation_only_rows_grow(settings: Settings, fixed: tuple[st
 
 
 @pytest.mark.usefixtures("hand_costs")
-def test_microbatches_run_together_if_layers_are_updated_at_once():
-    curve = build_curve(small_llama(), "h100", AT_ONCE, 500)
+@pytest.mark.parametrize(("target", "settings"), [("h100", AT_ONCE), ("v5e-1", IN_BACKWARD)])
+def test_microbatches_run_together_if_layers_are_updated_at_once(target: str, settings: Settings):
+    curve = build_curve(small_llama(), target, settings, 500)
     assert [(point.batch, point.accumulate) for point in curve.points[:4]] == [(1, 1), (2, 1), (4, 1), (8, 2)]
     assert "--config.memory.accumulate_by=layer" in curve.points[3].overrides
     assert "accumulate_by" not in curve.points[2].overrides

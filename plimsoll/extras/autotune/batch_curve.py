@@ -144,15 +144,19 @@ class _CurveEstimator:
         return self._cost_model.experiment(self._choice.settings).memory.traits.updates_in_backward
 
     def _list_orders(self, accumulate: int) -> list[str]:
-        """Return the possible values of memory.accumulate_by, the faster one first.
+        """Return the possible values of memory.accumulate_by, the preferred one first.
 
         Args:
             accumulate: number of microbatches.
         """
         memory = self._cost_model.experiment(self._choice.settings).memory
-        if ACCUMULATE_BY in self._fixed or accumulate == 1 or not memory.traits.is_many_programs:
+        traits = memory.traits
+        is_possible = traits.is_many_programs or (traits.needs_stack and self._target.platform == "tpu")
+        if ACCUMULATE_BY in self._fixed or accumulate == 1 or not is_possible:
             return [memory.accumulate_by]
-        return ["layer"] if memory.traits.updates_in_backward else ["layer", "microbatch"]
+        if traits.updates_in_backward or memory.delays_update:
+            return ["layer"]
+        return ["layer", "microbatch"] if traits.is_many_programs else ["microbatch", "layer"]
 
     def _find_fastest(self, space: SearchSpace, batch: int, counts: list[int]) -> Candidate | None:
         """Return the faster of the two fewest numbers of microbatches that fit; None if no number of them does.
