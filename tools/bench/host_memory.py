@@ -203,9 +203,8 @@ def run(shape: Shape, verb: str, *arguments: str, workdir: Path, group: Path | N
     return code, Path(f"{workdir}.out").read_text()
 
 
-@contextmanager
-def limit_memory(limit_bytes: int) -> Iterator[Path | None]:
-    """Create a control group with a memory limit, and remove it at the end; None where that is not allowed."""
+def create_group(limit_bytes: int) -> Path | None:
+    """Create a control group with a memory limit; None where that is not allowed."""
     for root, limit_name in _CGROUPS:
         group = root / f"plimsoll-{os.getpid()}"
         try:
@@ -214,15 +213,24 @@ def limit_memory(limit_bytes: int) -> Iterator[Path | None]:
             continue
         try:
             (group / limit_name).write_text(str(limit_bytes))
-            yield group
-            return
-        except OSError as error:
-            print(f"{group}: {error}", file=sys.stderr)
-        finally:
+        except OSError:
+            group.rmdir()
+            continue
+        return group
+    return None
+
+
+@contextmanager
+def limit_memory(limit_bytes: int) -> Iterator[Path | None]:
+    """Create a control group with a memory limit, or None, and remove it at the end."""
+    group = create_group(limit_bytes)
+    try:
+        yield group
+    finally:
+        if group:
             # Processes that were killed leave their group after a moment.
             time.sleep(1)
             group.rmdir()
-    yield None
 
 
 def run_confined(shape: Shape, workdir: Path, limit_bytes: int) -> str:
