@@ -162,6 +162,9 @@ class TimeReport:
         bound_by: name of the largest part.
         parts: seconds by name of what bounds them.
         basis: a sentence that describes the method of the estimate and its reliability.
+        lanes: for a compiled step on an accelerator: the share of each interval of the step during which the cores
+            ("computation"), the links to other devices ("collectives"), and the link "to host" and "from host" are
+            busy.
     """
 
     seconds: float
@@ -170,6 +173,7 @@ class TimeReport:
     bound_by: str
     parts: dict[str, float]
     basis: str
+    lanes: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -184,3 +184,13 @@ def test_colors_differ_for_all_color_vision_types():
             lab[group] = np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
         for a, b in itertools.combinations(GROUPS, 2):
             assert np.linalg.norm(lab[a] - lab[b]) > 10, (kind, a, b)
+
+
+def test_lanes_are_drawn_if_something_moves_to_or_from_the_host():
+    lanes = {"computation": [1.0, 0.5], "from host": [0.0, 1.0], "to host": [0.25, 0.25]}
+    drawn = page([plan(time=TIME | {"lanes": lanes})])
+    assert "What is busy during a step" in drawn
+    for name, busy in (("computation", "75%"), ("host to device", "50%"), ("device to host", "25%")):
+        assert f"<title>{name}: busy {busy} of the step</title>" in drawn
+    for other in (TIME, TIME | {"lanes": {"computation": [1.0]}}):
+        assert "What is busy during a step" not in page([plan(time=other)])

@@ -16,7 +16,7 @@ from plimsoll.framework.plan.hlo import Module
 from plimsoll.framework.plan.hlo.computations import SourceLine
 from plimsoll.framework.plan.hlo.transfers import collectives
 from plimsoll.framework.plan.step_time import StepCount, TpuRates, count
-from plimsoll.framework.plan.step_time.schedule_simulation import AsyncCollective, InstructionCost, simulate
+from plimsoll.framework.plan.step_time.schedule_simulation import AsyncCollective, InstructionCost, share_busy, simulate
 from plimsoll.framework.plan.step_time.tpu_time import StepProgram
 from plimsoll.framework.plan.step_time.work_categories import AttentionWork, count_attention
 
@@ -208,6 +208,22 @@ def test_transfers_share_the_link():
         "from host": pytest.approx(1000 + 2500),
         "to host": pytest.approx(3 * 500),
     }
+
+
+def test_lanes_are_busy_as_long_as_they_move_and_compute():
+    costs = {"before": InstructionCost(1.0, 0.0), "work": InstructionCost(0.5, 0.0), "sum": InstructionCost(0.25, 10.0)}
+    timeline = simulate(Module(TRANSFERS), costs, received_per_second=100.0, host_per_second=1000.0)
+    seconds = {"computation": 1.0 + 3 * 0.5 + 0.25, "collectives": 0.1, "from host": 8.0, "to host": 3.0}
+    shares = share_busy([timeline.activity], 7)
+    for name, intervals in shares.items():
+        assert sum(intervals) * timeline.seconds / 7 == pytest.approx(seconds[name]), name
+        assert max(intervals) <= 1.0 + 1e-9
+    # The computation begins at once, and the reads fill the link until the last interval.
+    assert shares["computation"][0] == pytest.approx(1.0 / (timeline.seconds / 7))
+    assert shares["from host"][:6] == pytest.approx([1.0] * 6)
+    # A second run of the program repeats the first.
+    twice = share_busy([timeline.activity] * 2, 14)
+    assert twice["to host"] == pytest.approx(shares["to host"] * 2)
 
 
 EXCHANGES = """HloModule step, is_scheduled=true

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from plimsoll.framework.plan.compilation import CompiledProgram
@@ -18,12 +18,15 @@ from plimsoll.framework.plan.step_time.device_rates import (
     load_rates,
 )
 from plimsoll.framework.plan.step_time.gpu_time import gpu_time
+from plimsoll.framework.plan.step_time.schedule_simulation import share_busy
 from plimsoll.framework.plan.step_time.time_breakdown import ProgramTime, StepTime
 from plimsoll.framework.plan.step_time.tpu_operations import TpuRates
 from plimsoll.framework.plan.step_time.tpu_time import tpu_time
 from plimsoll.framework.plan.targets import Target
 
 _UNVALIDATED = "not validated by a run"
+# Number of intervals of a step whose activity is reported: as many as a drawing can show.
+_NUM_INTERVALS = 240
 
 
 def estimate_compiled_time(calls: Sequence[CompiledProgram], target: Target, peak_bytes: int) -> StepTime | None:
@@ -54,7 +57,7 @@ def estimate_compiled_time(calls: Sequence[CompiledProgram], target: Target, pea
             times = [tpu_time(Module(compiled.text), tpu_rates) for compiled in programs]
             program_start = PROGRAM_START if measured is None else measured.program_start
             basis = f"the TPU compiler's cycles for each operation of the final program; {_UNVALIDATED}"
-            return _sum_times(times, runs, program_start, basis)
+            return _sum_times(times, runs, program_start, basis, _share_lanes(calls, programs, times))
         rates = load_rates(spec, cores=0)
         if rates is None:
             return None
@@ -66,7 +69,7 @@ def estimate_compiled_time(calls: Sequence[CompiledProgram], target: Target, pea
     else:
         reached = f"{get_product_efficiency(spec):.0%} of peak FLOP/s and {MEMORY_EFFICIENCY:.0%} of peak bandwidth"
         basis = f"roofline of the program's kernels, at {reached}; {_UNVALIDATED}"
-    return _sum_times(times, runs, rates.program_start, basis)
+    return _sum_times(times, runs, rates.program_start, basis, _share_lanes(calls, programs, times))
 
 
 def _on_cpu(programs: Sequence[CompiledProgram], runs: Sequence[int], target: Target, peak_bytes: int) -> StepTime:
@@ -100,7 +103,27 @@ def _on_cpu(programs: Sequence[CompiledProgram], runs: Sequence[int], target: Ta
     )
 
 
-def _sum_times(times: Sequence[ProgramTime], runs: Sequence[int], program_start: float, basis: str) -> StepTime:
+def _share_lanes(
+    calls: Sequence[CompiledProgram], programs: Sequence[CompiledProgram], times: Sequence[ProgramTime]
+) -> dict[str, list[float]]:
+    """Return `TimeReport.lanes` of a step.
+
+    Args:
+        calls: programs of the step in order, one entry per run.
+        programs, times: the different programs among them, and their times.
+    """
+    activity_by_id = {id(program): time.activity for program, time in zip(programs, times, strict=True)}
+    shares = share_busy([activity_by_id[id(call)] for call in calls], _NUM_INTERVALS)
+    return {name: [round(share, 3) for share in intervals] for name, intervals in shares.items()}
+
+
+def _sum_times(
+    times: Sequence[ProgramTime],
+    runs: Sequence[int],
+    program_start: float,
+    basis: str,
+    lanes: Mapping[str, Sequence[float]],
+) -> StepTime:
     """Add up the times of a step's programs on an accelerator.
 
     Args:
@@ -108,6 +131,7 @@ def _sum_times(times: Sequence[ProgramTime], runs: Sequence[int], program_start:
         runs: number of runs of each program.
         program_start: seconds that Python needs to start a program.
         basis: sentence that describes the estimate.
+        lanes: see `TimeReport`.
     """
     programs = list(zip(times, runs, strict=True))
     products = sum(count * program.products for program, count in programs)
@@ -125,4 +149,5 @@ def _sum_times(times: Sequence[ProgramTime], runs: Sequence[int], program_start:
         # Python starts programs while the device is still running earlier ones.
         python=max(0.0, starts * program_start - device_seconds - host_waits),
         basis=basis,
+        lanes=lanes,
     )

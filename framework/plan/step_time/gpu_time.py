@@ -204,6 +204,7 @@ def gpu_time(module: Module, spec: AcceleratorSpec, rates: DeviceRates) -> Progr
         others=timeline.compute - products,
         links=timeline.collectives + timeline.collective_waits,
         host_waits=timeline.waits,
+        activity=timeline.activity,
     )
 
 

@@ -9,7 +9,8 @@ take the time of their bytes and delay transfers on that last lane.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,6 +27,10 @@ class InstructionCost:
     received: float
 
 
+# What is busy: the cores, the links to other chips in synchronous collectives, or the link to the host in a direction.
+COMPUTATION = "computation"
+COLLECTIVES = "collectives"
+Span = tuple[float, float]  # seconds from the start of a program: the begin and the end of a busy period
 Lane = Direction | Literal["from chips"]
 _LANES: tuple[Lane, ...] = (*DIRECTIONS, "from chips")
 
@@ -66,6 +71,44 @@ class AsyncCollective:
     num_bytes: float
 
 
+@dataclass(frozen=True)
+class Activity:
+    """When the cores and the links of a device are busy in a program.
+
+    Attributes:
+        seconds: duration of the program.
+        spans: busy periods in order, by `COMPUTATION`, `COLLECTIVES` or direction of host transfers.
+    """
+
+    seconds: float
+    spans: Mapping[str, Sequence[Span]]
+
+
+def share_busy(programs: Sequence[Activity], num_intervals: int) -> dict[str, list[float]]:
+    """Return the share of each interval during which something is busy, by name as in `Activity.spans`.
+
+    Args:
+        programs: programs that run one after the other.
+        num_intervals: number of intervals of equal length into which their time is divided.
+    """
+    seconds = sum(program.seconds for program in programs)
+    names = dict.fromkeys(name for program in programs for name in program.spans)
+    shares = {name: [0.0] * num_intervals for name in names}
+    if not seconds:
+        return shares
+    started = 0.0
+    for program in programs:
+        for name, spans in program.spans.items():
+            for begin, end in spans:
+                # In intervals, from the start of the first program.
+                first = (started + begin) / seconds * num_intervals
+                last = (started + end) / seconds * num_intervals
+                for interval in range(int(first), min(math.ceil(last), num_intervals)):
+                    shares[name][interval] += min(last, interval + 1) - max(first, interval)
+        started += program.seconds
+    return shares
+
+
 @dataclass
 class Timeline:
     """Seconds of a step, or of a program.
@@ -80,6 +123,7 @@ class Timeline:
         exposed: seconds of waiting during which the link of that direction was busy.
         hidden_without_contention: bytes that compute between start and end would hide if each transfer had the link to
             itself.
+        spans: see `Activity`; only of a single program.
     """
 
     compute: float = 0.0
@@ -90,6 +134,12 @@ class Timeline:
     transfers: dict[Direction, int] = field(default_factory=lambda: dict.fromkeys(DIRECTIONS, 0))
     exposed: dict[Direction, float] = field(default_factory=lambda: dict.fromkeys(DIRECTIONS, 0.0))
     hidden_without_contention: dict[Direction, float] = field(default_factory=lambda: dict.fromkeys(DIRECTIONS, 0.0))
+    spans: dict[str, list[Span]] = field(default_factory=dict)
+
+    @property
+    def activity(self) -> Activity:
+        """When the cores and the links are busy."""
+        return Activity(self.seconds, self.spans)
 
     @property
     def seconds(self) -> float:
@@ -230,7 +280,9 @@ class _Simulator:
         # An asynchronous collective in progress pauses while this one uses the links.
         if self._free_at["from chips"] > self._now:
             self._free_at["from chips"] += received
+        self._note(COMPUTATION, self._now, self._now + cost.seconds)
         self._now += cost.seconds + received
+        self._note(COLLECTIVES, self._now - received, self._now)
 
     def _start(self, start: _Start) -> None:
         begin = max(self._now, self._free_at[start.lane])
@@ -238,6 +290,7 @@ class _Simulator:
         self._free_at[start.lane] = end
         self._in_flight[start.name] = _InFlight(start, end, self._busy_seconds)
         if start.lane != "from chips":
+            self._note(start.lane, begin, end)
             self.timeline.moved[start.lane] += start.num_bytes
             self.timeline.transfers[start.lane] += 1
 
@@ -255,6 +308,15 @@ class _Simulator:
         worked_meanwhile = self._busy_seconds - transfer.worked_before
         hidden = min(transfer.start.num_bytes, worked_meanwhile * self._speeds[lane])
         self.timeline.hidden_without_contention[lane] += hidden
+
+    def _note(self, name: str, begin: float, end: float) -> None:
+        """Add a busy period; one that continues the last one extends it."""
+        if end <= begin:
+            return
+        spans = self.timeline.spans.setdefault(name, [])
+        if spans and begin <= spans[-1][1]:
+            begin, _ = spans.pop()
+        spans.append((begin, end))
 
     @property
     def _busy_seconds(self) -> float:

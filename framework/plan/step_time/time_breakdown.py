@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from plimsoll.framework.plan.hlo.module import Module
 from plimsoll.framework.plan.plan_report import TimeReport
+from plimsoll.framework.plan.step_time.schedule_simulation import Activity
 
 # User-facing names of what bounds a step. Everything that the cores do besides matrix products is named after its usual
 # bound, memory.
@@ -29,6 +30,7 @@ class StepTime:
         host_link: waiting for host memory.
         python: waiting for Python to start the next program.
         basis: a sentence that describes the method of the estimate and its reliability.
+        lanes: see `TimeReport`.
     """
 
     matrix_units: float
@@ -37,6 +39,7 @@ class StepTime:
     host_link: float
     python: float
     basis: str
+    lanes: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def parts(self) -> Mapping[str, float]:
@@ -63,6 +66,8 @@ class StepTime:
             links=earlier.links + self.links,
             host_link=earlier.host_link + self.host_link,
             python=earlier.python + self.python,
+            # They show the step alone.
+            lanes={},
         )
 
     def report(self, *, tokens: int | None, model_flops: float | None, peak_flops: float | None) -> TimeReport:
@@ -83,6 +88,7 @@ class StepTime:
             bound_by=self.bound_by,
             parts=dict(self.parts),
             basis=self.basis,
+            lanes={name: list(shares) for name, shares in self.lanes.items()},
         )
 
 
@@ -103,9 +109,11 @@ class ProgramTime:
         others: seconds of everything else that the cores do.
         links: seconds of collectives that compute does not hide.
         host_waits: seconds of waiting for host transfers that the program itself does not hide.
+        activity: when its cores and links are busy.
     """
 
     products: float
     others: float
     links: float
     host_waits: float
+    activity: Activity

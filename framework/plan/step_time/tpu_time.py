@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 
 from plimsoll.framework.plan.hlo.module import Module
 from plimsoll.framework.plan.hlo.transfers import Collective, collectives
-from plimsoll.framework.plan.step_time.schedule_simulation import AsyncCollective, InstructionCost, Timeline, simulate
+from plimsoll.framework.plan.step_time.schedule_simulation import (
+    Activity,
+    AsyncCollective,
+    InstructionCost,
+    Timeline,
+    simulate,
+)
 from plimsoll.framework.plan.step_time.time_breakdown import ProgramTime, StepProgram
 from plimsoll.framework.plan.step_time.tpu_operations import TpuOperation, TpuRates, iter_operations
 from plimsoll.framework.plan.step_time.work_categories import PRODUCT_CATEGORIES
@@ -28,6 +34,7 @@ class StepCount:
             overlap only with the operations between their start and their end, at the speed of all links.
         not_hidden_at_two_links: the same seconds at the speed of two links.
         unknown_loops: number of loops that count once because their trip count is not known from the text.
+        activities: when cores and links are busy in one run of each program, with the fastest collectives.
     """
 
     rates: TpuRates
@@ -38,6 +45,7 @@ class StepCount:
     not_hidden_at_all_links: float
     not_hidden_at_two_links: float
     unknown_loops: int
+    activities: list[Activity]
 
     @property
     def low(self) -> float:
@@ -81,6 +89,7 @@ def count(parts: Sequence[StepProgram], rates: TpuRates) -> StepCount:
     all_collectives: list[Collective] = []
     timelines = (Timeline(), Timeline())
     not_hidden = [0.0, 0.0]
+    activities = []
     for part in parts:
         module = part.module
         runs = part.runs
@@ -103,6 +112,8 @@ def count(parts: Sequence[StepProgram], rates: TpuRates) -> StepCount:
             # Without spans, asynchronous collectives cost nothing.
             timeline = simulate(module, costs, received_per_second=speed, host_per_second=rates.pcie)
             timelines[index].add(timeline, runs)
+            if index == 0:
+                activities.append(timeline.activity)
             with_spans = simulate(module, costs, spans, received_per_second=speed, host_per_second=rates.pcie)
             not_hidden[index] += runs * max(0.0, with_spans.seconds - timeline.seconds)
         for operation in program_operations:
@@ -125,6 +136,7 @@ def count(parts: Sequence[StepProgram], rates: TpuRates) -> StepCount:
         not_hidden_at_all_links=not_hidden[0],
         not_hidden_at_two_links=not_hidden[1],
         unknown_loops=unknown_loops,
+        activities=activities,
     )
 
 
@@ -155,4 +167,5 @@ def tpu_time(module: Module, rates: TpuRates) -> ProgramTime:
         others=fast.compute - products,
         links=(fast_links + slow_links) / 2,
         host_waits=(fast.waits + slow.waits) / 2,
+        activity=step_count.activities[0],
     )

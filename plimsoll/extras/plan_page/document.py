@@ -9,6 +9,7 @@ from plimsoll.extras.plan_page import (
     chart,
     chart_figures,
     commands,
+    lanes,
     memory_tables,
     slider,
     step_time,
@@ -84,6 +85,7 @@ def _make_shared_sections(
         sections.append(("Memory of one device at the peak", bars.draw_device_bars(names, plans)))
     sections += [
         ("Step time", planned.step_time()),
+        ("What is busy during a step", lanes.render_section(plans[0].time) if len(plans) == 1 else ""),
         ("Larger batches", throughput.render_section(curves)),
         ("Host memory of one process", bars.draw_host_bars(names, plans)),
         ("Peak of one device in each phase", bars.draw_phase_bars(names, plans)),
