@@ -153,13 +153,8 @@ class HostMemoryModel:
         if self.window_bytes is not None:
             writing = min(writing, self.window_bytes)
         split_stages = {part.stage for part in self._parts.parts}
-        joined = 0
-        # The optimizer's state is freed before.
-        kept = self._layout.bytes_per_device("optimizer", "pinned_host") if split_stages else 0
         for leaf in self._layout:
             is_split = leaf.path.split("/")[1] in split_stages
-            if is_split and leaf.group in ("parameter", "frozen", "ema", "buffer"):
-                joined += leaf.bytes_per_device
             # A device's layers are read into host memory as whole stacks, unless they were written in chunks: through a
             # window, or from a GPU.
             is_chunked = self.window_bytes is not None or self._platform == "gpu"
@@ -169,7 +164,7 @@ class HostMemoryModel:
         return {
             "restore": PhaseReport(self._device_bytes, host + passing // count),
             "save": PhaseReport(self._device_bytes, host + writing // count),
-            "end": PhaseReport(self._device_bytes, max(host - kept + joined, 0)),
+            "end": PhaseReport(self._device_bytes, max(host + count_joined_bytes(self._layout, self._parts), 0)),
         }
 
     def report(self, peaks: Mapping[str, PhaseReport]) -> HostReport:
@@ -210,6 +205,10 @@ class HostMemoryModel:
         if self._host.system_bytes:
             for parts in phases.values():
                 parts[SYSTEM] = self._host.system_bytes // self._host.num_processes
+        end = phases.get("end", {})
+        if not HostReport(self._host.limit_bytes, self._host.num_processes, {"end": end}).fits:
+            # Without room for the joined layers, no sample is drawn.
+            end.pop(_OTHER["end"], None)
         ordered = sorted(phases, key=lambda name: _ORDER.index(name) if name in _ORDER else _ORDER.index("restore"))
         phases = {name: {part: size for part, size in phases[name].items() if size} for name in ordered}
         return HostReport(self._host.limit_bytes, self._host.num_processes, phases)
@@ -252,6 +251,26 @@ class HostMemoryModel:
         # One batch is in use, and one is being prepared.
         num_batches = getattr(data, "prefetch", 2) + 2
         return num_batches * batch_bytes // self._num_processes
+
+
+def count_joined_bytes(layout: StateLayout, parts: StackParts) -> int:
+    """Return by how many bytes the host memory of a device's arrays grows when separate layers are joined to sample.
+
+    Negative if the offloaded optimizer state, which is freed before, is larger.
+
+    Args:
+        layout: layout of the running state.
+        parts: how the stacks are stored.
+    """
+    split_stages = {part.stage for part in parts.parts}
+    if not split_stages:
+        return 0
+    joined = 0
+    for leaf in layout:
+        is_split = leaf.path.split("/")[1] in split_stages
+        if is_split and leaf.group in ("parameter", "frozen", "ema", "buffer"):
+            joined += leaf.bytes_per_device
+    return joined - layout.bytes_per_device("optimizer", "pinned_host")
 
 
 def build_host_model(experiment: Experiment, layout: StateLayout, target: Target) -> HostMemoryModel:

@@ -23,7 +23,7 @@ from plimsoll.framework.devices.allocator import (
     release_freed_memory,
     return_freed_blocks,
 )
-from plimsoll.framework.devices.host import rss_bytes
+from plimsoll.framework.devices.host import get_free_memory_bytes, rss_bytes
 from plimsoll.framework.files.workdir import Workdir, write_json
 from plimsoll.framework.layers.experts.router import Router
 from plimsoll.framework.layout import TrainState
@@ -32,7 +32,7 @@ from plimsoll.framework.metrics.memory import ResidentMemory, memory_in_use
 from plimsoll.framework.metrics.plot import plot_experts, plot_losses, plot_objective
 from plimsoll.framework.metrics.writers import check_installed, import_writers
 from plimsoll.framework.models.causal_lm import CausalLM
-from plimsoll.framework.plan.host_memory import explain_host_refusal
+from plimsoll.framework.plan.host_memory import count_joined_bytes, explain_host_refusal
 from plimsoll.framework.plan.memory_budget import (
     MemoryNeed,
     check_pinned_memory,
@@ -310,6 +310,13 @@ def _train_steps(
         run.progress.print(run.goodput.line())
 
 
+def _has_room_to_sample(program: Program) -> bool:
+    """Return whether the hosts of all processes have room to join layers that are stored separately. Collective."""
+    joined_bytes = len(program.mesh.local_devices) * count_joined_bytes(program.layout, program.backend.parts)
+    free_bytes = get_free_memory_bytes() // distributed.count_processes_here()
+    return distributed.is_true_on_all(joined_bytes <= free_bytes)
+
+
 def _finish(run: Run, spec: str) -> None:
     """Sample from the trained model, draw the pictures, and print the lines that end a run.
 
@@ -321,12 +328,18 @@ def _finish(run: Run, spec: str) -> None:
     path = run.workdir.path
     # Not one of the phases of training any more; `ResidentMemory` records it as "end".
     run.goodput.enter("start")
-    with phase("drawing a sample", patience=1.0):
-        run.state = program.backend.join_stacks(run.state)
-        text = sample_text(program, run.state)
-        images = sample_images(program, run.state)
-        table = held_out_answers.answer_table(program, run.state)
-        run.state = TrainState()
+    text = None
+    images = None
+    table: held_out_answers.AnswerTable = []
+    if _has_room_to_sample(program):
+        with phase("drawing a sample", patience=1.0):
+            run.state = program.backend.join_stacks(run.state)
+            text = sample_text(program, run.state)
+            images = sample_images(program, run.state)
+            table = held_out_answers.answer_table(program, run.state)
+    else:
+        run.progress.print("no sample is drawn: host memory has no room to join the layers; use plimsoll generate")
+    run.state = TrainState()
     if distributed.is_primary():
         metrics = run.workdir.metrics
         model = experiment.model

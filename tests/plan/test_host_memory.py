@@ -18,6 +18,7 @@ from plimsoll.framework.plan import host_memory, memory_budget
 from plimsoll.framework.plan.host_memory import Host, HostMemoryModel
 from plimsoll.framework.plan.plan_report import HostReport, PhaseReport
 from plimsoll.framework.program.program import Program
+from plimsoll.framework.run import train as run_train
 from plimsoll.launch import cli
 from tests.support import runs, small
 
@@ -183,6 +184,23 @@ def test_a_save_that_has_no_room_goes_through_a_window(program: Program, monkeyp
     monkeypatch.setattr(program.experiment.checkpoint, "window_gib", 2**-20)
     assert build_model(program, room).window_bytes == 1024
     assert predict(program, room).phases["save"]["writing the checkpoint"] == 1024
+
+
+def test_without_room_to_join_the_layers_no_sample_is_drawn(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = small.program(small.experiment(small.llama(), memory={"update": "layer_programs", "remat": "full"}))
+    end = predict(layers, limit=64 * GIB).phases["end"]
+    weights = sum(leaf.bytes_per_device for leaf in layers.layout if leaf.path.startswith("parameter/stack"))
+    assert end["joining layers"] == 8 * weights > 0
+    left = predict(layers, limit=sum(end.values()) - 1).phases["end"]
+    assert left == {part: size for part, size in end.items() if part != "joining layers"}
+    runs.write_text(tmp_path / "text")
+    monkeypatch.setattr(run_train, "get_free_memory_bytes", lambda: 0)
+    flags = ("--config.memory.update=layer_programs", "--config.memory.remat=full", "--config.trainer.max_steps=1")
+    assert runs.train(tmp_path / "run", *flags) == 0
+    output = capsys.readouterr()
+    assert "no sample is drawn: host memory has no room to join the layers" in output.out + output.err
 
 
 def test_processes_of_one_machine_share_its_memory(program: Program) -> None:
