@@ -220,8 +220,9 @@ class StagePass:
         """Run a stage outside the stacks."""
         weights = self.fetch_weights(name, carry)
         if self.num_microbatches > 1:
-            is_last = name == list(self.model.stages)[-1]
-            return (self._run_last_each if is_last else self._forward_each)(name, weights, carry)
+            if name == list(self.model.stages)[-1]:
+                return self._run_last_each(name, weights, carry)
+            return self._forward_each(name, weights, carry)
         run = partial(self._run, name, weights.frozen, self.ctx, self.buffers.get(name, {}))
         y, pull, out = jax.vjp(run, weights.trainable, carry, has_aux=True)
         return StageForward(y, out, pull)
