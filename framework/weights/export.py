@@ -246,9 +246,9 @@ def _get_layer(model: CausalLM, flat_params: dict[str, jax.Array], path: str, in
     return np.asarray(merged[name].astype(model.param_dtype))
 
 
-def _fetch_part(x: jax.Array, indices: tuple[int, ...]) -> jax.Array:
+def _fetch_part(x: jax.Array | np.ndarray, indices: tuple[int, ...]) -> jax.Array | np.ndarray:
     """Return x[indices], or all of x without indices, as an operand of computation on the device."""
-    if x.sharding.memory_kind == "pinned_host":
+    if isinstance(x, jax.Array) and x.sharding.memory_kind == "pinned_host":
         if next(iter(x.devices())).platform != "tpu":
             # A view of the array is copied: XLA's GPU compiler cannot slice host memory.
             return jnp.asarray(np.asarray(x)[indices])
