@@ -397,8 +397,7 @@ class LayerPass:
         def body(buffers: Nested, micro: tuple[Carry, Nested, jax.Array | None]) -> tuple[Nested, LayerForward]:
             x, batch, rows = micro
             ctx = replace(constants.ctx, batch=batch, rows=rows)
-            # Behind the barrier, the weights are values of this loop's body: a pull-back that holds them can be told
-            # apart from one that holds something else.
+            # `PullBack.split` finds the weights by identity. The barrier makes them values of this loop's body.
             weights = (arguments.params, arguments.shared, constants.frozen, constants.frozen_shared)
             (params, shared, frozen, frozen_shared), x = jax.lax.optimization_barrier((weights, x))
             result = run(LayerArguments(params, shared, LayerConstants(frozen, frozen_shared, buffers, ctx)), x)

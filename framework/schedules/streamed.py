@@ -325,7 +325,7 @@ class _GradientAccumulation:
         if index is not None:
             return grad, write_layer(buffer, store_leaf(spec, grad), index)
         shard_shape = self.layout.sharding(spec).shard_shape(spec.shape)
-        # XLA for TPU stores a narrow table with its rows as the minor axis, of which it cannot write a part.
+        # XLA for TPU makes the rows of a narrow table the minor axis, and cannot write a part of that axis.
         is_narrow = bool(shard_shape[-1] % 128)
         has_halves = shard_shape[0] >= max(2, spec.shape[0]) and not is_narrow
         if not spec.is_offloaded or not has_halves:
