@@ -179,10 +179,10 @@ def test_exported_weights_equal_the_trained_ones(folder: Path, kind, memory, cap
     ours, back = logits(f"--workdir={workdir}"), logits(f"--hf={to}")
     assert np.abs(ours - back).max() <= 1e-4 * np.abs(ours).max()
     assert np.abs(logits(f"--hf={folder / 'model'}") - ours).max() > 1e-2 * np.abs(ours).max()
-    hosted = folder / f"{kind}-hosted"
-    assert export.main([f"--workdir={workdir}", f"--to={hosted}", "--host_weights"]) == 0
-    tensors, hosted_tensors = (load_file(place / "model.safetensors") for place in (to, hosted))
-    small.assert_same_bits(hosted_tensors, tensors)
+    again = folder / f"{kind}-from-host-memory"
+    assert export.main([f"--workdir={workdir}", f"--to={again}", "--host_weights"]) == 0
+    expected, found = (load_file(place / "model.safetensors") for place in (to, again))
+    small.assert_same_bits(found, expected)
     assert export.main([f"--workdir={workdir}", f"--to={to}"]) == 2
     assert "already exists" in capsys.readouterr().err
     adapter = folder / f"{kind}-adapter"

@@ -92,7 +92,7 @@ def test_container_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said:
     ],
     ids=["version 2", "version 1"],
 )
-def test_memory_of_a_job(
+def test_limits_of_outer_control_groups_count(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, groups: str, folder: str, names: tuple[str, str, str]
 ) -> None:
     """SLURM and systemd limit a group around that of the process, below the root that the process sees."""

@@ -78,14 +78,14 @@ def test_offloaded_state_is_transferred_once_each_way(prefetch, fetched_layers):
 @pytest.mark.parametrize("schedule", ["streamed", "in_backward"])
 def test_microbatches_by_layer_move_a_layer_once(schedule):
     """Weights, gradients and state cross the link once per step, however many microbatches there are."""
-    hosted = {**SCHEDULES[schedule], "memory.parameters": "pinned_host", "data.global_batch_size": 4 * CHIPS}
+    fields = {**SCHEDULES[schedule], "memory.parameters": "pinned_host", "data.global_batch_size": 4 * CHIPS}
     moved = {}
     # With one microbatch, gradients have the weights' dtype.
     for count in (2, 4):
-        moved[count] = count_moved(module(**hosted, **{"learner.accumulate": count, "memory.accumulate_by": "layer"}))
+        moved[count] = count_moved(module(**fields, **{"learner.accumulate": count, "memory.accumulate_by": "layer"}))
     assert moved[2] == moved[4]
     if schedule == "streamed":
-        in_turn = count_moved(module(**hosted, **{"learner.accumulate": 4}))
+        in_turn = count_moved(module(**fields, **{"learner.accumulate": 4}))
         assert in_turn.total() > 1.5 * moved[4].total()
 
 
