@@ -26,6 +26,12 @@ _FILES = re.compile(r"dump|_dir$|_dir_|_file|_path$|_from$|_to$|_cache_|extra_(f
 # With more, those of a layer program run together, in both directions, and at the same time as its computation.
 _GPU_OPTIONS = {"xla_gpu_experimental_parallel_async_compute_limit": 64}
 
+# Without these, XLA for TPU fetches a layer's state only when the transfers of the last layer have ended, and waits.
+_TPU_PREFETCH_OPTIONS = {
+    "xla_tpu_enable_all_experimental_scheduler_features": True,
+    "xla_lhs_prioritize_async_depth_over_stall": "ENABLED",
+}
+
 
 @component
 class Compiler:
@@ -34,8 +40,8 @@ class Compiler:
     Args:
         options: compiler options by name, as in XLA_FLAGS and LIBTPU_INIT_ARGS without dashes:
             {"xla_tpu_scoped_vmem_limit_kib": 65536}. They take precedence over the defaults for the kind of device in
-            framework/devices/accelerators.toml and for all GPUs here, and so do XLA_FLAGS and LIBTPU_INIT_ARGS.
-        use_accelerator_options: whether to use those defaults for the kind of device at all.
+            framework/devices/accelerators.toml and for GPUs and TPUs here, and so do XLA_FLAGS and LIBTPU_INIT_ARGS.
+        use_accelerator_options: whether to use those defaults at all.
     """
 
     def __init__(
@@ -47,8 +53,14 @@ class Compiler:
         self.options = _convert_options(options)
         self.use_accelerator_options = use_accelerator_options
 
-    def options_for(self, mesh: Mesh) -> dict[str, bool | str]:
-        """Return all options for programs on the devices of a mesh."""
+    def options_for(self, mesh: Mesh, *, prefetches_state: bool = False) -> dict[str, bool | str]:
+        """Return all options for programs on the devices of a mesh.
+
+        Args:
+            mesh: the devices.
+            prefetches_state: whether a step has to hide transfers of optimizer state behind the backward pass, at the
+                cost of some memory.
+        """
         from plimsoll.framework.devices.accelerators import spec_for
 
         usual: dict[str, bool | int | str] = {}
@@ -57,6 +69,8 @@ class Compiler:
             usual = dict(spec.compiler_options)
             if spec.platform == "gpu":
                 usual |= _GPU_OPTIONS
+            if spec.platform == "tpu" and prefetches_state:
+                usual |= _TPU_PREFETCH_OPTIONS
         variables = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
         environment = " ".join(os.environ.get(name, "") for name in variables)
         names_in_environment = set(re.findall(r"--(\w+)", environment))

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 import jax
 
 from plimsoll.framework.layout.trees import Nested
 
-Group = Literal["parameter", "frozen", "buffer", "optimizer", "ema", "counter", "gradient", "pending"]
-# In the order in which reports list the groups.
-GROUPS: tuple[Group, ...] = ("parameter", "frozen", "buffer", "optimizer", "ema", "counter", "gradient", "pending")
+SavedGroup = Literal["parameter", "frozen", "buffer", "optimizer", "ema", "counter"]
+UnsavedGroup = Literal["gradient", "pending", "spare", "spare_ema"]
+Group = SavedGroup | UnsavedGroup
 # Groups that checkpoints do not hold; they start as zeros.
-UNSAVED_GROUPS: tuple[Group, ...] = ("gradient", "pending")
+UNSAVED_GROUPS: tuple[UnsavedGroup, ...] = ("gradient", "pending", "spare", "spare_ema")
+# In the order in which reports list the groups.
+GROUPS: tuple[Group, ...] = ("parameter", "frozen", "buffer", "optimizer", "ema", "counter", *UNSAVED_GROUPS)
 
 
 @jax.tree_util.register_dataclass
@@ -44,6 +46,9 @@ class TrainState:
         parameter: trainable parameters, in the dtype that the model gives them. Stored where memory.parameters says.
         pending: scalars of an update that the next step applies to the stacks with the gradients in `gradient`; see
             `framework.schedules.delayed_update`. Empty without delayed updates, and not in checkpoints.
+        spare: a second copy of the offloaded leaves of `optimizer`, by the same paths, which the next step writes; see
+            `framework.schedules.speculative_update`. Empty without speculative updates, and not in checkpoints.
+        spare_ema: the same for `ema`.
     """
 
     buffer: Nested = field(default_factory=dict)
@@ -54,6 +59,8 @@ class TrainState:
     optimizer: Nested = field(default_factory=dict)
     parameter: Nested = field(default_factory=dict)
     pending: Nested = field(default_factory=dict)
+    spare: Nested = field(default_factory=dict)
+    spare_ema: Nested = field(default_factory=dict)
 
     def __getitem__(self, group: str) -> Nested:
         """Return a group by its name, for code where the name is a variable."""
@@ -67,3 +74,7 @@ class TrainState:
     def select(self, groups: Collection[str]) -> TrainState:
         """Return a state with only these groups."""
         return TrainState(**{group: self[group] for group in groups})
+
+    def without_unsaved(self) -> TrainState:
+        """Return the state without the groups that checkpoints do not hold."""
+        return replace(self, **{group: {} for group in UNSAVED_GROUPS})

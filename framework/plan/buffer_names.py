@@ -19,6 +19,7 @@ from plimsoll.framework.plan.hlo import Instruction, Module, arrays
 # Maps the layout's groups to the report's groups (`plan_report.BREAKDOWN_KEYS`).
 REPORT_GROUPS = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers", "optimizer": "optimizer_state"}
 REPORT_GROUPS |= {"ema": "ema", "gradient": "gradients", "counter": "other", "pending": "other"}
+REPORT_GROUPS |= {"spare": "optimizer_state", "spare_ema": "ema"}
 _MOVES = {"copy", "copy-start", "copy-done", "bitcast", "transpose", "reshape", "bitcast-convert", "convert", "slice"}
 _MOVES |= {"dynamic-slice", "all-gather", "all-gather-start", "all-gather-done", "slice-start", "slice-done"}
 # A fusion that only moves an array may also contain these, which compute the indices.

@@ -218,14 +218,20 @@ def _count_backward_bytes(backward_pass: _TracedBackward, offloaded_activations:
         # The CPU compiler copies the optimizer state before it updates it.
         most["activations"] += layout.bytes_per_device("optimizer", "device")
     memory = split_experiment.experiment.memory
-    if memory.delays_update:
-        # At the end of the forward pass, one layer's state leaves, and that of the next has arrived.
+    if memory.delays_update or memory.speculates:
+        # One layer's state leaves, and that of the next has arrived; before the forward pass also its gradients.
+        moved_groups = ("optimizer", "ema", "gradient") if memory.delays_update else ("optimizer", "ema")
         staged_sizes: Counter[str] = Counter()
         for leaf in layout:
             stage = _stage(leaf)
-            if leaf.spec.is_offloaded and stage in split_experiment.stacks:
+            if leaf.group in moved_groups and leaf.spec.is_offloaded and stage in split_experiment.stacks:
                 staged_sizes[stage] += leaf.bytes_per_device // split_experiment.stacks[stage].num_repeats
         most["optimizer_state"] += 2 * max(staged_sizes.values(), default=0)
+    if memory.speculates and not any("/master/" in leaf.path for leaf in layout):
+        # An update that has to be repeated reads the old weights.
+        for leaf in layout:
+            if leaf.group == "parameter" and _stage(leaf) in layout.specs.spare:
+                most["parameters"] += leaf.bytes_per_device
     traits = memory.traits
     if traits.updates_in_backward and not traits.is_many_programs:
         # A layer's gradients stay alive until the whole layer is updated; so do the sums of its microbatches.

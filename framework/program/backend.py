@@ -68,7 +68,9 @@ class StepBackend(ABC):
         self.rows = rows
         self.ahead = ahead
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
-        self.compiler_options = experiment.compiler.options_for(self.mesh)
+        self.compiler_options = experiment.compiler.options_for(
+            self.mesh, prefetches_state=experiment.memory.speculates
+        )
         jit_options = self.compiler_options or None
         self.jit: Any = functools.partial(jax.jit, compiler_options=jit_options)
         self.initializer = StateInitializer(
@@ -109,9 +111,8 @@ class StepBackend(ABC):
         result_specs = self.layout.specs.select(("parameter", "frozen", "optimizer", "ema"))
         run = self.jit(self.initializer.calibrate, out_shardings=self.layout.shardings(result_specs), donate_argnums=0)
         calibrated = run(weights, state.counter, state.buffer, batch)
-        return replace(
-            calibrated, counter=state.counter, buffer=state.buffer, gradient=state.gradient, pending=state.pending
-        )
+        kept = {group: state[group] for group in ("counter", "buffer", *UNSAVED_GROUPS)}
+        return replace(calibrated, **kept)
 
     # --- the step and evaluation --------------------------------------------------------------------------------------
 
@@ -173,7 +174,7 @@ class StepBackend(ABC):
             join: whether to join split stacks into whole ones, which are copies in host memory; otherwise their leaves
                 are `SplitArray`s.
         """
-        state = replace(state, gradient={}, pending={})
+        state = state.without_unsaved()
         if not self.parts.parts:
             return state
         return self.parts.join_stacks(state, self.checkpoint_layout, copy=join)
@@ -183,7 +184,7 @@ class StepBackend(ABC):
         """The abstract arrays that a checkpoint is read into; `SplitSpec`s for the leaves of split stacks."""
         if not self.parts.parts:
             return self.checkpoint_layout.abstract(self.checkpoint_layout.checkpoint_specs)
-        state = replace(self.layout.abstract(), gradient={}, pending={})
+        state = self.layout.abstract().without_unsaved()
         return self.parts.join_stacks(state, self.checkpoint_layout, copy=False)
 
     def from_checkpoint(self, stored: TrainState) -> TrainState:
@@ -192,7 +193,7 @@ class StepBackend(ABC):
         specs = self.layout.specs.select(UNSAVED_GROUPS)
         zeros = lambda: jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)  # noqa: E731
         unsaved = jax.jit(zeros, out_shardings=self.layout.shardings(specs))()
-        return replace(state, gradient=unsaved.gradient, pending=unsaved.pending)
+        return replace(state, **{group: unsaved[group] for group in UNSAVED_GROUPS})
 
     def join_stacks(self, state: TrainState) -> TrainState:
         """Return weights, averages and buffers with whole stacks, for generation. The state is deleted."""

@@ -25,6 +25,7 @@ from plimsoll.framework.program.batch_transform import BatchTransform
 from plimsoll.framework.program.options import CheckpointOptions, TrainerOptions
 from plimsoll.framework.schedules.delayed_update import pending_specs
 from plimsoll.framework.schedules.memory import Memory, Placement
+from plimsoll.framework.schedules.speculative_update import select_spare_specs
 from plimsoll.framework.schedules.stack_layout import split_stacks
 
 Part = TypeVar("Part")
@@ -142,6 +143,12 @@ class Experiment:
                 "memory.prefetch = layer, which updates each layer before the next step's forward pass, but a step has "
                 "a forward pass for each microbatch; expected memory.accumulate_by = layer, or memory.prefetch = chunk"
             )
+        if self.memory.speculates and self.learner.accumulate > self.microbatches_per_pass:
+            raise ValueError(
+                f"learner.accumulate = {self.learner.accumulate} with memory.prefetch = speculative, which updates "
+                "each layer in the backward pass, but a step has a backward pass for each microbatch; expected "
+                "memory.accumulate_by = layer, or memory.prefetch = chunk"
+            )
         # The stacks can be split and recomputed as the memory section specifies.
         layer_ranges = split_stacks(self.model, self.memory)
         running_model = self.model.split_into_ranges(layer_ranges)
@@ -244,14 +251,19 @@ class Experiment:
             "grad_norm": TensorSpec((), "float32"),
             "rng": TensorSpec((2,), "uint32"),
         }
+        optimizer = self._place("optimizer_state", learner.optimizer_specs())
+        ema = self._place("optimizer_state", learner.ema_specs())
+        speculates = self.memory.speculates
         return TrainState(
             pending=pending_specs() if self.memory.delays_update else {},
+            spare=select_spare_specs(optimizer, self.model) if speculates else {},
+            spare_ema=select_spare_specs(ema, self.model) if speculates else {},
             gradient=self._place("gradients", gradients),
             parameter=self._place("parameters", learner.specs),
             frozen=self._place("parameters", learner.frozen_specs),
             buffer=self.model.buffer_specs(),
-            optimizer=self._place("optimizer_state", learner.optimizer_specs()),
-            ema=self._place("optimizer_state", learner.ema_specs()),
+            optimizer=optimizer,
+            ema=ema,
             counter=counters | learner.spikes.counter_specs(),
         )
 

@@ -192,6 +192,10 @@ class StateInitializer:
             # Gradients that stay on the device are not part of the state.
             offloaded_params = {path: x for path, x in params.items() if path in groups["gradient"]}
             values_by_group["gradient"] = jax.tree.map(jnp.zeros_like, offloaded_params)
+        for group, source in (("spare", "optimizer"), ("spare_ema", "ema")):
+            if groups[group] and source in values_by_group:
+                offloaded = {path: x for path, x in values_by_group[source].items() if path in groups[group]}
+                values_by_group[group] = jax.tree.map(jnp.zeros_like, offloaded)
         cast_values = {}
         for group, values in values_by_group.items():
             specs = groups[group]

@@ -21,6 +21,7 @@ from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.rows import Batch, BatchRows
 from plimsoll.framework.schedules import after_backward, in_backward, streamed
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker
+from plimsoll.framework.schedules.speculative_update import exchange_spares
 from plimsoll.framework.schedules.stack_layout import split_stacks
 from plimsoll.framework.schedules.step import Metrics, evaluation_context, microbatches
 from plimsoll.framework.terminal.phases import SHORT, phase
@@ -150,7 +151,8 @@ class JitStep(StepBackend):
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """See `StepBackend`."""
-        return self.compiled_step(state, batch)
+        state, metrics = self.compiled_step(state, batch)
+        return exchange_spares(state), metrics
 
     @cached_property
     def _compiled_completion(self) -> jax.stages.Compiled:
@@ -233,8 +235,9 @@ class JitStep(StepBackend):
         step = tracker.calls[0]
         tracker.host_peak = offloaded + step.host_temp
         # Each offloaded leaf is transferred in and out, even if the program's text does not name its memory space
-        # (CPU, GPU).
-        tracker.moved = max(step.moved, 2 * offloaded)
+        # (CPU, GPU). Of two copies, one is transferred in and the other one out.
+        spares = self.layout.bytes_per_device("spare") + self.layout.bytes_per_device("spare_ema")
+        tracker.moved = max(step.moved, 2 * (offloaded - spares))
         return tracker
 
     def dry_run_evaluation(self, compile: Compile) -> MemoryTracker:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -225,7 +224,7 @@ def _copy_to_plain(plain: Program, state: TrainState, parts: StackParts) -> Trai
 
     jitted = jax.jit(copy_state, out_shardings=plain.layout.shardings())
     # The plain program has no gradients in host memory.
-    return jitted(replace(state, gradient={}, pending={}))
+    return jitted(state.without_unsaved())
 
 
 def _differences(ours: TrainState, plain: TrainState, first: TrainState) -> dict[str, jax.Array]:

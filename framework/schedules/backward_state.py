@@ -59,6 +59,7 @@ class BackwardState:
         ok: bool scalar, whether the step counts and all gradients so far were finite.
         optimizer: optimizer state, by stage and group.
         parameter: trainable parameters.
+        spare, spare_ema: second copies of optimizer state and averages in host memory, which an update writes.
         squares: f32 scalar or wider, sum of the squares of the gradients so far.
         staged_layer: within the loop over a stack's layers, the state that is prefetched for the next update, or left
             by the last one.
@@ -71,6 +72,8 @@ class BackwardState:
     ok: jax.Array | None = None
     optimizer: Nested = field(default_factory=dict)
     parameter: Nested = field(default_factory=dict)
+    spare: Nested = field(default_factory=dict)
+    spare_ema: Nested = field(default_factory=dict)
     squares: jax.Array | None = None
     staged_layer: StagedLayer | None = None
     updated: jax.Array | None = None

@@ -137,7 +137,10 @@ class Memory:
             a part of one, once the layer's gradients are ready. "layer": all of a layer's state, while other layers
             compute, which hides the transfers; the state of two layers is on the device. With "in_backward" that is
             during the backward pass. With "streamed", which then needs gradients = "pinned_host", it is during the
-            forward pass of the next step, which updates each layer before it runs.
+            forward pass of the next step, which updates each layer before it runs. "speculative", only with "streamed"
+            and gradients = "pinned_host": during the backward pass, before the norm of all gradients is known. The new
+            state goes to a second copy in host memory; a step that turns out to clip or to be skipped updates the
+            layers once more, from the old copy.
         parameters: where the weights are stored, frozen ones included. With "pinned_host" each layer's weights are
             fetched just before the layer runs. Not with update = "after_backward".
         activations: where the residuals that `remat` selects are stored until the backward pass; under full, these
@@ -163,7 +166,7 @@ class Memory:
         update: ScheduleName = "after_backward",
         gradients: str = "device",
         optimizer_state: str = "device",
-        prefetch: Literal["chunk", "layer"] = "chunk",
+        prefetch: Literal["chunk", "layer", "speculative"] = "chunk",
         parameters: str = "device",
         activations: str = "device",
         accumulate_by: Literal["microbatch", "layer"] = "microbatch",
@@ -191,6 +194,11 @@ class Memory:
     def delays_update(self) -> bool:
         """Return whether the next step updates the layers whose gradients are in host memory."""
         return self.prefetch == "layer" and SCHEDULES[self.update].delays_prefetched
+
+    @property
+    def speculates(self) -> bool:
+        """Return whether layers are updated in the backward pass, before the norm of all gradients is known."""
+        return self.prefetch == "speculative"
 
     @property
     def updates_at_once(self) -> bool:
@@ -232,6 +240,19 @@ def _check(memory: Memory) -> None:
             f"{memory.update}"
         )
     # Only state in host memory needs fetching, and only in_backward can fetch it layer by layer.
+    # The gradients of each layer whose state is in host memory are needed once more if they are clipped.
+    keeps_gradients = memory.gradients.text in (HOST, memory.optimizer_state.text)
+    if memory.speculates and not (
+        traits.can_speculate
+        and memory.optimizer_state.uses_host
+        and keeps_gradients
+        and not memory.parameters.uses_host
+    ):
+        raise ValueError(
+            "memory.prefetch = speculative needs memory.update = streamed, memory.optimizer_state = pinned_host, "
+            "memory.gradients = pinned_host, for as many layers, and memory.parameters = device, given "
+            f"{memory.update}, {memory.optimizer_state.text}, {memory.gradients.text} and {memory.parameters.text}"
+        )
     if memory.prefetch == "layer" and not (traits.can_prefetch_layers and memory.optimizer_state.uses_host):
         raise ValueError(
             "memory.prefetch = layer needs memory.update = in_backward or streamed, and memory.optimizer_state = "

@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, fetch_leaf, flatten, store_leaf
 from plimsoll.framework.learner.decisions import Decision
@@ -49,19 +51,23 @@ class OptimizerPrefetch:
             before it is written.
         gradient_specs: specs of the buffers of gradients, by stage, that are fetched as well; {} if each gradient is on
             the device when its layer is updated.
+        in_halves: whether the second half of a layer's state is fetched when the first half has arrived. The compiler
+            for TPU starts a transfer early only if another one waits for it.
     """
 
     learner: Learner
     layout: StateLayout
     moves_all: bool = False
     gradient_specs: Nested = field(default_factory=dict)
+    in_halves: bool = False
 
     def begin_loop(self, backward_state: BackwardState, stack: str, index: jax.Array) -> BackwardState:
         """Start fetching the state of the first layer to the device."""
+        fetch = self._fetch_in_halves if self.in_halves else _fetch
         groups = {}
         for group, specs in self._list_groups(stack):
             stacks = self._select_stacks(backward_state, group).parts
-            arriving = {part: _fetch(part_specs, stacks[part], index) for part, part_specs in specs.parts.items()}
+            arriving = {part: fetch(part_specs, stacks[part], index) for part, part_specs in specs.parts.items()}
             groups[group.label] = GroupLeaves(**arriving)
         return replace(backward_state, staged_layer=StagedLayer(groups, index))
 
@@ -151,6 +157,37 @@ class OptimizerPrefetch:
         average_stacks, leaving_average = _store_resident(specs.average, average, new.average, arrived.average, index)
         leaving = GroupLeaves(leaving_weights, {}, leaving_entry, leaving_average)
         return LayerUpdate(weight_stacks, entry_stacks, average_stacks), leaving
+
+    def _fetch_in_halves(self, specs: Specs, stacks: Arrays, index: jax.Array) -> Arrays:
+        """Start fetching one layer's leaves to the device, in two parts of about the same size."""
+        arrives_first = _choose_half(specs)
+        first_specs = {path: spec for path, spec in specs.items() if path in arrives_first}
+        last_specs = {path: spec for path, spec in specs.items() if path not in arrives_first}
+        fetched = _fetch(first_specs, stacks, index)
+        if last_specs:
+            fetched |= _fetch(last_specs, stacks, self._wait_for(first_specs, fetched, index))
+        return {path: fetched[path] for path in specs}
+
+    def _wait_for(self, specs: Specs, layer_leaves: Arrays, index: jax.Array) -> jax.Array:
+        """Return the index, but only when the leaves of a layer have arrived.
+
+        A barrier would be removed before the compiler orders transfers. So an element of each leaf takes part in the
+        result, which it cannot change.
+        """
+
+        def read(index: jax.Array, *shards: jax.Array) -> jax.Array:
+            least = index
+            for shard in shards:
+                least = jnp.minimum(least, shard[(0,) * shard.ndim].astype(index.dtype))
+            return jnp.maximum(least, index)
+
+        # Each device reads its own shard. The first axis of a stack's spec is the layer axis.
+        axes = [PartitionSpec(*specs[path].mesh_axes[1:]) for path in layer_leaves]
+        mesh = self.layout.mesh
+        run = jax.shard_map(
+            read, mesh=mesh, in_specs=(PartitionSpec(), *axes), out_specs=PartitionSpec(), check_vma=False
+        )
+        return run(index, *layer_leaves.values())
 
     def _list_groups(self, stack: str) -> list[tuple[ParamGroup, GroupLeaves[TensorSpec]]]:
         """Return the groups of a stack's parameters, with the specs of their moved leaves."""

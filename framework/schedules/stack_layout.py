@@ -37,6 +37,8 @@ _PLACEMENT_FIELDS = {
     "optimizer": "optimizer_state",
     "ema": "optimizer_state",
     "gradient": "gradients",
+    "spare": "optimizer_state",
+    "spare_ema": "optimizer_state",
 }
 
 # --- ranges of layers -------------------------------------------------------------------------------------------------
@@ -212,7 +214,8 @@ class StackParts:
         num_offloaded = self.num_offloaded.get((group, part.stack))
         is_offloaded = num_offloaded is None or part.first + part.count <= num_offloaded
         # Gradient buffers are part of the state only in host memory: on the device they exist only within a step.
-        if group == "gradient" and not is_offloaded:
+        # There are second copies only of state in host memory.
+        if group in ("gradient", "spare", "spare_ema") and not is_offloaded:
             return {}
 
         def make_part_spec(spec: TensorSpec) -> TensorSpec:

@@ -45,6 +45,7 @@ from plimsoll.framework.schedules.delayed_update import (
     recall_decision,
 )
 from plimsoll.framework.schedules.memory import Memory
+from plimsoll.framework.schedules.speculative_update import SpeculativeUpdate
 from plimsoll.framework.schedules.stack_layout import PLACED_FIELDS
 from plimsoll.framework.schedules.step import Metrics, Step, finish, microbatches, stack_microbatches, training_context
 
@@ -115,12 +116,14 @@ def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memo
     moves = weights_are_offloaded or gradients_are_offloaded or memory.activations.uses_host
     if not moves and memory.accumulate_by == "microbatch":
         return after_backward.build_step(model, learner, layout, memory, update=update_in_chunks)
-    accumulation = _GradientAccumulation(model, learner, layout, memory)
     delayed_stacks = find_delayed_stacks(model, layout, memory)
-    # All stages if no update is delayed.
+    speculative_stacks = list(layout.specs.spare)
+    accumulation = _GradientAccumulation(model, learner, layout, memory, speculative_stacks)
+    # Stages that are updated when the norm is known; None for all.
     stages = None
-    if delayed_stacks:
-        stages = [stage for stage in learner.gradient_specs() if stage not in delayed_stacks]
+    if delayed_stacks or speculative_stacks:
+        others = {*delayed_stacks, *speculative_stacks}
+        stages = [stage for stage in learner.gradient_specs() if stage not in others]
 
     def step(state: TrainState, batch: Nested) -> tuple[TrainState, Metrics]:
         ctx = training_context(batch, state.counter, model, layout, memory.remat)
@@ -133,17 +136,21 @@ def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memo
         with jax.named_scope("update"):
             decision = learner.decide(result.loss, result.norm, state.counter)
             # The backward loop carries the weights and returns them, although nothing changed them.
-            state_after = replace(
-                state, parameter=result.backward_state.parameter, optimizer=result.optimizer, ema=result.ema
-            )
+            after = result.backward_state
+            if speculative_stacks:
+                speculation = accumulation.speculate(result.loss, state.counter)
+                after = speculation.correct(state, after, decision)
+            state_after = replace(state, parameter=after.parameter, optimizer=after.optimizer, ema=after.ema)
             update = update_in_chunks(learner, layout, state_after, grads, decision, stages)
-        # Gradients on the device are not part of the state, so they are dropped here.
-        gradient = {stage: grads[stage] for stage in state.gradient}
-        frozen = result.backward_state.frozen
-        pending = leave_update(decision) if delayed_stacks else state.pending
-        return finish(
-            learner, state, update, decision, result.loss, result.out, frozen=frozen, gradient=gradient, pending=pending
-        )
+        changed = {
+            # Gradients on the device are not part of the state, so they are dropped here.
+            "gradient": {stage: grads[stage] for stage in state.gradient},
+            "frozen": after.frozen,
+            "pending": leave_update(decision) if delayed_stacks else state.pending,
+            "spare": after.spare,
+            "spare_ema": after.spare_ema,
+        }
+        return finish(learner, state, update, decision, result.loss, result.out, **changed)
 
     return step
 
@@ -177,16 +184,13 @@ class _Gradients:
         loss: f32 scalar, of the whole batch.
         out: metrics of the whole batch, and the buffers after it.
         norm: f32 scalar, norm of all gradients together.
-        backward_state: the gradients, and the weights, which the backward pass carries.
-        optimizer, ema: optimizer state and averages after the hooks of the forward pass.
+        backward_state: the gradients, and the weights and their state after the hooks of both passes.
     """
 
     loss: jax.Array
     out: Out
     norm: jax.Array
     backward_state: BackwardState
-    optimizer: Nested
-    ema: Nested
 
 
 @jax.tree_util.register_dataclass
@@ -223,12 +227,18 @@ class _MicrobatchResult:
 
 @dataclass(frozen=True)
 class _GradientAccumulation:
-    """Computes gradients layer by layer into their buffers, summed over the learner's microbatches."""
+    """Computes gradients layer by layer into their buffers, summed over the learner's microbatches.
+
+    Attributes:
+        model, learner, layout, memory: see `build_step`.
+        speculative_stacks: stacks whose layers are updated in the backward pass.
+    """
 
     model: Chain
     learner: Learner
     layout: StateLayout
     memory: Memory
+    speculative_stacks: Collection[str]
 
     @property
     def num_passes(self) -> int:
@@ -236,7 +246,7 @@ class _GradientAccumulation:
         return self.learner.accumulate if self.memory.accumulate_by == "microbatch" else 1
 
     def run(self, state: TrainState, ctx: Context, hooks: ForwardHooks) -> _Gradients:
-        """Compute the gradients of ctx.batch; the hooks are for a single pass."""
+        """Compute the gradients of ctx.batch; hooks and speculative updates are for a single pass."""
         count = self.num_passes
         offloaded_buffers = state.gradient
         buffers = dict(offloaded_buffers)
@@ -244,10 +254,13 @@ class _GradientAccumulation:
             if stage not in offloaded_buffers:
                 buffers[stage] = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)
         backward_state = BackwardState(parameter=state.parameter, frozen=state.frozen, gradient=buffers)
-        if hooks.stacks:
-            backward_state = replace(backward_state, optimizer=state.optimizer, ema=state.ema)
+        uses_optimizer = bool(hooks.stacks or self.speculative_stacks)
+        if uses_optimizer:
+            backward_state = replace(
+                backward_state, optimizer=state.optimizer, ema=state.ema, spare=state.spare, spare_ema=state.spare_ema
+            )
         carry = backward_state, state.buffer
-        accumulate = partial(self._accumulate_microbatch, ctx, hooks)
+        accumulate = partial(self._accumulate_microbatch, ctx, state.counter, hooks)
         if count == 1:
             stacked = stack_microbatches(ctx, self.learner.accumulate)
             micro = _Microbatch(stacked.batch, stacked.rows, jnp.int32(0))
@@ -261,12 +274,27 @@ class _GradientAccumulation:
             result = _MicrobatchResult(loss, metrics, results.squares[-1])
         out = Out(metrics=result.metrics, layer_state=layer_state)
         norm = jnp.sqrt(result.squares)
-        optimizer = backward_state.optimizer if hooks.stacks else state.optimizer
-        ema = backward_state.ema if hooks.stacks else state.ema
-        return _Gradients(result.loss, out, norm, backward_state, optimizer, ema)
+        if not uses_optimizer:
+            backward_state = replace(backward_state, optimizer=state.optimizer, ema=state.ema)
+        return _Gradients(result.loss, out, norm, backward_state)
+
+    def speculate(self, loss: jax.Array, counter: Nested) -> SpeculativeUpdate:
+        """Return the updates under the assumption that nothing is clipped, and that the gradients are finite.
+
+        Args:
+            loss: f32 scalar, of the whole batch.
+            counter: the state's counters before the step.
+        """
+        decision = self.learner.decide(loss, jnp.zeros_like(loss), counter)
+        return SpeculativeUpdate(self.learner, self.layout, self.speculative_stacks, decision)
 
     def _accumulate_microbatch(
-        self, ctx: Context, hooks: ForwardHooks, carry: tuple[BackwardState, Nested], micro: _Microbatch
+        self,
+        ctx: Context,
+        counter: Nested,
+        hooks: ForwardHooks,
+        carry: tuple[BackwardState, Nested],
+        micro: _Microbatch,
     ) -> tuple[tuple[BackwardState, Nested], _MicrobatchResult]:
         """Add one microbatch's gradients to those of earlier ones, and measure the sum."""
         backward_state, buffers = carry
@@ -275,18 +303,36 @@ class _GradientAccumulation:
         result = forward(
             self.model, self.layout, self.memory, backward_state, micro_ctx, buffers, hooks, num_microbatches
         )
-        # The backward pass does not need optimizer state and averages.
-        backward_state = replace(result.state, optimizer={}, ema={}, squares=jnp.zeros_like(result.loss))
-        backward_hooks = BackwardHooks(partial(self._add_gradients, micro.number))
-        backward_state = result.pull(backward_state, backward_hooks)
+        backward_state = replace(result.state, squares=jnp.zeros_like(result.loss))
+        if self.speculative_stacks:
+            speculation = self.speculate(result.loss, counter)
+            backward_hooks = BackwardHooks(
+                partial(self._add_gradients, micro.number, speculation),
+                speculation.begin_loop,
+                speculation.begin_layer,
+                speculation.end_loop,
+            )
+            backward_state = result.pull(backward_state, backward_hooks)
+        else:
+            # The backward pass does not need optimizer state and averages.
+            backward_state = replace(backward_state, optimizer={}, ema={})
+            backward_hooks = BackwardHooks(partial(self._add_gradients, micro.number, None))
+            backward_state = result.pull(backward_state, backward_hooks)
+            backward_state = replace(backward_state, optimizer=result.state.optimizer, ema=result.state.ema)
         squares = backward_state.squares
         assert squares is not None
         # Not part of the scan's carry: each microbatch starts a new sum.
-        backward_state = replace(backward_state, squares=None, optimizer=result.state.optimizer, ema=result.state.ema)
+        backward_state = replace(backward_state, squares=None)
         return (backward_state, result.out.layer_state), _MicrobatchResult(result.loss, result.out.metrics, squares)
 
     def _add_gradients(
-        self, number: jax.Array, backward_state: BackwardState, stage: str, grads: Nested, index: jax.Array | None
+        self,
+        number: jax.Array,
+        speculation: SpeculativeUpdate | None,
+        backward_state: BackwardState,
+        stage: str,
+        grads: Nested,
+        index: jax.Array | None,
     ) -> BackwardState:
         """Add a layer's gradients to their buffers: the gradient hook of the microbatch with the index `number`."""
         assert backward_state.squares is not None
@@ -302,7 +348,10 @@ class _GradientAccumulation:
             # needed.
             squares = backward_state.squares + jnp.square(self.learner.norm(unflatten(grad_by_path)))
         gradient = {**backward_state.gradient, stage: unflatten(buffers)}
-        return replace(backward_state, gradient=gradient, squares=squares)
+        backward_state = replace(backward_state, gradient=gradient, squares=squares)
+        if speculation is None:
+            return backward_state
+        return speculation.update_layer(backward_state, stage, unflatten(grad_by_path))
 
     def _add_gradient(
         self, spec: TensorSpec, buffer: jax.Array, grad: jax.Array, number: jax.Array, index: jax.Array | None

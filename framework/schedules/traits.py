@@ -28,6 +28,8 @@ class ScheduleTraits:
         can_prefetch_layers: can fetch the offloaded state of a whole layer ahead of its update (memory.prefetch).
         delays_prefetched: updates a layer whose state is prefetched in the next step, before its forward pass. It needs
             all gradients in host memory until then.
+        can_speculate: can update layers in the backward pass before the norm is known, into a second copy of their
+            state (memory.prefetch).
         is_many_programs: the step is several compiled programs that Python calls, and none contains the whole model.
         slices_host_arrays: slices arrays in host memory within a program, which XLA's GPU compiler cannot do.
         hidden_fraction: upper bound on the transfer time that the schedule hides, as a fraction of the rest of the
@@ -40,6 +42,7 @@ class ScheduleTraits:
     can_offload_gradients: bool = False
     can_prefetch_layers: bool = False
     delays_prefetched: bool = False
+    can_speculate: bool = False
     is_many_programs: bool = False
     slices_host_arrays: bool = True
     hidden_fraction: float = 0.0
@@ -47,7 +50,9 @@ class ScheduleTraits:
 
 SCHEDULES: dict[str, ScheduleTraits] = {
     "after_backward": ScheduleTraits(needs_stack=False, updates_in_chunks=False, slices_host_arrays=False),
-    "streamed": ScheduleTraits(can_offload_gradients=True, can_prefetch_layers=True, delays_prefetched=True),
+    "streamed": ScheduleTraits(
+        can_offload_gradients=True, can_prefetch_layers=True, delays_prefetched=True, can_speculate=True
+    ),
     "in_backward": ScheduleTraits(updates_in_backward=True, can_prefetch_layers=True, hidden_fraction=0.6),
     "layer_programs": ScheduleTraits(
         can_offload_gradients=True, is_many_programs=True, slices_host_arrays=False, hidden_fraction=1.0

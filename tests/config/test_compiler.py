@@ -146,6 +146,14 @@ def test_default_accelerator_options_are_valid(tpu, name):
     Compiler(options=usual).check(devices)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize("name", ["v5e-8", "v5p-8", "v6e-8"])
+def test_options_that_hide_transfers_are_valid(tpu, name):
+    devices = mesh(name)
+    added = Compiler().options_for(devices, prefetches_state=True).items() - Compiler().options_for(devices).items()
+    assert added
+    Compiler(options=dict(added)).check(devices)
+
+
 def test_default_cpu_options_are_valid_and_follow_xla_flags(monkeypatch: pytest.MonkeyPatch):
     devices = MeshShape().build(jax.devices()[:1])
     (name,) = usual = Compiler().options_for(devices)

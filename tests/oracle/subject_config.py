@@ -52,19 +52,23 @@ def experiment_config(drawn: plain.RandomExperiment, phase: plain.Phase) -> Conf
             parameters=phase.parameters,
             activations=phase.activations,
             remat=phase.remat,
-            prefetch="layer" if _delays_update(drawn, phase) else "chunk",
+            prefetch=_choose_prefetch(drawn, phase),
             accumulate_by="layer" if _accumulates_by_layer(drawn, phase) else "microbatch",
         ),
         trainer=config_for(TrainerOptions, max_steps=drawn.steps),
     )
 
 
-def _delays_update(drawn: plain.RandomExperiment, phase: plain.Phase) -> bool:
-    """Return whether the next step updates the layers: in every other experiment whose phase can do that."""
+def _choose_prefetch(drawn: plain.RandomExperiment, phase: plain.Phase) -> str:
+    """Return the value of memory.prefetch: one of three in each phase that can use all of them."""
     on_host = all(place.startswith("pinned_host") for place in (phase.gradients, phase.optimizer_state))
     has_one_pass = phase.accumulate == 1 or _accumulates_by_layer(drawn, phase)
-    can_delay = phase.update == "streamed" and on_host and phase.parameters == "device" and has_one_pass
-    return can_delay and drawn.seed % 2 == 0
+    if not (phase.update == "streamed" and on_host and phase.parameters == "device" and has_one_pass):
+        return "chunk"
+    if drawn.seed % 2 == 0:
+        return "layer"
+    has_all_gradients = phase.gradients in ("pinned_host", phase.optimizer_state)
+    return "speculative" if has_all_gradients and drawn.seed % 4 == 1 else "chunk"
 
 
 def _accumulates_by_layer(drawn: plain.RandomExperiment, phase: plain.Phase) -> bool:

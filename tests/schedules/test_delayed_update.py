@@ -1,4 +1,4 @@
-"""Updates that the next step applies: before anything else reads the state, and with the same checkpoints and losses.
+"""Updates before the norm of all gradients is known, or in the next step: the same state, checkpoints and losses.
 
 tests/schedules/test_exact.py compares the numbers with optax, under all remat policies.
 """
@@ -16,6 +16,7 @@ from tests.support import runs, small
 
 IMMEDIATE = {"update": "streamed", "optimizer_state": "pinned_host", "gradients": "pinned_host"}
 DELAYED = {**IMMEDIATE, "prefetch": "layer"}
+SPECULATIVE = {**IMMEDIATE, "prefetch": "speculative"}
 # Of float32: the programs round differently.
 TOLERANCE = 1e-5
 FLAGS = [f"--config.memory.{name}={value}" for name, value in IMMEDIATE.items()]
@@ -57,28 +58,46 @@ def test_the_next_step_updates_the_stacks() -> None:
     small.assert_close({path: weights[path] for path in stack}, {path: expected[path] for path in stack}, 0.0)
 
 
+@pytest.mark.parametrize("clip", [0.5, 100.0], ids=["clipped", "not clipped"])
+def test_a_speculative_update_keeps_the_old_state_as_the_next_spare(clip: float) -> None:
+    """The new state goes to the second copy, and no array moves when the two are exchanged."""
+    program = small.program(small.experiment(small.llama(), memory=SPECULATIVE, clip=clip))
+    before, _ = small.run(program, 2)
+    old = small.arrays(before.optimizer["stack"])
+    after, _ = small.run(program, 3)
+    spares = small.arrays(after.spare["stack"])
+    assert spares.keys() == {path for path, leaf in layout.flatten(program.layout.specs.spare["stack"]).items()}
+    small.assert_close(spares, {path: old[path] for path in spares}, 0.0)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(after.spare)}
+    assert kinds == {"pinned_host"}
+    checkpoint = program.backend.to_checkpoint(after)
+    assert not checkpoint.spare, "checkpoints hold the state once"
+
+
 @pytest.mark.pairs
+@pytest.mark.parametrize("memory", [DELAYED, SPECULATIVE], ids=["delayed", "speculative"])
 @pytest.mark.parametrize(
     "learner",
     [{"ema": 0.9}, {"spike": 3.0}, {"rules": [config_for(Rule, pattern="^stack", freeze=True)]}, {"clip": None}],
     ids=["averages", "spikes", "frozen stack", "no clip"],
 )
-def test_the_state_is_that_of_an_immediate_update(learner: dict[str, Any]) -> None:
+def test_the_state_is_that_of_an_immediate_update(learner: dict[str, Any], memory: dict[str, str]) -> None:
     learner = {"clip": 0.5, **learner}
     states = []
-    for memory in (IMMEDIATE, DELAYED):
-        program = small.program(small.experiment(small.llama(), memory=memory, **learner))
+    for placement in (IMMEDIATE, memory):
+        program = small.program(small.experiment(small.llama(), memory=placement, **learner))
         state, _ = small.run(program, 5)
         states.append(small.arrays(program.backend.to_checkpoint(program.complete_update(state))))
     small.assert_close(*states, TOLERANCE)
 
 
 @pytest.mark.pairs
-def test_a_run_saves_evaluates_and_resumes_as_without_delay(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefetch", ["layer", "speculative"])
+def test_a_run_saves_evaluates_and_resumes_as_with_an_immediate_update(tmp_path: Path, prefetch: str) -> None:
     """Either kind of run may resume from a checkpoint of the other."""
     runs.write_text(tmp_path / "text")
     common = [*FLAGS, "--config.trainer.save_every=3", "--config.trainer.eval_every=2", "--config.trainer.keep=9"]
-    delayed = [*common, "--config.memory.prefetch=layer"]
+    delayed = [*common, f"--config.memory.prefetch={prefetch}"]
     assert runs.train(tmp_path / "immediate", *common, "--config.trainer.max_steps=7") == 0
     assert runs.train(tmp_path / "delayed", *delayed, "--config.trainer.max_steps=4") == 0
     assert runs.train(tmp_path / "delayed", *delayed, "--config.trainer.max_steps=7") == 0
@@ -103,6 +122,11 @@ def test_a_run_saves_evaluates_and_resumes_as_without_delay(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("memory", "accumulate", "message"),
     [
+        ({"prefetch": "speculative", "gradients": "device"}, 1, "for as many layers, and memory.parameters = device"),
+        ({"prefetch": "speculative", "optimizer_state": "pinned_host:2", "gradients": "pinned_host:1"}, 1, "as many"),
+        ({"prefetch": "speculative", "parameters": "pinned_host"}, 1, "given streamed, pinned_host, pinned_host and"),
+        ({"prefetch": "speculative", "update": "in_backward", "gradients": "device"}, 1, "memory.update = streamed"),
+        ({"prefetch": "speculative"}, 2, "a step has a backward pass for each microbatch"),
         (
             {"gradients": "device"},
             1,
@@ -112,7 +136,7 @@ def test_a_run_saves_evaluates_and_resumes_as_without_delay(tmp_path: Path) -> N
         ({}, 2, "learner.accumulate = 2 with memory.update = streamed and memory.prefetch = layer"),
     ],
 )
-def test_what_cannot_be_delayed_is_refused(memory: dict[str, str], accumulate: int, message: str) -> None:
+def test_settings_that_do_not_fit_are_refused(memory: dict[str, str], accumulate: int, message: str) -> None:
     config = small.experiment(small.llama(), memory={**DELAYED, **memory}, accumulate=accumulate)
     with pytest.raises(ValueError, match=message):
         small.program(config)

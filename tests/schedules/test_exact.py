@@ -24,7 +24,7 @@ EVERY = exact.list_cases(**AXES, precision=exact.PRECISIONS, microbatches=(1, 2)
 AHEAD = [
     case
     for case in exact.list_cases(**{**AXES, "memory": exact.AHEAD}, precision=exact.PRECISIONS)
-    if "optimizer_state" in exact.PLACEMENTS[case.placement] and case.memory != exact.DELAYED
+    if "optimizer_state" in exact.PLACEMENTS[case.placement] and case.memory not in (exact.DELAYED, exact.SPECULATIVE)
 ]
 ONCE = exact.cover_each_value([*EVERY, *AHEAD])
 PAIRS = [
@@ -47,6 +47,12 @@ PAIRS = [
     ExactnessCase(model="streams", memory=exact.DELAYED, placement="state", remat="invert"),
     ExactnessCase(model="experts", memory=exact.DELAYED, placement="state", remat="full", mesh="eight"),
     ExactnessCase(model="recurrent", optimizer="adafactor", memory=exact.DELAYED, placement="state"),
+    ExactnessCase(memory=exact.SPECULATIVE, placement="state"),
+    ExactnessCase(memory=exact.SPECULATIVE, placement="state", remat="sqrt", mesh="eight", precision="bfloat16"),
+    ExactnessCase(model="shared", optimizer="muon", memory=exact.SPECULATIVE, placement="state+boundaries"),
+    ExactnessCase(model="streams", memory=exact.SPECULATIVE, placement="state", remat="invert"),
+    ExactnessCase(model="experts", memory=exact.SPECULATIVE, placement="state", remat="full", mesh="eight"),
+    ExactnessCase(model="recurrent", optimizer="adafactor", memory=exact.SPECULATIVE, placement="state"),
 ]
 # All microbatches run through a layer before the next one.
 TOGETHER = [
@@ -60,6 +66,7 @@ TOGETHER = [
         ("in_backward_ahead", "state", "none", {"precision": "float32"}),
         ("two_pass_ahead", "state", "full", {"layers": "unlike"}),
         (exact.DELAYED, "state", "full", {"mesh": "eight"}),
+        (exact.SPECULATIVE, "state", "full", {"mesh": "eight"}),
     ]
 ]
 UNLIKE = [
@@ -80,6 +87,7 @@ UNLIKE = [
     ),
     ExactnessCase(model="latent", memory="hosted_gradients", placement="all", remat="full", layers="unlike"),
     ExactnessCase(model="twins", memory=exact.DELAYED, placement="state", remat="full", layers="unlike", mesh="eight"),
+    ExactnessCase(model="twins", memory=exact.SPECULATIVE, placement="state", layers="unlike", mesh="eight"),
 ]
 SLOW = set(exact.list_cases(**AXES)).difference(ONCE, PAIRS)
 
@@ -92,6 +100,7 @@ SLOW = set(exact.list_cases(**AXES)).difference(ONCE, PAIRS)
     "tied-sgd-streamed-state-save:attention-one-float32-2",
     "tied-adafactor-hosted_gradients-boundaries-offload-eight-float32-2",
     "tied-adamw-hosted_gradients_ahead-state-none-one-float64-1",
+    "tied-adamw-speculative-state-none-one-float64-1",
     "tied-adamw-hosted_gradients_ahead_together-state-full-eight-float64-2",
 )
 @pytest.mark.parametrize(

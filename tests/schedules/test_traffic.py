@@ -75,6 +75,21 @@ def test_offloaded_state_is_transferred_once_each_way(prefetch, fetched_layers):
 
 
 @pytest.mark.pairs
+def test_a_speculative_update_moves_the_state_once_each_way():
+    """The loop starts with a layer whose state is written back unchanged.
+
+    The correction of clipped layers, whose number of iterations is not known, counts once.
+    """
+    moved = count_moved(module(**SCHEDULES["streamed"], **{"memory.prefetch": "speculative"}))
+    layer_state = (4 * DIM * DIM + 2 * DIM * HIDDEN) * 3 * 4 // CHIPS
+    table_state = 1024 * DIM * 3 * 4 // CHIPS
+    # The other gradients are too small to be offloaded.
+    layer_gradients = 2 * DIM * HIDDEN * 2 // CHIPS
+    assert moved["from host"] == (LAYERS + 1) * layer_state + table_state + layer_gradients
+    assert moved["to host"] == (LAYERS + 2) * layer_state + table_state + LAYERS * layer_gradients
+
+
+@pytest.mark.pairs
 @pytest.mark.parametrize("schedule", ["streamed", "in_backward"])
 def test_microbatches_by_layer_move_a_layer_once(schedule):
     """Weights, gradients and state cross the link once per step, however many microbatches there are."""

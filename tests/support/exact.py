@@ -63,6 +63,9 @@ AHEAD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     f"{name}_ahead": ({**MEMORY[name][0], "prefetch": "layer"}, MEMORY[name][1])
     for name in ("in_backward", "two_pass", "hosted_gradients")
 }
+# Layers are updated in the backward pass, and once more if the norm of all gradients clips; the same restriction.
+SPECULATIVE = "speculative"
+AHEAD[SPECULATIVE] = ({**MEMORY["hosted_gradients"][0], "prefetch": "speculative"}, {})
 # All microbatches run through a layer before the next one.
 TOGETHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     f"{name}_together": ({**memory, "accumulate_by": "layer"}, learner)
@@ -212,7 +215,8 @@ class ExactnessCase(NamedTuple):
         parts = usual and self.memory not in NO_PARTS
         if self.memory == "after_backward" and {"parameters", "activations"} & {*PLACEMENTS[self.placement]}:
             return False
-        if self.memory in (DELAYED, f"{DELAYED}_together") and "parameters" in PLACEMENTS[self.placement]:
+        keeps_weights = self.memory.removesuffix("_together") in (DELAYED, SPECULATIVE)
+        if keeps_weights and "parameters" in PLACEMENTS[self.placement]:
             return False
         inverts = self.remat == "invert"
         if inverts != (self.model == "streams") or (inverts and "activations" in PLACEMENTS[self.placement]):

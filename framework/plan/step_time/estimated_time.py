@@ -40,6 +40,8 @@ _HIDEABLE_BY_BACKWARD = 0.6
 # The same for the forward pass, under full remat. Llama 2 7B on v5e-16 with delayed updates waits 320 ms for transfers
 # of 491 ms each way, by the cycles of the final program.
 _HIDEABLE_BY_FORWARD = 0.25
+# Assumed share of the steps that clip, where a speculative update has to be repeated.
+_CLIPPED_SHARE = 0.1
 # Exposed fraction of the time to move a layer's state one way under memory.update = in_backward: with the whole layer
 # prefetched, and with chunked updates. Values from the cycles of the final programs of Llama 2 7B on v5e-16, with one
 # and two sequences per chip: 0.38 and 0.32 with prefetch, 1.59 and 1.56 in chunks. In chunks, the two directions are
@@ -145,7 +147,14 @@ def count_work(
         # 6.6 s of 14.3 s are waits for activations.
         weights = 2 * (offloaded["parameter"] + offloaded["frozen"])
         both_ways = experiment.microbatches_per_pass * offloaded_activations
-        if memory.delays_update:
+        if memory.speculates:
+            # Gradients leave in the backward pass, together with the state. In a step that clips, they come back with
+            # the state, and nothing hides that.
+            host_bytes += offloaded["gradient"]
+            hideable_share = _HIDEABLE_BY_BACKWARD
+            if experiment.learner.clipping.needs_all_gradients:
+                both_ways += _CLIPPED_SHARE * host_bytes
+        elif memory.delays_update:
             # Gradients leave in the backward pass and come back together with the state, in the next forward pass.
             host_bytes += offloaded["gradient"]
             hideable_share = _HIDEABLE_BY_FORWARD

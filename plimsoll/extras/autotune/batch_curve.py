@@ -154,7 +154,7 @@ class _CurveEstimator:
         is_possible = traits.is_many_programs or (traits.needs_stack and self._target.platform == "tpu")
         if ACCUMULATE_BY in self._fixed or accumulate == 1 or not is_possible:
             return [memory.accumulate_by]
-        if traits.updates_in_backward or memory.delays_update:
+        if traits.updates_in_backward or memory.delays_update or memory.speculates:
             return ["layer"]
         return ["layer", "microbatch"] if traits.is_many_programs else ["microbatch", "layer"]
 

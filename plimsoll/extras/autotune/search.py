@@ -116,11 +116,11 @@ class SettingsSearch:
             one for one in self.found if self._cost_model.experiment(one.settings).memory.optimizer_state.uses_host
         ]
         for candidate in sorted(offloading, key=lambda one: one.cost.seconds)[:_MOST_PREFETCHING]:
-            addition = self._space.prefetching(candidate.settings)
-            settings = self.canonical((*candidate.settings, *addition))
-            cost = self._cost(settings)
-            if addition and cost is not None and self._budget.fits(settings, cost):
-                yield Candidate(settings, cost, self._budget.peak(settings, cost))
+            for addition in self._space.prefetching(candidate.settings):
+                settings = self.canonical((*candidate.settings, *addition))
+                cost = self._cost(settings)
+                if cost is not None and self._budget.fits(settings, cost):
+                    yield Candidate(settings, cost, self._budget.peak(settings, cost))
 
     def _mix_remat(self, best: Candidate) -> Candidate:
         """Return the settings with less recomputation in as many layers as there is room for."""

@@ -180,8 +180,8 @@ class SearchSpace:
             schedules += self._in_backward_schedules((*programs, setting(GRADIENTS, "none")))
         return schedules
 
-    def prefetching(self, settings: Settings) -> Settings:
-        """Return what to add to settings so that offloaded optimizer state is fetched a layer ahead; () if they cannot.
+    def prefetching(self, settings: Settings) -> list[Settings]:
+        """Return what to add to settings so that offloaded optimizer state is fetched a layer ahead; [] if they cannot.
 
         Args:
             settings: settings that offload optimizer state. The sum may still be impossible.
@@ -189,16 +189,17 @@ class SearchSpace:
         memory = self._experiment.memory
         traits = SCHEDULES[get_text(settings, UPDATE) or memory.update]
         if PREFETCH in self._fixed or not traits.can_prefetch_layers:
-            return ()
-        addition: Settings = (setting(PREFETCH, "layer"),)
+            return []
         if not traits.delays_prefetched:
-            return addition
-        # Until the next step, the gradients are where the state is, and there is one pass for all microbatches.
+            return [(setting(PREFETCH, "layer"),)]
+        # The gradients are where the state is, and there is one pass for all microbatches.
         state = get_text(settings, PLACEMENT_FIELDS[0]) or memory.optimizer_state.text
         others = [setting(GRADIENTS, state)]
         if int(get_text(settings, ACCUMULATE) or self._experiment.learner.accumulate) > 1:
             others.append(setting(ACCUMULATE_BY, "layer"))
-        return () if self._fixed & {path for path, _ in others} else (*addition, *others)
+        if self._fixed & {path for path, _ in others}:
+            return []
+        return [(setting(PREFETCH, "layer"), *others), (setting(PREFETCH, "speculative"), *others)]
 
     def _in_backward_schedules(self, update: Settings) -> list[Settings]:
         """Return the schedule for an update during the backward pass; empty if it is not possible.
