@@ -351,9 +351,7 @@ class _GradientAccumulation:
         backward_state = replace(backward_state, gradient=gradient, squares=squares)
         if speculation is None:
             return backward_state
-        # Without the barrier, XLA computes the products of large gradients once for the buffer and once for the update.
-        grads = jax.lax.optimization_barrier(unflatten(grad_by_path))
-        return speculation.update_layer(backward_state, stage, grads)
+        return speculation.update_layer(backward_state, stage, unflatten(grad_by_path))
 
     def _add_gradient(
         self, spec: TensorSpec, buffer: jax.Array, grad: jax.Array, number: jax.Array, index: jax.Array | None
