@@ -18,7 +18,6 @@ import jax.numpy as jnp
 
 from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, TrainState
 from plimsoll.framework.learner.decisions import Decision
-from plimsoll.framework.learner.group_optimizer import unflatten_like
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.update import GroupLeaves, LayerTrainState, LayerUpdate, LayerUpdateFn
 from plimsoll.framework.models.chain import Chain
@@ -96,8 +95,6 @@ class _DelayedUpdate:
 
         def run(update: LayerUpdateFn, train_state: LayerTrainState, decision: Decision) -> LayerUpdate:
             label = update.optimizer.group.label
-            grads = unflatten_like(train_state.grads, staged_layer.groups[label].grads)
-            train_state = replace(train_state, grads=grads)
             new_stacks, leaving[label] = self.prefetcher.update(update, train_state, decision, staged_layer)
             return new_stacks
 

@@ -126,7 +126,8 @@ class OptimizerPrefetch:
 
         Args:
             update: the update of one layer of a group of the stack.
-            train_state: stacked weights, the gradients of only that layer, stacked optimizer state and averages.
+            train_state: stacked weights, optimizer state and averages, and the gradients of only that layer; if
+                gradients were fetched, those are used.
             decision: see `Learner.decide`.
             staged_layer: the layer's moved state.
 
@@ -146,7 +147,7 @@ class OptimizerPrefetch:
         layer = LayerTrainState(
             # Offloaded weights are fetched here: they are prefetched only if everything is, on CPU.
             weights=_complete_layer(specs.weights, weights, arrived.weights, index),
-            grads=train_state.grads,
+            grads=unflatten_like(train_state.grads, arrived.grads) if arrived.grads else train_state.grads,
             entry=_complete_layer(specs.entry, entry, arrived.entry, index),
             average=_complete_layer(specs.average, average, arrived.average, index),
         )

@@ -164,8 +164,6 @@ class SpeculativeUpdate:
 
         def run(update: LayerUpdateFn, train_state: LayerTrainState, decision: Decision) -> LayerUpdate:
             label = update.optimizer.group.label
-            grads = unflatten_like(train_state.grads, staged_layer.groups[label].grads)
-            train_state = replace(train_state, grads=grads)
             unchanged, leaving[label] = prefetcher.update(update, train_state, decision, staged_layer)
             return unchanged
 
