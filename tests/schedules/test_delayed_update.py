@@ -87,8 +87,11 @@ def test_the_state_is_that_of_an_immediate_update(learner: dict[str, Any], memor
     for placement in (IMMEDIATE, memory):
         program = small.program(small.experiment(small.llama(), memory=placement, **learner))
         state, _ = small.run(program, 5)
-        states.append(small.arrays(program.backend.to_checkpoint(program.complete_update(state))))
-    small.assert_close(*states, TOLERANCE)
+        states.append(program.backend.to_checkpoint(program.complete_update(state)))
+    # Each group on its own scale: the words of the random key are billions.
+    for group in ("parameter", "optimizer", "ema"):
+        if states[0][group]:
+            small.assert_close(small.arrays(states[1][group]), small.arrays(states[0][group]), TOLERANCE)
 
 
 @pytest.mark.pairs
