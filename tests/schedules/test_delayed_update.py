@@ -11,6 +11,7 @@ import pytest
 
 from plimsoll.framework import layout
 from plimsoll.framework.config import config_for
+from plimsoll.framework.layers.lora import LoRA
 from plimsoll.framework.learner.rules import Rule
 from tests.support import runs, small
 
@@ -92,6 +93,30 @@ def test_the_state_is_that_of_an_immediate_update(learner: dict[str, Any], memor
     for group in ("parameter", "optimizer", "ema"):
         if states[0][group]:
             small.assert_close(small.arrays(states[1][group]), small.arrays(states[0][group]), TOLERANCE)
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("base", [None, "nf4"])
+@pytest.mark.parametrize("memory", [DELAYED, SPECULATIVE], ids=["delayed", "speculative"])
+def test_adapters_are_those_of_an_immediate_update(memory: dict[str, str], base: str | None) -> None:
+    """On eight devices, clipped in some steps; the frozen base is neither fetched nor copied."""
+    clip = 1.0
+    model = small.llama(dim=64)
+    small.block(model).mlp.hidden = 128
+    model.lora = config_for(LoRA, rank=4, alpha=6.0, base=base)
+    states = []
+    for placement in (IMMEDIATE, memory):
+        config = small.experiment(model, memory=placement, clip=clip, mesh={"data": 2, "fsdp": 2, "model": 2})
+        program = small.program(config)
+        state, metrics = small.run(program, 6)
+        states.append(program.backend.to_checkpoint(program.complete_update(state)))
+        norms = [values["grad_norm"] for values in metrics]
+        assert min(norms) < clip < max(norms)
+    offloaded = [path for path, spec in layout.flatten(program.layout.specs.optimizer).items() if spec.is_offloaded]
+    assert all("lora_" in path for path in offloaded)
+    assert any(path.startswith("stack/") for path in offloaded)
+    for group in ("parameter", "optimizer"):
+        small.assert_close(small.arrays(states[1][group]), small.arrays(states[0][group]), TOLERANCE)
 
 
 @pytest.mark.pairs
