@@ -325,7 +325,9 @@ def test_full_offload_changes_no_value_in_any_schedule(base: str | None, update:
     from plimsoll.framework import layout
 
     def program(memory: dict[str, str]) -> Any:
-        return small.program(small.experiment(model(base=base), memory={"remat": "full", **memory}, clip=None))
+        settings = {"remat": "full", **memory}
+        config = small.experiment(model(base=base), memory=settings, optimizer=small.STEADY_ADAMW, clip=None)
+        return small.program(config)
 
     plain = program({})
     expected, losses = small.run(plain, 3)

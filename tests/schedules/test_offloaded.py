@@ -44,7 +44,8 @@ def experiment_with_ema(memory: dict[str, str]) -> Config:
         config_for(Rule, pattern="norm", optimizer=config_for(optax.sgd, learning_rate=1e-2)),
         config_for(Rule, pattern="position|attention/query", freeze=True),
     ]
-    return small.experiment(memory={"remat": "full", **memory}, rules=rules, ema=0.9, clip=None)
+    settings = {"remat": "full", **memory}
+    return small.experiment(memory=settings, optimizer=small.STEADY_ADAMW, rules=rules, ema=0.9, clip=None)
 
 
 def experiment_with_lora(memory: dict[str, str]) -> Config:
@@ -52,7 +53,7 @@ def experiment_with_lora(memory: dict[str, str]) -> Config:
     lora = config_for(LoRA, rank=16, targets=".", base="nf4")
     model = small.llama(dim=64, stack__num_layers=4, lora=lora)
     small.block(model).mlp.hidden = 128
-    return small.experiment(model, memory={"remat": "full", **memory}, clip=None)
+    return small.experiment(model, memory={"remat": "full", **memory}, optimizer=small.STEADY_ADAMW, clip=None)
 
 
 def find_offloaded(tree: Any) -> set[str]:

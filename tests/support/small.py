@@ -24,6 +24,8 @@ from plimsoll.framework.schedules.memory import Memory
 from plimsoll.framework.schedules.step import training_context
 
 VOCAB = 64
+# A large eps, so that gradients that are only rounding errors, such as those of key biases, do not become full updates.
+STEADY_ADAMW = config_for(optax.adamw, learning_rate=1e-2, eps=1e-3, weight_decay=0.1)
 ROOT = Path(__file__).parents[2]
 
 
