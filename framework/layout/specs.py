@@ -11,6 +11,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh, PartitionSpec
 
 from plimsoll.framework.layout.trees import PyTree, flatten, path_name
 
@@ -220,3 +222,28 @@ def store_leaf(spec: TensorSpec, x: jax.Array) -> jax.Array:
     if not spec.is_offloaded:
         return x
     return jax.device_put(x, jax.memory.Space.Host)
+
+
+def constrain_row_major(x: jax.Array, axes: MeshAxes, mesh: Mesh) -> jax.Array:
+    """Inside jit: constrain one layer's array to the row-major layout of the stacks.
+
+    XLA for TPU prefers some weights transposed, and would transpose the whole stack before a loop that reads it, or
+    after one that writes it. With this constraint it transposes only one layer's slice. Stacks of narrow matrices are
+    exempt: TPU stores them in another layout itself, to avoid padding to tiles of 128.
+
+    Args:
+        x: the array, without the stack's leading axis.
+        axes: the mesh axes of its dimensions.
+        mesh: the device mesh of the layout.
+    """
+    if x.ndim < 2 or x.shape[-1] % 128:
+        return x
+
+    def row_major(shard: jax.Array) -> jax.Array:
+        return with_layout_constraint(shard, Layout(tuple(range(shard.ndim))))
+
+    if mesh.size == 1 or not any(axes):
+        return row_major(x)
+    # Applied per shard: the partitioner cannot split the constraint, and would all-gather the weight for it.
+    spec = PartitionSpec(*axes)
+    return jax.shard_map(row_major, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)

@@ -16,8 +16,7 @@ from typing import Self, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jax.tree_util import GetAttrKey, SequenceKey
 
 from plimsoll.framework.layers import grad_accumulation
@@ -25,10 +24,10 @@ from plimsoll.framework.layers.base import Context, Out
 from plimsoll.framework.layers.pull_back import PullBack
 from plimsoll.framework.layers.stack import Stack
 from plimsoll.framework.layout import (
-    MeshAxes,
     Nested,
     PyTree,
     TensorSpec,
+    constrain_row_major,
     fetch_leaf,
     flatten,
     merge,
@@ -338,7 +337,7 @@ class LayerPass:
         frozen = {}
         for path, leaf in leaves.items():
             # The first axis of a stacked spec is the layer axis.
-            row_major_leaf = _row_major(leaf, self.specs[path].mesh_axes[1:], self.mesh)
+            row_major_leaf = constrain_row_major(leaf, self.specs[path].mesh_axes[1:], self.mesh)
             (trainable if path in trainable_stacks else frozen)[path] = row_major_leaf
         layer = Weights(unflatten(frozen), unflatten(trainable))
         return jax.lax.optimization_barrier((layer, carry))
@@ -475,28 +474,3 @@ def move_leaves(moves: PyTree, tree: PyTree, *, to_host: bool) -> PyTree:
     """
     space = jax.memory.Space.Host if to_host else jax.memory.Space.Device
     return jax.tree.map(lambda move, leaf: jax.device_put(leaf, space) if move else leaf, moves, tree)
-
-
-def _row_major(x: jax.Array, axes: MeshAxes, mesh: Mesh) -> jax.Array:
-    """Constrain one layer's weight to the row-major layout of the stacks.
-
-    XLA for TPU prefers some weights transposed, and would transpose the whole stack before the loop that reads it.
-    With this constraint it transposes only one layer's slice, which the barrier keeps separate. Stacks of narrow
-    matrices are exempt: TPU stores them in another layout itself, to avoid padding to tiles of 128.
-
-    Args:
-        x: the weight, without the stack's leading axis.
-        axes: the mesh axes of its dimensions.
-        mesh: the device mesh of the layout.
-    """
-    if x.ndim < 2 or x.shape[-1] % 128:
-        return x
-
-    def row_major(shard: jax.Array) -> jax.Array:
-        return with_layout_constraint(shard, Layout(tuple(range(shard.ndim))))
-
-    if mesh.size == 1 or not any(axes):
-        return row_major(x)
-    # Applied per shard: the partitioner cannot split the constraint, and would all-gather the weight for it.
-    spec = PartitionSpec(*axes)
-    return jax.shard_map(row_major, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)

@@ -18,7 +18,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, fetch_leaf, flatten, store_leaf
+from plimsoll.framework.layout import (
+    Nested,
+    StateLayout,
+    TensorSpec,
+    constrain_row_major,
+    fetch_leaf,
+    flatten,
+    store_leaf,
+)
 from plimsoll.framework.learner.decisions import Decision
 from plimsoll.framework.learner.group_optimizer import unflatten_like
 from plimsoll.framework.learner.learner import Learner
@@ -51,7 +59,8 @@ class OptimizerPrefetch:
             before it is written.
         gradient_specs: specs of the buffers of gradients, by stage, that are fetched as well; {} if each gradient is on
             the device when its layer is updated.
-        in_halves: whether the second half of a layer's state is fetched when the first half has arrived. The compiler
+        writes_second_copy: whether a layer's new state is written to other stacks than it is read from, with
+            `end_loop`. The second half of a layer's state is then fetched when the first half has arrived: the compiler
             for TPU starts a transfer early only if another one waits for it.
     """
 
@@ -59,11 +68,11 @@ class OptimizerPrefetch:
     layout: StateLayout
     moves_all: bool = False
     gradient_specs: Nested = field(default_factory=dict)
-    in_halves: bool = False
+    writes_second_copy: bool = False
 
     def begin_loop(self, backward_state: BackwardState, stack: str, index: jax.Array) -> BackwardState:
         """Start fetching the state of the first layer to the device."""
-        fetch = self._fetch_in_halves if self.in_halves else _fetch
+        fetch = self._fetch_in_halves if self.writes_second_copy else _fetch
         groups = {}
         for group, specs in self._list_groups(stack):
             stacks = self._select_stacks(backward_state, group).parts
@@ -114,7 +123,10 @@ class OptimizerPrefetch:
             leaving = staged_layer.groups[group.label].parts
             changed = {}
             for part, part_specs in specs.parts.items():
-                changed[part] = _store(part_specs, stacks[part], leaving[part], staged_layer.index)
+                layer_leaves = leaving[part]
+                if self.writes_second_copy:
+                    layer_leaves = self._constrain(part_specs, layer_leaves)
+                changed[part] = _store(part_specs, stacks[part], layer_leaves, staged_layer.index)
             new_stacks[group.label] = GroupLeaves(**changed)
         # The next stack's layers have other shapes, so nothing is staged after the loop.
         return replace(_replace_stacks(backward_state, stack, new_stacks), staged_layer=None)
@@ -189,6 +201,14 @@ class OptimizerPrefetch:
             read, mesh=mesh, in_specs=(PartitionSpec(), *axes), out_specs=PartitionSpec(), check_vma=False
         )
         return run(index, *layer_leaves.values())
+
+    def _constrain(self, specs: Specs, layer_leaves: Arrays) -> Arrays:
+        """Constrain a layer's leaves to the layout of the stacks, which the loop only writes."""
+        # The first axis of a stack's spec is the layer axis.
+        return {
+            path: constrain_row_major(leaf, specs[path].mesh_axes[1:], self.layout.mesh)
+            for path, leaf in layer_leaves.items()
+        }
 
     def _list_groups(self, stack: str) -> list[tuple[ParamGroup, GroupLeaves[TensorSpec]]]:
         """Return the groups of a stack's parameters, with the specs of their moved leaves."""

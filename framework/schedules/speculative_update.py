@@ -86,7 +86,7 @@ class SpeculativeUpdate:
 
     @property
     def _prefetcher(self) -> OptimizerPrefetch:
-        return OptimizerPrefetch(self.learner, self.layout, in_halves=True)
+        return OptimizerPrefetch(self.learner, self.layout, writes_second_copy=True)
 
     def begin_loop(self, state: BackwardState, stack: str, index: jax.Array) -> BackwardState:
         """Start fetching the state of the first layer to the device."""
