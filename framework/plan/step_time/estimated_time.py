@@ -48,6 +48,13 @@ _CLIPPED_SHARE = 0.1
 # used one after the other, so the fraction exceeds 1.
 _EXPOSED_WITH_PREFETCH = 0.35
 _EXPOSED_IN_CHUNKS = 1.58
+# Exposed fraction of the time to move offloaded weights and activations in the loops over layers, which start a layer
+# ahead. Llama 2 7B on v5e-16 with 2 x 4096 tokens a chip and everything offloaded waits 0.05 of 0.32 s for them, under
+# in_backward and under streamed.
+_EXPOSED_IN_LOOPS = 0.16
+# The most host-link time that these loops can hide, together with the update, as a fraction of the time of matrix
+# products: as much as `_HIDEABLE_BY_BACKWARD` in the backward pass, and the same share of the forward pass.
+_HIDEABLE_IN_LOOPS = 0.9
 # For these, the bytes that a device receives are the difference between the sizes of results and operands.
 _GATHERS = ("all_gather", "reduce_scatter", "psum_scatter")
 # For these, the bytes that a device receives are this factor times the operands, in a ring of many devices.
@@ -73,6 +80,7 @@ class StepWork:
         min_exposed_share: fraction of the time to move `host_bytes` that stays exposed however long products take.
         layer_transfers: transfers of layer programs, which have no `host_bytes` and no `exposed_host_bytes`.
         exposed_host_bytes: bytes moved to and from the host while nothing else runs.
+        loop_bytes: bytes moved to and from the host while other layers run.
         exposed_received_bytes: the part of `received_bytes` that arrives while nothing else runs.
     """
 
@@ -85,13 +93,14 @@ class StepWork:
     min_exposed_share: float = 0.0
     layer_transfers: tuple[ProgramTransfers, ...] = ()
     exposed_host_bytes: float = 0.0
+    loop_bytes: float = 0.0
     exposed_received_bytes: float = 0.0
 
     @property
     def link_bytes(self) -> float:
         """Bytes that determine the time of the host link: bytes that move both ways at the same time count once."""
         layer_bytes = sum(transfers.link_bytes for transfers in self.layer_transfers)
-        return self.host_bytes + layer_bytes + self.exposed_host_bytes
+        return self.host_bytes + layer_bytes + self.exposed_host_bytes + self.loop_bytes
 
 
 def count_work(
@@ -127,6 +136,7 @@ def count_work(
     hideable_share = 0.0
     min_exposed_share = 0.0
     exposed_host_bytes = 0.0
+    loop_bytes = 0.0
     layer_transfers: tuple[ProgramTransfers, ...] = ()
     if traits.is_many_programs:
         num_devices = math.prod(sizes.values())
@@ -140,29 +150,29 @@ def count_work(
         hideable_share = _HIDEABLE_BY_BACKWARD if memory.prefetch == "layer" else 0.0
         if traits.updates_in_backward:
             min_exposed_share = _EXPOSED_WITH_PREFETCH if memory.prefetch == "layer" else _EXPOSED_IN_CHUNKS
-        # Each pass fetches the weights for its forward and its backward pass: one for each microbatch, or one for all
-        # of them. Activations of each microbatch go to the host and come back. Gradients go to the host and come back
-        # to be accumulated or for the update. In the loops of a
-        # single program, the compiler moves them between layers without overlap: in a step of Llama 3 8B on 256 v5e,
-        # 6.6 s of 14.3 s are waits for activations.
-        weights = 2 * (offloaded["parameter"] + offloaded["frozen"])
-        both_ways = experiment.microbatches_per_pass * offloaded_activations
+        exposed_both_ways = 0.0
         if memory.speculates:
             # Gradients leave in the backward pass, together with the state. In a step that clips, they come back with
             # the state, and nothing hides that.
             host_bytes += offloaded["gradient"]
             hideable_share = _HIDEABLE_BY_BACKWARD
             if experiment.learner.clipping.needs_all_gradients:
-                both_ways += _CLIPPED_SHARE * host_bytes
+                exposed_both_ways = _CLIPPED_SHARE * host_bytes
         elif memory.delays_update:
             # Gradients leave in the backward pass and come back together with the state, in the next forward pass.
             host_bytes += offloaded["gradient"]
             hideable_share = _HIDEABLE_BY_FORWARD
         else:
-            both_ways += offloaded["gradient"]
+            # Gradients go to the host and come back to be accumulated or for the update.
+            exposed_both_ways = float(offloaded["gradient"])
         is_run_twice = experiment.learner.clip_mode == "two_pass" and traits.updates_in_backward
         passes = accumulate // experiment.microbatches_per_pass * (2 if is_run_twice else 1)
-        exposed_host_bytes = float(passes * (weights + 2 * both_ways))
+        exposed_host_bytes = passes * 2 * exposed_both_ways
+        # Each pass fetches the weights for its forward and its backward pass: one for each microbatch, or one for all
+        # of them. Activations of each microbatch go to the host and come back.
+        weights = 2 * (offloaded["parameter"] + offloaded["frozen"])
+        activations = 2 * experiment.microbatches_per_pass * offloaded_activations
+        loop_bytes = float(passes * (weights + activations))
     return StepWork(
         flops=device_flops,
         product_bytes=accumulate * microbatch.product_bytes,
@@ -174,6 +184,7 @@ def count_work(
         min_exposed_share=min_exposed_share,
         layer_transfers=layer_transfers,
         exposed_host_bytes=exposed_host_bytes,
+        loop_bytes=loop_bytes,
         exposed_received_bytes=accumulate * _expert_bytes(layout, sizes),
     )
 
@@ -296,6 +307,9 @@ def estimate_time(work: StepWork, spec: AcceleratorSpec, num_devices: int, dtype
     update_seconds = work.host_bytes / host_link if host_link else 0.0
     waited_seconds = work.exposed_host_bytes / host_link if host_link else 0.0
     exposed_update = max(work.min_exposed_share * update_seconds, update_seconds - work.hideable_share * products)
+    loop_seconds = work.loop_bytes / host_link if host_link else 0.0
+    hideable_seconds = max(0.0, _HIDEABLE_IN_LOOPS * products - (update_seconds - exposed_update))
+    exposed_loops = max(_EXPOSED_IN_LOOPS * loop_seconds, loop_seconds - hideable_seconds)
     # What reads and writes the operands of matrix products runs in the same programs as these.
     compute_seconds = products + work.product_bytes / memory_rate
     exposed_layers = 0.0
@@ -306,7 +320,7 @@ def estimate_time(work: StepWork, spec: AcceleratorSpec, num_devices: int, dtype
         matrix_units=products,
         memory=memory,
         links=waited_link_seconds + max(_EXPOSED_LINK_SHARE * link_seconds, link_seconds - products),
-        host_link=waited_seconds + (exposed_update + exposed_layers),
+        host_link=waited_seconds + exposed_loops + (exposed_update + exposed_layers),
         python=0.0,
         basis=_BASIS,
     )
