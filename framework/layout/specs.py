@@ -228,18 +228,20 @@ def constrain_row_major(x: jax.Array, axes: MeshAxes, mesh: Mesh) -> jax.Array:
     """Inside jit: constrain one layer's array to the row-major layout of the stacks.
 
     XLA for TPU prefers some weights transposed, and would transpose the whole stack before a loop that reads it, or
-    after one that writes it. With this constraint it transposes only one layer's slice. Stacks of narrow matrices are
-    exempt: TPU stores them in another layout itself, to avoid padding to tiles of 128.
+    after one that writes it. With this constraint it transposes only one layer's slice. Stacks of shards
+    with narrow rows are exempt: TPU stores them in another layout itself, to avoid padding to tiles of 128.
 
     Args:
         x: the array, without the stack's leading axis.
         axes: the mesh axes of its dimensions.
         mesh: the device mesh of the layout.
     """
-    if x.ndim < 2 or x.shape[-1] % 128:
+    if x.ndim < 2:
         return x
 
     def row_major(shard: jax.Array) -> jax.Array:
+        if shard.shape[-1] % 128:
+            return shard
         return with_layout_constraint(shard, Layout(tuple(range(shard.ndim))))
 
     if mesh.size == 1 or not any(axes):

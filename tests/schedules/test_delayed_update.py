@@ -106,7 +106,8 @@ def test_adapters_are_those_of_an_immediate_update(memory: dict[str, str], base:
     model.lora = config_for(LoRA, rank=4, alpha=6.0, base=base)
     states = []
     for placement in (IMMEDIATE, memory):
-        config = small.experiment(model, memory=placement, clip=clip, mesh={"data": 2, "fsdp": 2, "model": 2})
+        mesh = {"data": 2, "fsdp": 2, "model": 2}
+        config = small.experiment(model, memory=placement, clip=clip, mesh=mesh, optimizer=small.STEADY_ADAMW)
         program = small.program(config)
         state, metrics = small.run(program, 6)
         states.append(program.backend.to_checkpoint(program.complete_update(state)))
