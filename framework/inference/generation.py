@@ -4,7 +4,7 @@ Three functions are compiled once per shape: prefill reads the prompts, decode g
 reads the tokens that follow a cached prompt, such as the next message of a conversation. Prompts are padded on the left
 to one of a few common lengths, so that all rows write the same slot of the cache; see layers/attention_cache.py. The
 cache is [U, B, C, K, H] per layer of the pattern (U is its number of repeats), sharded over data and fsdp (B) and over
-model (K).
+model (K). Layers of linear attention have a state instead, whose size does not depend on C.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 
 from plimsoll.framework.data.tokenizers import Tokenizer
 from plimsoll.framework.inference.sampling import Sampling, SamplingArrays, choose
+from plimsoll.framework.layers.attention_cache import SLOTTED
 from plimsoll.framework.layers.base import BATCH_AXES, Context, batch_shards
-from plimsoll.framework.layout import Nested, TensorSpec, TrainState, merge
+from plimsoll.framework.layout import Nested, TensorSpec, TrainState, key_name, merge
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.terminal.phases import SHORT, phase
 
@@ -240,7 +242,11 @@ class Generator:
             (prompt,) = prompts
             # Always read the last token: its logits give the first new token.
             num_cached = min(_count_common(cached.tokens, prompt), len(prompt) - 1)
-            if num_cached and len(prompt) - num_cached <= _MOST_NEW_TOKENS:
+            # A state cannot be taken back to an earlier token.
+            is_whole = num_cached == len(cached.tokens)
+            paths = [path for path, _ in jax.tree.leaves_with_path(cached.cache)]
+            is_usable = num_cached > 0 and (is_whole or all(map(_is_slotted, paths)))
+            if is_usable and len(prompt) - num_cached <= _MOST_NEW_TOKENS:
                 token_B = self._read_rest(cached, prompt, num_cached, sampling, settings)
                 return token_B, cached
         del cached
@@ -393,9 +399,14 @@ def read_tokens(
     # The layers read the cache together with their own buffers.
     buffers = merge(buffers, cache)
     out = forward((params, buffers), ctx)
+
     # All layers write the same slots in all rows, so this is one slice update instead of a scatter.
-    write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=slot, axis=2)
-    cache = _shard_cache(jax.tree.map(write, cache, out.caches), ctx)
+    def write(path: KeyPath, entry: jax.Array, new: jax.Array) -> jax.Array:
+        if not _is_slotted(path):
+            return new.astype(entry.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(entry, new, slot, axis=2)
+
+    cache = _shard_cache(jax.tree.map_with_path(write, cache, out.caches), ctx)
     last_B1D = out.x_BSD if count is None else jax.lax.dynamic_slice_in_dim(out.x_BSD, count - 1, 1, axis=1)
     logits_B1V = forward.model.language_head.logits(out.head_weights, last_B1D, ctx)
     return logits_B1V[:, 0], cache
@@ -410,7 +421,12 @@ def _pad_cache(cache: Nested, num_more: int) -> Nested:
     """Pad the cache with `num_more` positions."""
     pad = [(0, 0)] * 5
     pad[2] = (0, num_more)
-    return jax.tree.map(lambda x_UBCKH: jnp.pad(x_UBCKH, pad), cache)
+    return jax.tree.map_with_path(lambda path, x: jnp.pad(x, pad) if _is_slotted(path) else x, cache)
+
+
+def _is_slotted(path: KeyPath) -> bool:
+    """Return whether an array of a cache has an axis of slots: [U, B, C, K, H]."""
+    return key_name(path[-1]) in SLOTTED
 
 
 def _count_common(tokens: Sequence[int], other: Sequence[int]) -> int:
@@ -426,12 +442,16 @@ def _count_common(tokens: Sequence[int], other: Sequence[int]) -> int:
 def _shard_cache(cache: Nested, ctx: Context) -> Nested:
     """Shard the cache: rows over the batch axes, and heads over `model` if their number is divisible by it."""
 
-    def shard_entry(x_UBCKH: jax.Array) -> jax.Array:
-        num_heads = x_UBCKH.shape[3]
-        is_divisible = ctx.mesh is not None and num_heads % ctx.mesh.shape["model"] == 0
-        return ctx.constrain(x_UBCKH, None, BATCH_AXES, None, "model" if is_divisible else None, None)
+    def shard_entry(path: KeyPath, x: jax.Array) -> jax.Array:
+        # States are [U, B, N, H, V]; inputs of convolutions are [U, B, T, E], with the channels of all heads.
+        heads_axis = 2 if key_name(path[-1]) == "state" else 3
+        is_divisible = ctx.mesh is not None and x.shape[heads_axis] % ctx.mesh.shape["model"] == 0
+        axes: list[str | tuple[str, ...] | None] = [None] * x.ndim
+        axes[1] = BATCH_AXES
+        axes[heads_axis] = "model" if is_divisible else None
+        return ctx.constrain(x, *axes)
 
-    return jax.tree.map(shard_entry, cache)
+    return jax.tree.map_with_path(shard_entry, cache)
 
 
 def bucket(length: int) -> int:

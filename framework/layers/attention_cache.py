@@ -12,6 +12,10 @@ import jax.numpy as jnp
 
 from plimsoll.framework.layers.kernels_call import softmax_with_sinks
 
+# Names of the arrays of a cache that have an axis of slots, [B, C, K, H]. The others are states of linear attention,
+# which each token replaces.
+SLOTTED = ("key", "value", "latent")
+
 
 def attend_with_cache(
     query_BSNH: jax.Array,
