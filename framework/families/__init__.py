@@ -21,6 +21,7 @@ from plimsoll.framework.families.mixtures import Mixtral, Qwen3MoE
 from plimsoll.framework.families.olmo import Olmo2, Olmoe
 from plimsoll.framework.families.phi3 import Phi3
 from plimsoll.framework.families.published import model_at
+from plimsoll.framework.families.qwen3_next import Qwen3Next, Qwen35
 from plimsoll.framework.files import hub_models
 from plimsoll.framework.files.hub_names import is_hub_url
 from plimsoll.framework.files.text_files import parse_json
@@ -40,6 +41,9 @@ FAMILIES: list[type[ModelFamily]] = [
     Olmoe,
     Gemma3,
     Phi3,
+    # Before Qwen3Next, which has the same layers: a model without a config.json is exported in the newer format.
+    Qwen35,
+    Qwen3Next,
 ]
 
 

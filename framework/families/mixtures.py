@@ -203,7 +203,7 @@ class Qwen3MoE(ModelFamily):
             # The balance loss is a setting of training, not of the published model.
             balance=0.0,
         )
-        blocks = [sparse_block if is_sparse else block for is_sparse in _sparse_layers(fields)]
+        blocks = [sparse_block if is_sparse else block for is_sparse in sparse_layers(fields)]
         # The shorter the pattern, the fewer blocks a stack compiles.
         model.stack.pattern = [one.copy() for one in blocks[: shortest_period(blocks)]]
         return model
@@ -233,7 +233,7 @@ class Qwen3MoE(ModelFamily):
         }
 
 
-def _sparse_layers(facts: ConfigFacts) -> list[bool]:
+def sparse_layers(facts: ConfigFacts) -> list[bool]:
     """Return whether each layer has a mixture. Raises ValueError if mlp_only_layers is not a list of integers."""
     step = facts.size("decoder_sparse_step", 1)
     dense_layers = facts.any("mlp_only_layers", None)

@@ -37,15 +37,20 @@ def original_length(facts: ConfigFacts, scaling: ConfigFacts) -> int:
     return length
 
 
-def rotary_dim(facts: ConfigFacts, head_dim: int) -> int | None:
+def rotary_dim(facts: ConfigFacts, head_dim: int, default_part: float = 1.0) -> int | None:
     """Return how many elements of each head rotate, None for all, in a family with `partial_rotary_factor`.
+
+    Args:
+        facts: fields of config.json.
+        head_dim: elements of a head.
+        default_part: the factor if config.json has none.
 
     Raises:
         ValueError: the factor is given twice with different values, or its part of a head is not an even number.
     """
     scaling = facts.part("rope_parameters") or facts.part("rope_scaling")
     source = facts if scaling is None or _PART not in scaling.values else scaling
-    factor = source.number(_PART, 1.0, null=True) or 1.0
+    factor = source.number(_PART, default_part, null=True) or default_part
     if facts.any(_PART, factor) not in (factor, None):
         raise facts.error(_PART, f"that of rope_parameters, {factor}")
     # Rounded down, as in transformers.

@@ -19,6 +19,7 @@ from plimsoll.framework.config import Config, DType, PositiveFloat, PositiveInt,
 from plimsoll.framework.layers.attention_cache import attend_with_cache
 from plimsoll.framework.layers.attention_kernels import Implementation, check_platform, dot_product_attention
 from plimsoll.framework.layers.base import BATCH_AXES, Context, Layer, Out, check_axis
+from plimsoll.framework.layers.custom_gradients import save_inputs
 from plimsoll.framework.layers.kernels_call import SplashBlocks
 from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layers.norm import LayerNorm, RMSNorm
@@ -91,6 +92,8 @@ class Attention(KernelAttention):
         scale: factor on the logits; None means H ** -0.5.
         sinks: whether each query head has a learned logit that joins the denominator of its softmax but has no value,
             so that a head can attend to nothing (gpt-oss, arXiv 2508.10925; Xiao et al. 2023, arXiv 2309.17453).
+        output_gate: whether the result of each channel is multiplied by the sigmoid of a projection of x_BSD, before
+            the output projection (Qiu et al. 2025, arXiv 2505.06708).
         implementation: the kernel. "auto" chooses splash on TPU, cuDNN on GPU and XLA elsewhere.
         splash: config of the block sizes of the TPU kernel.
         kernel_dtype: dtype of queries, keys and values in the kernel, and of its result; None means
@@ -116,6 +119,7 @@ class Attention(KernelAttention):
         softcap: PositiveFloat | None = None,
         scale: PositiveFloat | None = None,
         sinks: bool = False,
+        output_gate: bool = False,
         implementation: Implementation = "auto",
         splash: Config = config_for(SplashBlocks),
         kernel_dtype: DType | None = None,
@@ -149,6 +153,7 @@ class Attention(KernelAttention):
         self.query = linear.instantiate(outputs=query_size, num_heads=num_heads, **in_options)
         self.key = linear.instantiate(outputs=kv_size, num_heads=self.num_kv_heads, **in_options)
         self.value = linear.instantiate(outputs=kv_size, **in_options)
+        self.gate: Linear | None = linear.instantiate(outputs=query_size, **in_options) if output_gate else None
         self.output = linear.instantiate(inputs=query_size, init_scale=output_init_scale, **out_options)
         self.rotary: Rotary | None = None if rotary is None else rotary.instantiate(head_dim=self.head_dim)
         self.clip_qkv = clip_qkv
@@ -165,8 +170,10 @@ class Attention(KernelAttention):
         return {"sinks": ParameterSpec((self.num_heads,), "float32", ("model",), initializer=init, roles=("heads",))}
 
     def children(self) -> dict[str, Layer]:
-        """Return query, key, value and output, and query_norm and key_norm if there are any."""
+        """Return query, key, value and output, and gate, query_norm and key_norm if there are any."""
         layers = {"query": self.query, "key": self.key, "value": self.value, "output": self.output}
+        if self.gate is not None:
+            layers["gate"] = self.gate
         if self.query_norm is not None and self.key_norm is not None:
             layers["query_norm"] = self.query_norm
             layers["key_norm"] = self.key_norm
@@ -205,8 +212,12 @@ class Attention(KernelAttention):
             )
         else:
             y_BSNH = self.attend(q_BSNH, k_BSKH, v_BSKH, ctx, sinks_N)
+        heads_BSE = y_BSNH.reshape(batch, length, -1)
+        if self.gate is not None:
+            with jax.named_scope("gate"):
+                gate_BSE = ctx.constrain(self.gate(weights["gate"], carry, ctx), BATCH_AXES, "seq", "model")
+                heads_BSE = save_inputs(lambda y, gate: y * jax.nn.sigmoid(gate))(heads_BSE, gate_BSE)
         with jax.named_scope("output"):
-            heads_BSE = y_BSNH.reshape(batch, length, -1)
             y_BSD = checkpoint_name(self.output(weights["output"], heads_BSE, ctx), "output")
         # Keys are cached after the rotation: their positions never change.
         cache = {"key": k_BSKH, "value": v_BSKH} if ctx.cache else {}

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from plimsoll.framework.config import Config
+from plimsoll.framework.layers.base import Layer
 from plimsoll.framework.layers.stack import Stack
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.weights.source import Source
@@ -37,6 +38,15 @@ class ModelFamily:
         """Return config.json for one of our models, the inverse of `model`, as far as the family can express it."""
         raise NotImplementedError
 
+    def find_source(self, name: str, layer: Layer | None) -> Source | None:
+        """Return the tensor of a parameter; None if the family has no such parameter.
+
+        Args:
+            name: path of the parameter; in a layer, its path there.
+            layer: the layer; None for parameters outside of the stacks.
+        """
+        return {**self.names, **SCORE}.get(name)
+
     def places(self, model: CausalLM) -> dict[str, list[Source]]:
         """Return {path of a parameter: its tensors, one for each repeat of the stack's pattern}.
 
@@ -54,18 +64,20 @@ class ModelFamily:
         sources = {}
         for path in model.base_specs:
             block = re.fullmatch(r"(first|stack)/block(\d+)/(.+)", path)
+            layer = None
             if block:
                 stack, num_before = stacks[block[1]]
                 name = block[3]
                 # A pattern may have several layers (blocks): block b of repeat r is layer b + period * r of the stack.
                 period = len(stack.pattern.layers)
                 first_layer = num_before + int(block[2])
-                layers = [first_layer + period * repeat for repeat in range(stack.num_repeats)]
+                numbers = [first_layer + period * repeat for repeat in range(stack.num_repeats)]
+                layer = stack.pattern.layers[f"block{block[2]}"]
             else:
                 name = path
-                layers = [0]
-            names = {**self.names, **SCORE}
-            if name not in names:
+                numbers = [0]
+            source = self.find_source(name, layer)
+            if source is None:
                 raise ValueError(f"{type(self).__name__} models have no {path}; they have {', '.join(self.names)}")
-            sources[path] = [names[name].for_layer(layer) for layer in layers]
+            sources[path] = [source.for_layer(number) for number in numbers]
         return sources

@@ -53,6 +53,9 @@ class Source:
         interleaved: whether the parts alternate along that axis: the i-th has the elements i, i + n, i + 2 n, ...
         span: (first, width): start of the parameter in the last axis of a fused matrix, and the size of that axis; used
             instead of `fused_part` if the parts are not equal.
+        groups: number of equal groups along that axis, such as heads: each has its share of the parameter, and `span`
+            describes one group.
+        has_channel_axis: whether the tensor is [out, 1, in], as in torch's Conv1d of single channels.
     """
 
     name: str
@@ -60,6 +63,8 @@ class Source:
     fused_part: tuple[int, int] = (0, 1)
     interleaved: bool = False
     span: tuple[int, int] | None = None
+    groups: int = 1
+    has_channel_axis: bool = False
 
     @property
     def is_fused(self) -> bool:
@@ -68,7 +73,7 @@ class Source:
 
     def width(self, ours: tuple[int, ...]) -> int:
         """Return the whole tensor's size along the last axis, in our orientation."""
-        return self.fused_part[1] * ours[-1] if self.span is None else self.span[1]
+        return self.fused_part[1] * ours[-1] if self.span is None else self.groups * self.span[1]
 
     def for_layer(self, layer: int) -> Source:
         """Return this source with the layer's number in its name."""
@@ -97,7 +102,9 @@ class Source:
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the whole tensor in a file, for a parameter of shape `ours`."""
         joined = (*ours[:-1], self.width(ours))
-        return joined[::-1] if self.transpose else joined
+        # Experts in one tensor are its first axis.
+        theirs = (*joined[:-2], joined[-1], joined[-2]) if self.transpose else joined
+        return (theirs[0], 1, theirs[1]) if self.has_channel_axis else theirs
 
     def take(self, tensor: Sliceable, ours: tuple[int, ...], index: Index) -> np.ndarray:
         """Read a slice of the parameter from its tensor.
@@ -111,17 +118,33 @@ class Source:
         # The parameter is a range of the last axis in our orientation, or every n-th element of one.
         number, count = self.fused_part
         start, stop = bounds[-1]
-        if self.interleaved:
+        group_size = ours[-1] // self.groups
+        # The groups that hold a part of the slice are read as a whole.
+        first_group = start // group_size
+        last_group = -(-stop // group_size)
+        if self.groups > 1:
+            assert self.span is not None, "groups have spans"
+            bounds[-1] = (first_group * self.span[1], last_group * self.span[1])
+        elif self.interleaved:
             bounds[-1] = (start * count, stop * count)
         else:
             offset = number * ours[-1] if self.span is None else self.span[0]
             bounds[-1] = (start + offset, stop + offset)
         if self.transpose:
-            bounds = bounds[::-1]
-        slices = tuple(slice(start, stop) for start, stop in bounds)
-        array = tensor[slices]
+            bounds[-2:] = bounds[:-3:-1]
+        slices = [slice(*bound) for bound in bounds]
+        if self.has_channel_axis:
+            array = tensor[(slices[0], slice(None), slices[1])][:, 0]
+        else:
+            array = tensor[tuple(slices)]
         if self.transpose:
-            array = array.T
+            array = array.swapaxes(-1, -2)
+        if self.groups > 1:
+            assert self.span is not None, "groups have spans"
+            first, width = self.span
+            grouped = array.reshape(*array.shape[:-1], -1, width)[..., first : first + group_size]
+            parts = grouped.reshape(*array.shape[:-1], -1)
+            return parts[..., start - first_group * group_size : stop - first_group * group_size]
         # All parts are read: safetensors takes sixteen times as long to read every second element.
         return array[..., number::count] if self.interleaved else array
 
@@ -133,8 +156,11 @@ class Source:
             stacked = np.stack(arrays, axis=-1)
             joined = stacked.reshape(*stacked.shape[:-2], -1)
         else:
-            joined = np.concatenate(arrays, axis=-1)
-        return joined.T if self.transpose else joined
+            grouped = [array.reshape(*array.shape[:-1], self.groups, -1) for array in arrays]
+            joined = np.concatenate(grouped, axis=-1)
+            joined = joined.reshape(*joined.shape[:-2], -1)
+        theirs = joined.swapaxes(-1, -2) if self.transpose else joined
+        return theirs[:, None] if self.has_channel_axis else theirs
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from plimsoll.framework.weights.source import Source
 LAYERS, VOCAB, SEQ_LEN, BATCH = 2, 96, 20, 2
 GPT2_POSITIONS = 32
 # Values of model_type whose norms store their scales as differences from 1.
-ZERO_CENTERED = ("gemma2", "gemma3_text")
+ZERO_CENTERED = ("gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 @dataclass(frozen=True)
@@ -265,6 +265,42 @@ _DEEPSEEK = (
     ),
 )
 FAMILIES |= {family.name: family for family in _DEEPSEEK}
+
+# Head counts and widths differ; the second of the three layers attends.
+_HYBRID: dict[str, Any] = {
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 3,
+    "rope_theta": 1_000_000.0,
+    # Outputs of linear attention may be close to zero, and a small eps would amplify their rounding errors.
+    "rms_norm_eps": 0.1,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 10,
+}
+_HYBRIDS = (
+    _llama(
+        "qwen3-next",
+        "Qwen3NextForCausalLM",
+        model_type="qwen3_next",
+        intermediate_size=24,
+        mlp_only_layers=[2],
+        **_HYBRID,
+        **_EXPERTS,
+    ),
+    _llama("qwen3.5", "Qwen3_5ForCausalLM", model_type="qwen3_5_text", intermediate_size=24, **_HYBRID),
+    _llama("qwen3.5-moe", "Qwen3_5MoeForCausalLM", model_type="qwen3_5_moe_text", **_HYBRID, **_EXPERTS),
+)
+FAMILIES |= {family.name: family for family in _HYBRIDS}
 
 _LONG_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
 # Rotary tables are compared at the shapes of published models: {name: (head_dim, theta, rope_scaling)}.

@@ -45,7 +45,9 @@ def build(family: PeerFamily, seed: int) -> Model:
             elif name.endswith("bias"):
                 value = 0.2 * noise
             else:
-                value = _ones(model) + 0.25 * noise
+                # The norm of linear attention stores its scale, whatever the others store.
+                is_plain = name.endswith("linear_attn.norm.weight")
+                value = (1.0 if is_plain else _ones(model)) + 0.25 * noise
             parameter.copy_(value.half().float())
     return model
 

@@ -10,8 +10,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from plimsoll.framework.config import Config, PositiveInt, component, config_for
 from plimsoll.framework.layers.base import Context, Layer, Out, check_axis
+from plimsoll.framework.layers.custom_gradients import save_inputs
 from plimsoll.framework.layers.experts.experts import Experts
 from plimsoll.framework.layers.experts.router import Router
+from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layers.mlp import MLP
 from plimsoll.framework.layout import Nested
 
@@ -27,6 +29,8 @@ class MoE(Layer):
         experts: config of `Experts`.
         shared: config of an `MLP` that processes all tokens (DeepSeekMoE, arXiv 2401.06066; for several shared
             experts, add up the hidden widths); none by default.
+        shared_gate: config of a `Linear` to one number, whose sigmoid multiplies the result of `shared` (Qwen2-MoE,
+            arXiv 2407.10671); none by default.
         output_init_scale: factor on the initial weight of each branch's last projection; set by the stack.
     """
 
@@ -38,6 +42,7 @@ class MoE(Layer):
         router: Config = config_for(Router),
         experts: Config = config_for(Experts),
         shared: Config | None = None,
+        shared_gate: Config | None = None,
         output_init_scale: float = 1.0,
     ):
         self.router: Router = router.instantiate(dim=dim, num_experts=num_experts)
@@ -47,12 +52,19 @@ class MoE(Layer):
         self.shared: MLP | None = None
         if shared is not None:
             self.shared = shared.instantiate(dim=dim, output_init_scale=output_init_scale)
+        self.shared_gate: Linear | None = None
+        if shared_gate is not None:
+            if shared is None:
+                raise ValueError("shared_gate needs shared, whose result it multiplies")
+            self.shared_gate = shared_gate.instantiate(inputs=dim, outputs=1)
 
     def children(self) -> dict[str, Layer]:
-        """Return router and experts, and shared if there is one."""
+        """Return router and experts, and shared and shared_gate if there are any."""
         children: dict[str, Layer] = {"router": self.router, "experts": self.experts}
         if self.shared is not None:
             children["shared"] = self.shared
+        if self.shared_gate is not None:
+            children["shared_gate"] = self.shared_gate
         return children
 
     def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
@@ -80,6 +92,10 @@ class MoE(Layer):
         if self.shared is not None:
             with jax.named_scope("shared"):
                 shared_BSD, shared_out = self.shared.apply(weights["shared"], carry, ctx.fold("shared"), {})
+            if self.shared_gate is not None:
+                with jax.named_scope("shared_gate"):
+                    gate_BS1 = self.shared_gate(weights["shared_gate"], carry, ctx)
+                    shared_BSD = save_inputs(lambda y, gate: y * jax.nn.sigmoid(gate))(shared_BSD, gate_BS1)
             y_BSD = y_BSD + shared_BSD
             assert replace(shared_out, metrics={}) == Out(), "an MLP has neither losses nor buffers"
         return ctx.constrain_hidden(y_BSD), out
