@@ -36,7 +36,7 @@ CHUNKS_PER_BLOCK = 8
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Inputs:
-    """What the recurrence reads, in blocks; all blocks have one more axis in front.
+    """Inputs of the recurrence for the tokens of a block; for all blocks, with one more axis in front.
 
     Attributes:
         query, key: [B, K, M, C, H].
@@ -71,7 +71,7 @@ class _Documents:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Chunk:
-    """What a chunk needs once the state before it is known; [B, K, R, M, ...] for all chunks of a block.
+    """Terms of a chunk that do not depend on the state; [B, K, R, M, ...] for all chunks of a block.
 
     Attributes:
         query: [C, H], times the decay since the start of the chunk.

@@ -228,8 +228,8 @@ def constrain_row_major(x: jax.Array, axes: MeshAxes, mesh: Mesh) -> jax.Array:
     """Inside jit: constrain one layer's array to the row-major layout of the stacks.
 
     XLA for TPU prefers some weights transposed, and would transpose the whole stack before a loop that reads it, or
-    after one that writes it. With this constraint it transposes only one layer's slice. Stacks of shards
-    with narrow rows are exempt: TPU stores them in another layout itself, to avoid padding to tiles of 128.
+    after one that writes it. With this constraint it transposes only one layer's slice. Stacks of shards with narrow
+    rows are exempt: TPU stores them in another layout itself, to avoid padding to tiles of 128.
 
     Args:
         x: the array, without the stack's leading axis.
