@@ -8,6 +8,7 @@ prediction (`mtp.*`) of published files are left out, as in transformers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from plimsoll.framework.config import Config, component, config_for
 from plimsoll.framework.families.decoders import llama_model, mixture
@@ -72,10 +73,7 @@ def _split(tensor: Source, names: Sequence[str], sizes: Sequence[int], groups: i
     sources = {}
     first = 0
     for name, size in zip(names, sizes, strict=True):
-        span = (first, sum(sizes))
-        sources[name] = Source(
-            tensor.name, tensor.transpose, span=span, groups=groups, has_channel_axis=tensor.has_channel_axis
-        )
+        sources[name] = replace(tensor, span=(first, sum(sizes)), groups=groups)
         first += size
     return sources
 
