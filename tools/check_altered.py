@@ -38,7 +38,7 @@ from plimsoll.framework.weights.directory import Directory, check_tensors
 from plimsoll.framework.weights.family import ModelFamily
 from plimsoll.framework.weights.source import layer_shape
 from tools.peers.alterations import SEQ_LEN, Alteration, alterations, base_facts
-from tools.peers.families import FAMILIES, VOCAB, ZERO_CENTERED
+from tools.peers.families import FAMILIES, VOCAB
 from tools.peers.recording import Tensors
 
 LIMIT = 1e-4  # as a fraction of the largest logit
@@ -226,7 +226,7 @@ def weights_for(alteration: Alteration, base: Tensors) -> Iterator[tuple[Alterat
     except Exception:  # transformers may refuse the config.json in many ways
         return
     anew = Alteration(alteration.shape, f"{alteration.name}, its own weights", alteration.facts)
-    yield anew, random_tensors(shapes_in_file, zero_centered=alteration.facts["model_type"] in ZERO_CENTERED)
+    yield anew, random_tensors(shapes_in_file, zero_centered=FAMILIES[alteration.shape].has_zero_centered_norms)
 
 
 def all_alterations(shape: str) -> Iterator[Alteration]:
@@ -252,7 +252,7 @@ def verdicts(
         chosen = np.random.default_rng(seed).choice(len(cases), sample, replace=False)
         cases = [cases[i] for i in sorted(chosen)]
     for shape, group in itertools.groupby(cases, lambda case: case.shape):
-        zero_centered = FAMILIES[shape].facts["model_type"] in ZERO_CENTERED
+        zero_centered = FAMILIES[shape].has_zero_centered_norms
         base = random_tensors(get_saved_shapes(base_facts(shape)), zero_centered=zero_centered)
         for case in group:
             for alteration, tensors in weights_for(case, base):

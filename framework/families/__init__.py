@@ -1,27 +1,19 @@
 """Published models: one file per family maps config.json and tensor names to ours, and back.
 
-To add a family, see docs/models.md.
+To add a family, add a file to this folder, see docs/models.md.
 """
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from pathlib import Path
 from typing import Any
 
 from plimsoll.framework.config import Config, ConfigError, config_for
 from plimsoll.framework.families import scores
-from plimsoll.framework.families.deepseek import DeepseekV2
 from plimsoll.framework.families.facts import ConfigFacts, float_dtype, refuse_unread
-from plimsoll.framework.families.gemma import Gemma2
-from plimsoll.framework.families.gemma3 import Gemma3
-from plimsoll.framework.families.gpt2 import GPT2
-from plimsoll.framework.families.gpt_oss import GptOss
-from plimsoll.framework.families.llama import Llama
-from plimsoll.framework.families.mixtures import Mixtral, Qwen3MoE
-from plimsoll.framework.families.olmo import Olmo2, Olmoe
-from plimsoll.framework.families.phi3 import Phi3
 from plimsoll.framework.families.published import model_at
-from plimsoll.framework.families.qwen3_next import Qwen3Next, Qwen35
 from plimsoll.framework.files import hub_models
 from plimsoll.framework.files.hub_names import is_hub_url
 from plimsoll.framework.files.text_files import parse_json
@@ -29,23 +21,20 @@ from plimsoll.framework.weights.directory import Directory
 from plimsoll.framework.weights.family import ModelFamily
 from plimsoll.framework.weights.pretrained import Pretrained
 
-FAMILIES: list[type[ModelFamily]] = [
-    Llama,
-    Gemma2,
-    GPT2,
-    Mixtral,
-    Qwen3MoE,
-    GptOss,
-    DeepseekV2,
-    Olmo2,
-    Olmoe,
-    Gemma3,
-    Phi3,
-    # Before Qwen3Next, which has the same layers: a model without a config.json is exported in the newer format.
-    Qwen35,
-    Qwen3Next,
-]
 
+def _find_families() -> list[type[ModelFamily]]:
+    """Return the families that the modules of this package define, in the order of the modules' names."""
+    families = []
+    for info in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{info.name}")
+        for value in vars(module).values():
+            is_own = isinstance(value, type) and value.__module__ == module.__name__
+            if is_own and issubclass(value, ModelFamily) and value.architectures:
+                families.append(value)
+    return families
+
+
+FAMILIES: list[type[ModelFamily]] = _find_families()
 
 def read_config(path: str | Path) -> tuple[dict[str, object], Config]:
     """Read the config.json of a directory, or of a model on the Hub.

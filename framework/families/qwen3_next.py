@@ -78,13 +78,10 @@ def _split(tensor: Source, names: Sequence[str], sizes: Sequence[int], groups: i
     return sources
 
 
-@component
-class Qwen3Next(ModelFamily):
-    """Qwen3NextForCausalLM."""
+class _HybridFamily(ModelFamily):
+    """What both families share: attention with an output gate, and the names of all tensors but the projections."""
 
-    architectures = {"Qwen3NextForCausalLM": "qwen3_next"}
     names = _NAMES
-    ignored = r"rotary_emb\.inv_freq$|^mtp\."
 
     def find_source(self, name: str, layer: Layer | None) -> Source | None:
         """See `ModelFamily.find_source`. The heads of a layer determine how its fused tensors are divided."""
@@ -105,6 +102,59 @@ class Qwen3Next(ModelFamily):
     def _mixer_sources(self, mixer: GatedDeltaNet) -> dict[str, Source]:
         """Return {our path: their tensor} for the parameters of a layer's Gated DeltaNet."""
         return {**_MIXER_NAMES, **_conv_sources(mixer), **self._projection_sources(mixer)}
+
+    def _projection_sources(self, mixer: GatedDeltaNet) -> dict[str, Source]:
+        """Return {our path: their tensor} of the projections of a layer's Gated DeltaNet."""
+        raise NotImplementedError
+
+
+# Before Qwen3Next, which has the same layers: a model without a config.json is exported in the newer format.
+@component
+class Qwen35(_HybridFamily):
+    """Qwen3_5ForCausalLM and Qwen3_5MoeForCausalLM, whose projections are divided in another way."""
+
+    architectures = {"Qwen3_5ForCausalLM": "qwen3_5_text", "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text"}
+    ignored = r"rotary_emb\.inv_freq$|^mtp\.|^model\.visual\."
+
+    def _projection_sources(self, mixer: GatedDeltaNet) -> dict[str, Source]:
+        """Return the sources of the projections: queries, keys and values are in one tensor."""
+        keys = mixer.num_key_heads * mixer.key_dim
+        sources = _split(
+            Source(f"{_MIXER}.in_proj_qkv.weight", transpose=True),
+            ["query/weight", "key/weight", "value/weight"],
+            [keys, keys, mixer.num_heads * mixer.value_dim],
+        )
+        for ours, theirs in (("gate", "z"), ("beta", "b"), ("decay", "a")):
+            sources[f"{ours}/weight"] = Source(f"{_MIXER}.in_proj_{theirs}.weight", transpose=True)
+        return sources
+
+    def model(self, facts: dict[str, object]) -> Config:
+        """See `ModelFamily.model`."""
+        fields = ConfigFacts(facts)
+        refuse_losses(fields)
+        (kind,) = set(fields.any("architectures")) & set(self.architectures)
+        if kind == "Qwen3_5ForCausalLM":
+            mlp = _mlp(fields, fields.size("intermediate_size", 12288))
+        else:
+            num_experts, num_chosen = count_experts(fields, 256, 8)
+            mlp = _mixture(fields, num_experts, num_chosen, normalize=True)
+        return _hybrid(fields, [mlp] * fields.size("num_hidden_layers"))
+
+    def facts(self, model: Config) -> dict[str, object]:
+        """See `ModelFamily.facts`."""
+        blocks = list(model.stack.pattern)
+        is_sparse = blocks[0].mlp.takes("num_experts")
+        kind = "Qwen3_5MoeForCausalLM" if is_sparse else "Qwen3_5ForCausalLM"
+        own = _mixture_facts(blocks) if is_sparse else {"intermediate_size": blocks[0].mlp.hidden}
+        return {**_facts(model), **own, "architectures": [kind], "model_type": self.architectures[kind]}
+
+
+@component
+class Qwen3Next(_HybridFamily):
+    """Qwen3NextForCausalLM."""
+
+    architectures = {"Qwen3NextForCausalLM": "qwen3_next"}
+    ignored = r"rotary_emb\.inv_freq$|^mtp\."
 
     def _projection_sources(self, mixer: GatedDeltaNet) -> dict[str, Source]:
         """Return the sources of the projections: one group for each key head, with its heads of values."""
@@ -147,46 +197,6 @@ class Qwen3Next(ModelFamily):
             "decoder_sparse_step": 1,
             "mlp_only_layers": [i for i, block in enumerate(layers) if not block.mlp.takes("num_experts")],
         }
-
-
-@component
-class Qwen35(Qwen3Next):
-    """Qwen3_5ForCausalLM and Qwen3_5MoeForCausalLM, whose projections are divided in another way."""
-
-    architectures = {"Qwen3_5ForCausalLM": "qwen3_5_text", "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text"}
-    ignored = r"rotary_emb\.inv_freq$|^mtp\.|^model\.visual\."
-
-    def _projection_sources(self, mixer: GatedDeltaNet) -> dict[str, Source]:
-        """Return the sources of the projections: queries, keys and values are in one tensor."""
-        keys = mixer.num_key_heads * mixer.key_dim
-        sources = _split(
-            Source(f"{_MIXER}.in_proj_qkv.weight", transpose=True),
-            ["query/weight", "key/weight", "value/weight"],
-            [keys, keys, mixer.num_heads * mixer.value_dim],
-        )
-        for ours, theirs in (("gate", "z"), ("beta", "b"), ("decay", "a")):
-            sources[f"{ours}/weight"] = Source(f"{_MIXER}.in_proj_{theirs}.weight", transpose=True)
-        return sources
-
-    def model(self, facts: dict[str, object]) -> Config:
-        """See `ModelFamily.model`."""
-        fields = ConfigFacts(facts)
-        refuse_losses(fields)
-        (kind,) = set(fields.any("architectures")) & set(self.architectures)
-        if kind == "Qwen3_5ForCausalLM":
-            mlp = _mlp(fields, fields.size("intermediate_size", 12288))
-        else:
-            num_experts, num_chosen = count_experts(fields, 256, 8)
-            mlp = _mixture(fields, num_experts, num_chosen, normalize=True)
-        return _hybrid(fields, [mlp] * fields.size("num_hidden_layers"))
-
-    def facts(self, model: Config) -> dict[str, object]:
-        """See `ModelFamily.facts`."""
-        blocks = list(model.stack.pattern)
-        is_sparse = blocks[0].mlp.takes("num_experts")
-        kind = "Qwen3_5MoeForCausalLM" if is_sparse else "Qwen3_5ForCausalLM"
-        own = _mixture_facts(blocks) if is_sparse else {"intermediate_size": blocks[0].mlp.hidden}
-        return {**_facts(model), **own, "architectures": [kind], "model_type": self.architectures[kind]}
 
 
 def _conv_sources(mixer: GatedDeltaNet) -> dict[str, Source]:

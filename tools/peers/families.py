@@ -17,8 +17,6 @@ from plimsoll.framework.weights.source import Source
 
 LAYERS, VOCAB, SEQ_LEN, BATCH = 2, 96, 20, 2
 GPT2_POSITIONS = 32
-# Values of model_type whose norms store their scales as differences from 1.
-ZERO_CENTERED = ("gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,12 @@ class PeerFamily:
     def mapping(self) -> family.ModelFamily:
         """The mapping of tensor names."""
         return find_family(self.facts)()
+
+    @property
+    def has_zero_centered_norms(self) -> bool:
+        """True if the norms store the difference of their scale from 1."""
+        norm = self.ours().head.norm
+        return norm.takes("zero_centered") and norm.zero_centered
 
     def ours(self) -> Config:
         """Return our model's config, in float32."""

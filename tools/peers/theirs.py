@@ -16,7 +16,7 @@ from transformers.models.llama import modeling_llama
 
 from plimsoll.framework.families import scores
 from plimsoll.framework.layout import flatten
-from tools.peers.families import ROTARY, ROTARY_POSITIONS, SEQ_LEN, VOCAB, ZERO_CENTERED, PeerFamily
+from tools.peers.families import ROTARY, ROTARY_POSITIONS, SEQ_LEN, VOCAB, PeerFamily
 from tools.peers.ours import to_ours
 from tools.peers.recording import BETAS, CLIP, DOCUMENTS, EPS, LEARNING_RATE, WEIGHT_DECAY, Inputs, PeerResults, Tensors
 
@@ -47,7 +47,7 @@ def build(family: PeerFamily, seed: int) -> Model:
             else:
                 # The norm of linear attention stores its scale, whatever the others store.
                 is_plain = name.endswith("linear_attn.norm.weight")
-                value = (1.0 if is_plain else _ones(model)) + 0.25 * noise
+                value = (1.0 if is_plain or not family.has_zero_centered_norms else 0.0) + 0.25 * noise
             parameter.copy_(value.half().float())
     return model
 
@@ -60,11 +60,6 @@ def _empty(family: PeerFamily) -> Model:
     is_scored = scores.is_scored(family.facts)
     auto = transformers.AutoModelForSequenceClassification if is_scored else transformers.AutoModelForCausalLM
     return auto.from_config(config, attn_implementation="eager").eval()
-
-
-def _ones(model: Model) -> float:
-    """Return the initial scale of a norm; Gemma stores the difference from one."""
-    return 0.0 if model.config.model_type in ZERO_CENTERED else 1.0
 
 
 @contextmanager
