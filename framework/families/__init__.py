@@ -12,7 +12,7 @@ from typing import Any
 
 from plimsoll.framework.config import Config, ConfigError, config_for
 from plimsoll.framework.families import scores
-from plimsoll.framework.families.facts import ConfigFacts, float_dtype, refuse_unread
+from plimsoll.framework.families.facts import UNREAD, ConfigFacts, float_dtype, refuse_unread
 from plimsoll.framework.families.published import model_at
 from plimsoll.framework.files import hub_models
 from plimsoll.framework.files.hub_names import is_hub_url
@@ -35,6 +35,7 @@ def _find_families() -> list[type[ModelFamily]]:
 
 
 FAMILIES: list[type[ModelFamily]] = _find_families()
+
 
 def read_config(path: str | Path) -> tuple[dict[str, object], Config]:
     """Read the config.json of a directory, or of a model on the Hub.
@@ -64,6 +65,7 @@ def read_config(path: str | Path) -> tuple[dict[str, object], Config]:
             "merge it into the model, or pass a directory that has only the model"
         )
     try:
+        facts = _select_language_model(facts)
         family = find_family(facts)
         if "auto_map" in facts and not family.has_custom_code:
             raise ValueError(
@@ -103,6 +105,33 @@ def _read_json_object(file: Path) -> dict[str, object]:
     return facts
 
 
+def _select_language_model(facts: dict[str, object]) -> dict[str, object]:
+    """Return the config.json of the language model of a model that reads images too; any other one unchanged.
+
+    Raises:
+        ValueError: the two parts contradict each other.
+    """
+    language_model = None
+    for family in FAMILIES:
+        for name, language_name in family.multimodal.items():
+            if facts.get("architectures") == [name]:
+                language_model = {"architectures": [language_name], "model_type": family.architectures[language_name]}
+    if language_model is None:
+        return facts
+    text_part = ConfigFacts(facts).part("text_config")
+    if text_part is None:
+        raise ConfigFacts(facts).error("text_config", "the fields of the language model")
+    expected_type = language_model["model_type"]
+    if text_part.text("model_type", expected_type) != expected_type:
+        raise text_part.error("model_type", repr(expected_type))
+    # transformers reads only text_config, as long as it builds no more than the language model.
+    if facts.get("tie_word_embeddings") is True and text_part.values.get("tie_word_embeddings") is not True:
+        raise text_part.error("tie_word_embeddings", "the same as outside of text_config, true")
+    # How the weights are stored is written outside.
+    outside = {name: value for name, value in facts.items() if name in UNREAD and name != "text_config"}
+    return {**outside, **text_part.values, **language_model}
+
+
 def find_family(facts: dict[str, object]) -> type[ModelFamily]:
     """Return the family of a config.json, by its architectures.
 
@@ -122,7 +151,8 @@ def find_family(facts: dict[str, object]) -> type[ModelFamily]:
     supported = [name for name in architectures if name in family_by_name]
     if not supported:
         unsupported_names = ", ".join(architectures) or None
-        raise ValueError(f"unknown architecture {unsupported_names}; known: {', '.join(family_by_name)}")
+        known_names = [*family_by_name, *(name for family in FAMILIES for name in family.multimodal)]
+        raise ValueError(f"unknown architecture {unsupported_names}; known: {', '.join(known_names)}")
     if len(architectures) > 1:
         raise ValueError(f"architectures = {architectures!r}; expected one")
     architecture = supported[0]

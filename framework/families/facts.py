@@ -105,7 +105,7 @@ class ConfigFacts:
 
 # Fields that transformers reads for every family, with the values that do not change its computation, and the text of
 # the expectation.
-_NOT_READ: dict[str, tuple[tuple[object, ...], str]] = {
+UNREAD: dict[str, tuple[tuple[object, ...], str]] = {
     "is_causal": ((True,), "true: attention sees earlier tokens only"),
     "use_bidirectional_attention": ((None, False), "false: attention sees earlier tokens only"),
     "per_layer_config": ((None, {}), "null: all layers have the same sizes"),
@@ -118,7 +118,7 @@ _NOT_READ: dict[str, tuple[tuple[object, ...], str]] = {
 
 def refuse_unread(facts: ConfigFacts) -> None:
     """Raise ValueError for a field that would make transformers compute something different."""
-    for name, (harmless, expected) in _NOT_READ.items():
+    for name, (harmless, expected) in UNREAD.items():
         value = facts.values.get(name, harmless[0])
         if name == "quantization_config" and facts.values.get("model_type") == "gpt_oss" and value is not None:
             _refuse_unread_quantization(facts)

@@ -7,7 +7,8 @@ prediction (`mtp.*`) of published files are left out, as in transformers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from plimsoll.framework.config import Config, component, config_for
@@ -34,6 +35,8 @@ from plimsoll.framework.weights.source import Source
 
 _LAYER = "model.layers.{layer}"
 _MIXER = f"{_LAYER}.linear_attn"
+# The prefix of the language model's tensors in the files of a model that reads images too.
+_NESTED_PREFIX = "model.language_model."
 _FULL, _LINEAR = "full_attention", "linear_attention"
 # The part of a head that rotates, if config.json does not say.
 _ROTATED_PART = 0.25
@@ -114,6 +117,10 @@ class Qwen35(_HybridFamily):
     """Qwen3_5ForCausalLM and Qwen3_5MoeForCausalLM, whose projections are divided in another way."""
 
     architectures = {"Qwen3_5ForCausalLM": "qwen3_5_text", "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text"}
+    multimodal = {
+        "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+    }
     ignored = r"rotary_emb\.inv_freq$|^mtp\.|^model\.visual\."
 
     def _projection_sources(self, mixer: GatedDeltaNet) -> dict[str, Source]:
@@ -127,6 +134,20 @@ class Qwen35(_HybridFamily):
         for ours, theirs in (("gate", "z"), ("beta", "b"), ("decay", "a")):
             sources[f"{ours}/weight"] = Source(f"{_MIXER}.in_proj_{theirs}.weight", transpose=True)
         return sources
+
+    def match_names(self, places: dict[str, list[Source]], names: Collection[str]) -> dict[str, list[Source]]:
+        """See `ModelFamily.match_names`. Published files have a prefix, and the experts of a layer in two tensors."""
+        prefix = "model."
+        if any(name.startswith(_NESTED_PREFIX) for name in names):
+            prefix = _NESTED_PREFIX
+        matched: dict[str, list[Source]] = {}
+        for path, sources in places.items():
+            matched[path] = []
+            for source in sources:
+                renamed = replace(source, name=re.sub(r"^model\.", prefix, source.name))
+                fused = _fuse_experts(renamed)
+                matched[path].append(renamed if fused is None or fused.name not in names else fused)
+        return matched
 
     def model(self, facts: dict[str, object]) -> Config:
         """See `ModelFamily.model`."""
@@ -197,6 +218,17 @@ class Qwen3Next(_HybridFamily):
             "decoder_sparse_step": 1,
             "mlp_only_layers": [i for i, block in enumerate(layers) if not block.mlp.takes("num_experts")],
         }
+
+
+def _fuse_experts(source: Source) -> Source | None:
+    """Return the source of a parameter of all experts together, [E, 2F, D] or [E, D, F]; None for other parameters."""
+    found = re.fullmatch(r"(.+\.experts)\.\{expert\}\.(gate|up|down)_proj\.weight", source.name)
+    if found is None:
+        return None
+    parent, name = found.groups()
+    if name == "down":
+        return Source(f"{parent}.down_proj", transpose=True)
+    return Source(f"{parent}.gate_up_proj", transpose=True, fused_part=(("gate", "up").index(name), 2))
 
 
 def _conv_sources(mixer: GatedDeltaNet) -> dict[str, Source]:

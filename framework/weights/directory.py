@@ -87,7 +87,9 @@ class Directory:
 def check_tensors(
     directory: Directory, family: ModelFamily, model: CausalLM, *, draws_head: bool = False
 ) -> dict[str, list[Source]]:
-    """Return `family.places(model)` with the names in the directory, which may omit the model's own prefix.
+    """Return `family.places(model)` with the names in the directory, see `ModelFamily.match_names`.
+
+    The directory may omit the model's own prefix.
 
     Args:
         directory: the directory to check.
@@ -99,7 +101,7 @@ def check_tensors(
         ValueError: tensors are missing, unexpected, of another shape, or not floats; the message holds a table. Or the
             head differs from the embedding that config.json ties it to.
     """
-    places = family.places(model)
+    places = family.match_names(family.places(model), directory.home)
     if draws_head:
         places = {path: sources for path, sources in places.items() if path not in SCORE}
     names = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 from plimsoll.framework.config import Config
@@ -20,6 +21,8 @@ class ModelFamily:
 
     # {value of `architectures` in config.json: its `model_type`, by which transformers chooses the class}
     architectures: dict[str, str] = {}
+    # {value of `architectures` of a model that reads images too: that of its language model, which is all that is read}
+    multimodal: dict[str, str] = {}
     # Sources by our parameter path; the path of a layer's parameter is relative to the layer.
     names: dict[str, Source] = {}
     # Whether such models were published with their own code (auto_map). transformers has since adopted it, so that code
@@ -46,6 +49,15 @@ class ModelFamily:
             layer: the layer; None for parameters outside of the stacks.
         """
         return {**self.names, **SCORE}.get(name)
+
+    def match_names(self, places: dict[str, list[Source]], names: Collection[str]) -> dict[str, list[Source]]:
+        """Return the result of `places` with the names of a directory, if the family has several forms of them.
+
+        Args:
+            places: sources of each parameter.
+            names: names of all tensors of the directory.
+        """
+        return places
 
     def places(self, model: CausalLM) -> dict[str, list[Source]]:
         """Return {path of a parameter: its tensors, one for each repeat of the stack's pattern}.

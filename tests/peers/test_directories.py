@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from plimsoll import configs
 from plimsoll.framework import families
@@ -77,6 +78,49 @@ def test_import_and_export(name, theirs, tmp_path):
             assert bool((ours[key] == before[key]).all()), key
         limit = 0.0 if published else 1e-6  # the same function in another family may round differently
         assert np.abs(their_logits(again) - expected).max() <= limit * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("experts", ["separate", "together"])
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
+def test_language_model_of_a_multimodal_model(name, experts, theirs, tmp_path):
+    """Published models have the layers of the vision model too, and all experts of a layer in two tensors."""
+    import torch
+    import transformers
+
+    text = {**FAMILIES[name].facts, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    kind = text["model_type"].removesuffix("_text")
+    config = transformers.AutoConfig.for_model(kind, text_config=text, vision_config=vision)
+    torch.manual_seed(SEED)
+    transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "in")
+    if experts == "together":
+        join_experts(tmp_path / "in" / "model.safetensors")
+    expected = their_logits(load_model(tmp_path / "in"))
+    one = program(f"hf:{tmp_path / 'in'}")
+    state = one.experiment.pretrained.init(one)
+    assert np.abs(logits(one, state) - expected).max() <= 1e-5 * np.abs(expected).max()
+    # The vision model was not read, so the language model is written alone.
+    config = configs.load(f"hf:{tmp_path / 'in'}")
+    facts, family = families.export_config(config.model, config.pretrained.facts)
+    assert facts["architectures"] == FAMILIES[name].facts["architectures"]
+    export_model(tmp_path / "out", one.experiment.model, one.weights(state), family, facts)
+    assert np.array_equal(their_logits(load_model(tmp_path / "out")), expected)
+
+
+def join_experts(file: Path) -> None:
+    """Write the experts of each layer as gate_up_proj [E, 2F, D] and down_proj [E, D, F]."""
+    tensors = load_file(file)
+    groups: dict[str, dict[tuple[int, str], np.ndarray]] = {}
+    for tensor in [tensor for tensor in tensors if ".experts." in tensor]:
+        parent, _, rest = tensor.partition(".experts.")
+        number, projection, _ = rest.split(".")
+        groups.setdefault(f"{parent}.experts", {})[int(number), projection] = tensors.pop(tensor)
+    for parent, parts in groups.items():
+        numbers = sorted({number for number, _ in parts})
+        tensors[f"{parent}.down_proj"] = np.stack([parts[number, "down_proj"] for number in numbers])
+        joined = [np.concatenate([parts[number, "gate_proj"], parts[number, "up_proj"]]) for number in numbers]
+        tensors[f"{parent}.gate_up_proj"] = np.stack(joined)
+    save_file(tensors, file, {"format": "pt"})
 
 
 @pytest.mark.parametrize("named", ["dtype", "torch_dtype"])

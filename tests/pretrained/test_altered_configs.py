@@ -298,3 +298,32 @@ def test_fields_ignored_by_transformers_are_accepted(shape, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(more))
     model, _ = families.load_model_config(tmp_path)
     assert families.export_config(model, plain)[0] == plain
+
+
+def write_multimodal(folder: Path, outside: dict[str, Any], **changes: Any) -> Path:
+    """Write the config.json of a Qwen3.5 that reads images too, with fields of its language model changed."""
+    facts = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "vision_config": {}}
+    text = {name: value for name, value in {**base_facts("qwen3.5"), **changes}.items() if name != "architectures"}
+    (folder / "config.json").write_text(json.dumps({**facts, "text_config": text, **outside}))
+    return folder
+
+
+def test_language_model_of_a_multimodal_model_is_read(tmp_path: Path):
+    expected, _ = families.load_model_config(write(tmp_path, "qwen3.5"))
+    read, _ = families.load_model_config(write_multimodal(tmp_path, {"tie_word_embeddings": False}))
+    assert read == expected
+
+
+@pytest.mark.parametrize(
+    ("outside", "changes", "message"),
+    [
+        ({"text_config": None}, {}, "text_config = None; expected the fields of the language model"),
+        ({"tie_word_embeddings": True}, {}, r"text_config\.tie_word_embeddings = False; expected the same as outside"),
+        ({}, {"model_type": "qwen3_5_moe_text"}, r"text_config\.model_type = .*; expected 'qwen3_5_text'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantization_config = .*fp8.*; expected null"),
+        ({}, {"partial_rotary_factor": 2.0}, "partial_rotary_factor"),
+    ],
+)
+def test_refused_fields_of_a_multimodal_model(tmp_path: Path, outside, changes, message):
+    with pytest.raises((ValueError, ConfigError), match=message):
+        families.load_model_config(write_multimodal(tmp_path, outside, **changes))
