@@ -165,22 +165,25 @@ def deepseek_model(
         experts=experts, top_k=top_k, hidden=expert_hidden, activation=activation, normalize=False, balance=balance
     )
     sparse.mlp.shared = config_for(MLP, hidden=shared_hidden, activation=activation, gated=True)
-    first = None
-    if 0 < num_first < layers:
-        first = config_for(Stack, num_layers=num_first, pattern=[dense.copy()])
-    stack = config_for(
-        Stack,
-        num_layers=layers if first is None else layers - num_first,
-        pattern=[dense if num_first >= layers else sparse],
-    )
-    return config_for(
+    model = config_for(
         CausalLM,
         dim=dim,
         vocab_size=vocab_size,
-        first=first,
-        stack=stack,
+        stack=config_for(Stack, num_layers=layers, pattern=[sparse]),
         head=config_for(LMHead, norm=norm, tied=tied),
     )
+    return with_dense_first(model, dense, num_first)
+
+
+def with_dense_first(model: Config, dense: Config, num_first: int) -> Config:
+    """Replace the first `num_first` layers of a model, whose layers are alike, by `dense`, and return the model."""
+    num_layers = model.stack.num_layers
+    if num_first >= num_layers:
+        model.stack.pattern = [dense.copy()]
+    elif num_first > 0:
+        model.first = config_for(Stack, num_layers=num_first, pattern=[dense.copy()])
+        model.stack.num_layers = num_layers - num_first
+    return model
 
 
 def mixture(

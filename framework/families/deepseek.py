@@ -1,6 +1,6 @@
 """DeepSeek-V2 (arXiv 2405.04434): latent attention, shared experts, dense first layers.
 
-DeepSeek-V3 (arXiv 2412.19437) is a separate architecture, which is not supported.
+DeepSeek-V3 has its own file, which shares the functions of this one.
 
 This follows transformers' own code, which replaced the code published with the weights. Where the two differ, in
 `norm_topk_prob` and in `scoring_func`, a config.json is refused.
@@ -28,8 +28,8 @@ _ATTENTION = {
 }
 
 
-def _names() -> dict[str, Source]:
-    """Return {our path: their tensors}."""
+def latent_names() -> dict[str, Source]:
+    """Return {our path: their tensors} of models with latent attention, and shared experts beside routed ones."""
     names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
     linears = {}
     for ours, theirs in _ATTENTION.items():
@@ -52,21 +52,21 @@ class DeepseekV2(ModelFamily):
     """DeepseekV2ForCausalLM."""
 
     architectures = {"DeepseekV2ForCausalLM": "deepseek_v2"}
-    names = _names()
+    names = latent_names()
     has_custom_code = True
 
     def model(self, facts: dict[str, object]) -> Config:
         """See `ModelFamily.model`."""
         fields = ConfigFacts(facts)
-        _refuse(fields, "scoring_func", "softmax", "softmax, which transformers always uses")
+        refuse_contradiction(fields, "scoring_func", "softmax", "softmax, which transformers always uses")
         if fields.flag("norm_topk_prob", False):
             raise fields.error("norm_topk_prob", "false: transformers ignores this field, and other code does not")
         method = fields.text("topk_method", "greedy")
         if method not in ("greedy", "group_limited_greedy"):
             raise fields.error("topk_method", "greedy or group_limited_greedy")
-        model = _model(fields, num_first=fields.size("first_k_dense_replace", 0, least=0))
+        model = latent_model(fields, num_first=fields.size("first_k_dense_replace", 0, least=0))
         biases = fields.flag("mlp_bias", False)
-        for block in _blocks(model):
+        for block in list_blocks(model):
             if not block.mlp.takes("num_experts"):
                 block.mlp.linear.bias = biases
                 continue
@@ -78,19 +78,19 @@ class DeepseekV2(ModelFamily):
             if method == "group_limited_greedy":
                 router.groups = fields.size("n_group")
                 router.top_groups = fields.size("topk_group")
-                _check_groups(fields, router, block.mlp.num_experts)
+                check_groups(fields, router, block.mlp.num_experts)
         return model
 
     def facts(self, model: Config) -> dict[str, object]:
         """See `ModelFamily.facts`."""
-        blocks = _blocks(model)
+        blocks = list_blocks(model)
         dense = [block.mlp for block in blocks if not block.mlp.takes("num_experts")]
-        facts = _facts(model)
-        router = _find_mixture(model).router
+        facts = latent_facts(model)
+        router = find_shared_mixture(model).router
         facts |= {
             "architectures": ["DeepseekV2ForCausalLM"],
             "model_type": "deepseek_v2",
-            "mlp_bias": dense[0].linear.bias if dense else _find_mixture(model).shared.linear.bias,
+            "mlp_bias": dense[0].linear.bias if dense else find_shared_mixture(model).shared.linear.bias,
             "norm_topk_prob": False,
             "routed_scaling_factor": router.scale,
             "topk_method": "greedy",
@@ -100,13 +100,13 @@ class DeepseekV2(ModelFamily):
         return facts
 
 
-def _refuse(fields: ConfigFacts, name: str, expected: object, text: str) -> None:
+def refuse_contradiction(fields: ConfigFacts, name: str, expected: object, text: str) -> None:
     """Raise ValueError if a field that transformers ignores contradicts what it computes."""
     if fields.any(name, expected) != expected:
         raise fields.error(name, text)
 
 
-def _check_groups(fields: ConfigFacts, router: Config, num_experts: int) -> None:
+def check_groups(fields: ConfigFacts, router: Config, num_experts: int) -> None:
     """Raise ValueError if the groups have different sizes, or the chosen groups have too few experts."""
     if num_experts % router.groups:
         raise fields.error("n_group", f"a divisor of n_routed_experts = {num_experts}")
@@ -118,30 +118,40 @@ def _check_groups(fields: ConfigFacts, router: Config, num_experts: int) -> None
         )
 
 
-def _model(fields: ConfigFacts, *, num_first: int) -> Config:
+def latent_model(
+    fields: ConfigFacts,
+    *,
+    num_first: int,
+    kv_heads: int | None = None,
+    hidden: int = 11008,
+    expert_hidden: int = 1407,
+    num_shared: int = 2,
+) -> Config:
     """Build our model from config.json, without the settings of biases and of the router.
 
     Args:
         fields: fields of config.json.
         num_first: number of layers without a mixture, counted from the first.
+        kv_heads, hidden, expert_hidden, num_shared: defaults for the number of heads of keys (None for that of
+            queries), the widths, and the number of shared experts, if config.json does not set them.
     """
     theta, scaling = rope(fields)
     heads = fields.size("num_attention_heads")
     # In latent attention every head has its own keys and values; the field only repeats the number of heads.
-    if fields.size("num_key_value_heads", heads, null=True) not in (None, heads):
+    if fields.size("num_key_value_heads", kv_heads, null=True) not in (None, heads):
         raise fields.error("num_key_value_heads", f"num_attention_heads = {heads}, because each head has its own keys")
-    _refuse(fields, "moe_layer_freq", 1, "1: every layer after first_k_dense_replace has a mixture")
+    refuse_contradiction(fields, "moe_layer_freq", 1, "1: every layer after first_k_dense_replace has a mixture")
     num_experts = fields.size_by_names("n_routed_experts", "num_experts")
     top_k = fields.size("num_experts_per_tok")
     if top_k > num_experts:
         raise fields.error("num_experts_per_tok", f"at most n_routed_experts = {num_experts}")
-    hidden = fields.size("moe_intermediate_size", 1407)
+    expert_hidden = fields.size("moe_intermediate_size", expert_hidden)
     model = deepseek_model(
         layers=fields.size("num_hidden_layers"),
         num_first=num_first,
         heads=heads,
         dim=fields.size("hidden_size"),
-        hidden=fields.size("intermediate_size", 11008),
+        hidden=fields.size("intermediate_size", hidden),
         vocab_size=fields.size("vocab_size"),
         kv_rank=fields.size("kv_lora_rank", 512),
         query_rank=fields.size("q_lora_rank", 1536, null=True),
@@ -153,8 +163,8 @@ def _model(fields: ConfigFacts, *, num_first: int) -> Config:
         eps=fields.number("rms_norm_eps", 1e-6),
         experts=num_experts,
         top_k=top_k,
-        expert_hidden=hidden,
-        shared_hidden=hidden * fields.size("n_shared_experts", 2),
+        expert_hidden=expert_hidden,
+        shared_hidden=expert_hidden * fields.size("n_shared_experts", num_shared),
         tied=fields.flag("tie_word_embeddings", False),
         activation=activation(fields, "hidden_act", "silu"),
         # The balance loss is a setting of training, not of the published model.
@@ -164,7 +174,7 @@ def _model(fields: ConfigFacts, *, num_first: int) -> Config:
         raise fields.error("qk_rope_head_dim", "an even number")
     biases = fields.flag("attention_bias", False)
     scale = _logit_scale(fields, scaling, model.stack.pattern[0].attention)
-    for block in _blocks(model):
+    for block in list_blocks(model):
         block.attention.bias = biases
         block.attention.scale = scale
     return model
@@ -185,24 +195,24 @@ def _logit_scale(fields: ConfigFacts, scaling: Config | None, attention: Config)
     return (attention.plain_dim + attention.rotary_dim) ** -0.5 * factor**2
 
 
-def _blocks(model: Config) -> list[Config]:
+def list_blocks(model: Config) -> list[Config]:
     """Return one layer of each kind, first ones first."""
     first = [] if model.first is None else list(model.first.pattern)
     return [*first, *model.stack.pattern]
 
 
-def _find_mixture(model: Config) -> Config:
+def find_shared_mixture(model: Config) -> Config:
     """Return the mixture of a model's layers. Raises ValueError if no layer has one with shared experts."""
-    for block in _blocks(model):
+    for block in list_blocks(model):
         if block.mlp.takes("num_experts") and block.mlp.shared is not None:
             return block.mlp
     raise ValueError("no layer has a mixture with shared experts")
 
 
-def _facts(model: Config) -> dict[str, object]:
+def latent_facts(model: Config) -> dict[str, object]:
     """Return the fields of config.json that do not depend on the router's settings."""
-    mixture = _find_mixture(model)
-    blocks = _blocks(model)
+    mixture = find_shared_mixture(model)
+    blocks = list_blocks(model)
     dense = [block.mlp for block in blocks if not block.mlp.takes("num_experts")]
     attention = blocks[0].attention
     num_first = 0 if model.first is None else model.first.num_layers

@@ -118,7 +118,8 @@ def _write_weights(
         num_elements = 0
         for part in parts:
             num_elements += math.prod(model.base_specs[part.path].shape[len(part.indices) :])
-        num_bytes = num_elements * model.param_dtype.itemsize
+        # All parts of a tensor have the same dtype.
+        num_bytes = num_elements * _stored_dtype(model, parts[0].path).itemsize
         # A tensor larger than the limit gets its own file.
         if shards[-1] and size + num_bytes > shard_bytes:
             shards.append([])
@@ -227,7 +228,7 @@ def _join_tensor(model: CausalLM, flat_params: dict[str, jax.Array], parts: Tens
 
 
 def _get_layer(model: CausalLM, flat_params: dict[str, jax.Array], path: str, indices: tuple[int, ...]) -> np.ndarray:
-    """Return one layer's parameter, or one expert's, in `model.param_dtype`, with its adapter merged.
+    """Return one layer's parameter, or one expert's, in its dtype in files, with its adapter merged.
 
     Args:
         model: the model.
@@ -243,7 +244,13 @@ def _get_layer(model: CausalLM, flat_params: dict[str, jax.Array], path: str, in
     names = {name, f"{adapter}_a", f"{adapter}_b"}
     leaves = {key: x for key, x in leaves.items() if key.partition("/")[0] in names}
     merged = merge_adapters(model, unflatten({key: _fetch_part(x, indices) for key, x in leaves.items()}))
-    return np.asarray(merged[name].astype(model.param_dtype))
+    return np.asarray(merged[name].astype(_stored_dtype(model, path)))
+
+
+def _stored_dtype(model: CausalLM, path: str) -> np.dtype:
+    """Return the dtype of a parameter in the files: `model.param_dtype`, or the parameter's own dtype if it has one."""
+    spec = model.base_specs[path]
+    return np.dtype(spec.dtype) if spec.keeps_dtype and not spec.quantized else model.param_dtype
 
 
 def _fetch_part(x: jax.Array | np.ndarray, indices: tuple[int, ...]) -> jax.Array | np.ndarray:

@@ -73,7 +73,9 @@ def _gpt2() -> PeerFamily:
     return PeerFamily("gpt2", facts, no_gradient=("stack/block0/attention/key/bias",))
 
 
-def _llama(name: str, architecture: str = "LlamaForCausalLM", **fields: Any) -> PeerFamily:
+def _llama(
+    name: str, architecture: str = "LlamaForCausalLM", no_gradient: tuple[str, ...] = (), **fields: Any
+) -> PeerFamily:
     facts = {
         "architectures": [architecture],
         "model_type": architecture.removesuffix("ForCausalLM").lower(),
@@ -90,7 +92,7 @@ def _llama(name: str, architecture: str = "LlamaForCausalLM", **fields: Any) -> 
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
-    return PeerFamily(name, facts | fields)
+    return PeerFamily(name, facts | fields, no_gradient)
 
 
 # Wavelengths of the eight frequencies: 6.3 (kept), 20 and 63 (between the thresholds 16 and 64), 199 and up (slowed).
@@ -225,10 +227,10 @@ FAMILIES["gpt-oss"] = _llama(
 )
 
 
-def _deepseek(name: str, **fields: Any) -> PeerFamily:
+def _deepseek(name: str, version: int = 2, no_gradient: tuple[str, ...] = (), **fields: Any) -> PeerFamily:
     facts = {
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
+        "architectures": [f"DeepseekV{version}ForCausalLM"],
+        "model_type": f"deepseek_v{version}",
         "vocab_size": VOCAB,
         "hidden_size": 32,
         "intermediate_size": 28,
@@ -252,9 +254,19 @@ def _deepseek(name: str, **fields: Any) -> PeerFamily:
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
-    return PeerFamily(name, facts | fields)
+    return PeerFamily(name, facts | fields, no_gradient)
 
 
+_SIGMOID: dict[str, Any] = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_group": 3,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+# The bias of the choice is not trained.
+_NO_GRADIENT = ("stack/block0/mlp/router/selection_bias",)
 _DEEPSEEK = (
     _deepseek("deepseek-v2"),
     _deepseek(
@@ -266,6 +278,28 @@ _DEEPSEEK = (
         n_group=3,
         topk_group=2,
         rope_scaling={**_YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
+    ),
+    _deepseek(
+        "deepseek-v3",
+        version=3,
+        no_gradient=_NO_GRADIENT,
+        num_key_value_heads=4,
+        q_lora_rank=14,
+        rope_scaling={**_YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
+        **_SIGMOID,
+    ),
+    _llama(
+        "glm4-moe",
+        "Glm4MoeForCausalLM",
+        model_type="glm4_moe",
+        no_gradient=_NO_GRADIENT,
+        num_hidden_layers=3,
+        head_dim=16,
+        attention_bias=True,
+        use_qk_norm=True,
+        moe_intermediate_size=8,
+        routed_scaling_factor=1.5,
+        **_SIGMOID,
     ),
 )
 FAMILIES |= {family.name: family for family in _DEEPSEEK}

@@ -122,17 +122,22 @@ def logits(program: Program, params: Nested, batch: Batch) -> np.ndarray:
 
 def train(program: Program, params: Nested, inputs: Inputs) -> tuple[np.ndarray, Tensors]:
     """Run the compiled training step; return (losses [steps], norm of each parameter's change by path)."""
-    new = program.experiment.learner.init(params)
+    first = flatten(params)
+    trained, frozen = [
+        unflatten({path: first[path] for path in flatten(specs)})
+        for specs in (program.layout.specs.parameter, program.layout.specs.frozen)
+    ]
+    new = program.experiment.learner.init(trained)
     counter = {"step": np.int32(0), "skipped": np.int32(0), "grad_norm": np.float32(0)}
     counter["rng"] = jax.random.key_data(jax.random.key(0))
-    state = TrainState(parameter=new.weights, optimizer=new.entry, ema=new.average, counter=counter)
+    state = TrainState(parameter=new.weights, frozen=frozen, optimizer=new.entry, ema=new.average, counter=counter)
     state = jax.device_put(state, program.layout.shardings())
     losses = []
     for batch in inputs.training_batches():
         state, metrics = program.step(state, program.put(batch))
         losses.append(np.asarray(metrics["loss"]))
-    first = flatten(params)
-    moved = {path: np.asarray(array, np.float64) - first[path] for path, array in flatten(state.parameter).items()}
+    last = flatten(state.parameter) | flatten(state.frozen)
+    moved = {path: np.asarray(array, np.float64) - first[path] for path, array in last.items()}
     return np.asarray(losses), {path: np.asarray(np.linalg.norm(array)) for path, array in moved.items()}
 
 

@@ -49,7 +49,15 @@ def build(family: PeerFamily, seed: int) -> Model:
                 is_plain = name.endswith("linear_attn.norm.weight")
                 value = (1.0 if is_plain or not family.has_zero_centered_norms else 0.0) + 0.25 * noise
             parameter.copy_(value.half().float())
+        for bias in _selection_biases(model).values():
+            # Small, so that each expert is chosen by some token.
+            bias.copy_((0.05 * torch.randn(bias.shape, generator=generator)).half().float())
     return model
+
+
+def _selection_biases(model: Model) -> dict[str, Any]:
+    """Return the biases of the choice of experts, which torch does not train."""
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
 
 
 def _empty(family: PeerFamily) -> Model:
@@ -103,13 +111,15 @@ def compute_gradients(model: Model, inputs: Inputs) -> Gradients:
     out = model(input_ids=ids, labels=labels)
     out.loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients |= {name: torch.zeros_like(bias) for name, bias in _selection_biases(model).items()}
     published_gradients = to_published_names(model.config.model_type, _numpy(gradients))
     return out.logits[:, :SEQ_LEN].detach().numpy(), out.loss.detach().numpy(), published_gradients
 
 
 def get_weights(model: Model) -> Tensors:
     """Return the weights by the names in published files."""
-    return to_published_names(model.config.model_type, _numpy(dict(model.named_parameters())))
+    tensors = dict(model.named_parameters()) | _selection_biases(model)
+    return to_published_names(model.config.model_type, _numpy(tensors))
 
 
 def to_published_names(model_type: str, tensors: Tensors) -> Tensors:

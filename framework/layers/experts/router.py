@@ -66,7 +66,9 @@ class Router(Layer):
         z: coefficient of the z loss, the mean of logsumexp(logits)^2.
         bias_rate: step size of each expert's selection bias. After each step, the bias increases by this if the batch
             chose the expert less than the mean expert, and otherwise decreases (Wang et al. 2024, arXiv 2408.15664;
-            DeepSeek-V3 uses 0.001 with score = sigmoid). None means that there is no bias.
+            DeepSeek-V3 uses 0.001 with score = sigmoid). None means that there is no such bias.
+        selection_bias: whether each expert has a constant selection bias, as in published models that were balanced
+            with biases (e_score_correction_bias of DeepSeek-V3); initially zero, and not trained.
         logit_bias: whether the logits have a learned bias, initially zero (gpt-oss); it affects choice, shares and
             losses.
         expert_metrics: also report each expert's share of the choices, as load/0, load/1, ...
@@ -90,6 +92,7 @@ class Router(Layer):
         balance_over: Scope = "sequence",
         z: FiniteNonNegative = 0.0,
         bias_rate: PositiveFloat | None = None,
+        selection_bias: bool = False,
         logit_bias: bool = False,
         expert_metrics: bool = False,
         init: Config = config_for(jax.nn.initializers.normal, stddev=0.02),
@@ -97,6 +100,11 @@ class Router(Layer):
         if top_k > num_experts:
             raise ValueError(f"top_k = {top_k} is more than num_experts = {num_experts}; expected 1 to {num_experts}")
         _check_groups(num_experts, top_k, groups, top_groups, group_score)
+        if selection_bias and bias_rate is not None:
+            raise ValueError(
+                f"bias_rate = {bias_rate} with selection_bias = True; expected one of the two: a published model has "
+                "constant biases"
+            )
         self.dim = dim
         self.num_experts = num_experts
         self.top_k = top_k
@@ -109,22 +117,29 @@ class Router(Layer):
         self.balance_over: Scope = balance_over
         self.z = z
         self.bias_rate = bias_rate
+        self.selection_bias = selection_bias
         self.logit_bias = logit_bias
         self.expert_metrics = expert_metrics
         self._init = init.instantiate()
 
     def param_specs(self) -> dict[str, ParameterSpec]:
-        """Return the specs of weight [D, E] and, with logit_bias, bias [E].
+        """Return the specs of weight [D, E] and, if there are any, bias [E] and selection_bias [E].
 
         E is not sharded over the `expert` axis: every device routes its own tokens among all experts.
         """
         weight = ParameterSpec(
             (self.dim, self.num_experts), "float32", ("fsdp", None), initializer=self._init, roles=("in", "router")
         )
-        if not self.logit_bias:
-            return {"weight": weight}
-        bias = ParameterSpec((self.num_experts,), "float32", (None,), roles=("router",))
-        return {"weight": weight, "bias": bias}
+        specs = {"weight": weight}
+        if self.logit_bias:
+            specs["bias"] = ParameterSpec((self.num_experts,), "float32", (None,), roles=("router",))
+        if self.selection_bias:
+            # In float32 whatever model.param_dtype is: in bfloat16, biases of about 10 would round to 0.06, which is
+            # more than the differences between the scores of experts.
+            specs["selection_bias"] = ParameterSpec(
+                (self.num_experts,), "float32", (None,), roles=("router",), trainable=False, keeps_dtype=True
+            )
+        return specs
 
     def layer_buffer_specs(self) -> dict[str, TensorSpec]:
         """Return the specs of bias [E], updated up to the step before last, and loads [E], of the last step.
@@ -158,7 +173,7 @@ class Router(Layer):
         logits_BSE = inputs_BSD @ weights["weight"].astype(wide)
         if self.logit_bias:
             logits_BSE = logits_BSE + weights["bias"].astype(wide)
-        bias_E = None
+        bias_E = weights["selection_bias"] if self.selection_bias else None
         if self.bias_rate is not None:
             # The loads are complete when the next step begins, regardless of the number of microbatches, so that step's
             # first microbatch computes the update. The other microbatches find the bias updated, and loads of the
@@ -178,7 +193,7 @@ class Router(Layer):
         if not ctx.training:
             # A generation cache has no room for state that does not change.
             return Routing(choice, None, {}, {} if ctx.cache else buffers)
-        if bias_E is not None:
+        if self.bias_rate is not None:
             loads_BE = scores.loads(choice.experts_BSK, ctx.batch["weights"], self.num_experts)
             loads_E = jnp.sum(loads_BE, axis=0).astype(jnp.float32)
             earlier_E = jnp.where(self._is_first_microbatch(ctx), 0.0, buffers["loads"])
