@@ -1,7 +1,7 @@
-"""DeepSeek-V3 and R1 (arXiv 2412.19437) and models of the same architecture, such as Kimi-K2 (arXiv 2507.20534).
+"""DeepSeek-V3 (arXiv 2412.19437) and R1: the layers of DeepSeek-V2 with another router.
 
-They have the layers of DeepSeek-V2. The router takes sigmoids instead of a softmax, and biases that kept the load of
-the experts even join the choice. The heads for multi-token prediction in published files are left out, as in
+The router takes sigmoids instead of a softmax, and adds a bias to the score of each expert for the choice, which kept
+the load even in pretraining. The heads for multi-token prediction in published files are left out, as in
 transformers.
 """
 
