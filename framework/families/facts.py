@@ -120,24 +120,40 @@ def refuse_unread(facts: ConfigFacts) -> None:
     """Raise ValueError for a field that would make transformers compute something different."""
     for name, (harmless, expected) in UNREAD.items():
         value = facts.values.get(name, harmless[0])
-        if name == "quantization_config" and facts.values.get("model_type") == "gpt_oss" and value is not None:
+        if name == "quantization_config" and value is not None:
             _refuse_unread_quantization(facts)
             continue
         if not any(_is_same(value, harmless_value) for harmless_value in harmless):
             raise facts.error(name, expected)
 
 
-# Fields of an MXFP4 model's quantization_config. The files show which weights are not quantized, so that list need
-# not be read. `dequantize` only decides whether transformers turns the others into bfloat16, which we always do.
-_MXFP4_FIELDS = ("quant_method", "modules_to_not_convert", "dequantize")
+# Fields of a quantization_config by its method. The files show which weights are not quantized, so that list need not
+# be read. `dequantize` only decides whether transformers turns the others into bfloat16, which we always do, and
+# `activation_scheme` how inference computes products in FP8.
+_QUANTIZATION_FIELDS = {
+    "mxfp4": ("quant_method", "modules_to_not_convert", "dequantize"),
+    "fp8": ("quant_method", "modules_to_not_convert", "dequantize", "activation_scheme", "fmt", "weight_block_size"),
+}
 
 
 def _refuse_unread_quantization(facts: ConfigFacts) -> None:
-    """Raise ValueError for a quantization_config other than MXFP4's, which only gpt-oss is published in."""
+    """Raise ValueError for a quantization_config other than MXFP4's of gpt-oss, or that of FP8 with blocks."""
     quantization = facts.part("quantization_config") or ConfigFacts({})
-    is_mxfp4 = quantization.values.get("quant_method") == "mxfp4"
-    if not is_mxfp4 or any(name not in _MXFP4_FIELDS for name in quantization.values):
-        raise facts.error("quantization_config", f"null, or quant_method mxfp4 (fields {', '.join(_MXFP4_FIELDS)})")
+    method = quantization.values.get("quant_method")
+    expected = "mxfp4" if facts.values.get("model_type") == "gpt_oss" else "fp8"
+    names = _QUANTIZATION_FIELDS[expected]
+    if method != expected or any(name not in names for name in quantization.values):
+        raise facts.error("quantization_config", f"null, or quant_method {expected} (fields {', '.join(names)})")
+    if expected == "mxfp4":
+        return
+    block = quantization.values.get("weight_block_size")
+    is_pair = isinstance(block, list) and len(block) == 2
+    if not is_pair or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in block):
+        raise quantization.error("weight_block_size", "the number of rows and of columns that share a scale")
+    if quantization.any("fmt", "e4m3") != "e4m3":
+        raise quantization.error("fmt", "e4m3")
+    if quantization.any("activation_scheme", "dynamic") != "dynamic":
+        raise quantization.error("activation_scheme", "dynamic")
 
 
 def _is_same(value: object, harmless_value: object) -> bool:

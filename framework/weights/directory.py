@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from plimsoll.framework.files import hub_models
 from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.weights import fp8
 from plimsoll.framework.weights.family import SCORE, ModelFamily
 from plimsoll.framework.weights.mxfp4 import BLOCKS, SCALES, PackedTensor, find_packed_names
 from plimsoll.framework.weights.source import SliceReader, Source, layer_shape
@@ -28,7 +29,8 @@ _MAX_ROWS = 20
 class Directory:
     """The safetensors files of a directory. Headers are read immediately, tensors on demand.
 
-    A weight in MXFP4 has its own name here instead of those of its blocks and scales, and is read as bfloat16.
+    A weight in MXFP4 has its own name here instead of those of its blocks and scales, and is read as bfloat16; so is a
+    weight in FP8 with scales.
 
     Raises:
         FileNotFoundError: no such directory, no safetensors files, or a shard of the index is missing.
@@ -61,6 +63,9 @@ class Directory:
         for name in self._packed:
             self.home[name] = self.home.pop(f"{name}{BLOCKS}")
             del self.home[f"{name}{SCALES}"]
+        self._scaled = fp8.find_block_scales(self.path, list(self.home))
+        for name in self._scaled.names:
+            del self.home[f"{name}{fp8.SCALES}"]
 
     def _open(self, shard: str) -> safe_open:
         """Open a safetensors file of the directory. Raise ValueError if it is damaged or outside of the directory."""
@@ -77,6 +82,9 @@ class Directory:
         """Return a tensor that can be read in slices."""
         if name in self._packed:
             return PackedTensor(name, self._get_stored(f"{name}{BLOCKS}"), self._get_stored(f"{name}{SCALES}"))
+        if name in self._scaled.names:
+            file = self.path / self._files[name]
+            return fp8.ScaledTensor(name, file, self._get_stored(f"{name}{fp8.SCALES}"), self._scaled.block)
         return self._get_stored(name)
 
     def _get_stored(self, name: str) -> SliceReader:

@@ -13,7 +13,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from plimsoll.framework.files.text_files import parse_json
+from plimsoll.framework.weights.fp8 import read_quantization
 from plimsoll.framework.weights.source import Index, SliceReader
 
 BLOCKS = "_blocks"
@@ -116,7 +116,7 @@ def find_packed_names(folder: Path, stored: list[str]) -> set[str]:
         ValueError: config.json does not agree with the files, or blocks lack their scales.
     """
     names = sorted(name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS))
-    is_declared = _read_quant_method(folder / "config.json") == METHOD
+    is_declared = read_quantization(folder / "config.json").get("quant_method") == METHOD
     if is_declared != bool(names):
         declared = (
             f"quantization_config.quant_method = {METHOD}" if is_declared else f"no quantization_config of {METHOD}"
@@ -127,16 +127,3 @@ def find_packed_names(folder: Path, stored: list[str]) -> set[str]:
         if f"{name}{SCALES}" not in stored:
             raise ValueError(f"{folder}: {name}{BLOCKS} has no matching {name}{SCALES}")
     return set(names)
-
-
-def _read_quant_method(file: Path) -> str | None:
-    """Return the quantization method in a config.json; None if there is none or the file is not a valid config."""
-    if not file.is_file():
-        return None
-    try:
-        facts = parse_json(file.read_text())
-    except ValueError:
-        # The code that reads the config reports this error.
-        return None
-    quantization = facts.get("quantization_config") if isinstance(facts, dict) else None
-    return quantization.get("quant_method") if isinstance(quantization, dict) else None
