@@ -11,6 +11,9 @@ from plimsoll.configs.parts import large, no_decay
 from plimsoll.configs.tiny import stdlib_tiny
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.families.decoders import deepseek_model, gpt_oss_model, llama_model, mixture
+from plimsoll.framework.families.deepseek_v3 import DeepseekV3
+from plimsoll.framework.families.glm4_moe import Glm4MoE
+from plimsoll.framework.families.published import find_published_model
 from plimsoll.framework.layers.norm import RMSNorm
 from plimsoll.framework.layers.rotary_scaling import YarnScaling
 from plimsoll.framework.optimizers import matrices
@@ -118,10 +121,32 @@ def deepseek_v2_lite() -> Config:
     return large(model, seq_len=4096, batch=4608, peak=4.2e-4, steps=302_000)
 
 
+def deepseek_v3() -> Config:
+    """DeepSeek-V3: 3 dense layers, then 58 of 256 experts, 8 active per token, plus a shared one; 671B parameters.
+
+    Latent attention of rank 512, width 7168. Published as deepseek-ai/DeepSeek-V3 (arXiv 2412.19437). The biases of its
+    routers, which are trained in pretraining, are constant: set `model.stack.pattern.0.mlp.router.selection_bias` to
+    False and `.bias_rate` to 0.001 to train them.
+    """
+    model = DeepseekV3().model(find_published_model("deepseek-ai/DeepSeek-V3").config)
+    return large(model, seq_len=4096, batch=15360, peak=2.2e-4, steps=230_000)
+
+
+def glm_4_5_air() -> Config:
+    """GLM-4.5-Air: a dense layer, then 45 of 128 experts, 8 active per token, plus a shared one; 106.9B parameters.
+
+    Width 4096, 96 heads, 8 KV heads. Published as zai-org/GLM-4.5-Air (arXiv 2508.06471).
+    """
+    model = Glm4MoE().model(find_published_model("zai-org/GLM-4.5-Air").config)
+    return large(model, seq_len=4096, batch=4096, peak=2e-4, steps=500_000)
+
+
 CONFIGS = {
     "moe-tiny": moe_tiny,
     "mixtral-8x7b": mixtral_8x7b,
     "qwen3-30b-a3b": qwen3_30b_a3b,
     "gpt-oss-20b": gpt_oss_20b,
     "deepseek-v2-lite": deepseek_v2_lite,
+    "deepseek-v3": deepseek_v3,
+    "glm-4.5-air": glm_4_5_air,
 }
