@@ -254,9 +254,7 @@ def _run_block(state: jax.Array, inputs: _Inputs, documents: _Documents) -> tupl
     is_strictly_before = positions[:, None] > positions
     system = jnp.where(is_strictly_before, beta[..., None] * decay * products, 0.0)
     right_sides = jnp.concatenate([value, from_start[..., None] * key], axis=-1)
-    solution = jax.lax.linalg.triangular_solve(
-        system, beta[..., None] * right_sides, left_side=True, lower=True, unit_diagonal=True
-    )
+    solution = invert_unit_lower(system) @ (beta[..., None] * right_sides)
     # The corrections of a chunk are `corrections - from_state @ S_0`.
     corrections, from_state = jnp.split(solution, [V], axis=-1)
     chunks = _Chunk(
@@ -270,6 +268,57 @@ def _run_block(state: jax.Array, inputs: _Inputs, documents: _Documents) -> tupl
     # [B, K, R, M, ...] to [M, B, K, R, ...].
     state, outputs = jax.lax.scan(_run_chunk, state, jax.tree.map(lambda x: jnp.moveaxis(x, 3, 0), chunks))
     return state, jnp.moveaxis(outputs, 0, 3)
+
+
+# Not `jax.lax.linalg.triangular_solve`: on a CPU of few cores, two of them at a time wait for each other forever (jaxlib
+# 0.10 solves a batch in tasks of the thread pool that runs the solver itself), and on TPU it is a loop over the rows.
+@jax.custom_vjp
+def invert_unit_lower(lower: jax.Array) -> jax.Array:
+    """Return the inverses of I + L, for strictly lower triangular matrices L [..., C, C].
+
+    The inverse of a matrix follows from those of its two diagonal blocks, which begin with one row each:
+
+        inverse([[A, 0], [B, D]]) = [[inverse(A), 0], [-inverse(D) B inverse(A), inverse(D)]]
+    """
+    C = lower.shape[-1]
+    batch = lower.shape[:-2]
+    # Rows of zeros in L are rows of the identity in the inverse, and do not change the others.
+    size = 1 << (C - 1).bit_length()
+    lower = jnp.pad(lower, [(0, 0)] * len(batch) + [(0, size - C)] * 2)
+    # The inverses of the diagonal blocks, [..., number, width, width].
+    inverses = jnp.ones((*batch, size, 1, 1), lower.dtype)
+    width = 1
+    while width < size:
+        number = size // (2 * width)
+        pairs = inverses.reshape(*batch, number, 2, width, width)
+        first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]
+        # For each pair, the block of L in the rows of the second and the columns of the first.
+        tiles = lower.reshape(*batch, number, 2, width, number, 2, width)[..., 1, :, :, 0, :]
+        below = jnp.moveaxis(jnp.diagonal(tiles, axis1=-4, axis2=-2), -1, -3)
+        corner = -_multiply(second, _multiply(below, first))
+        upper_rows = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        lower_rows = jnp.concatenate([corner, second], axis=-1)
+        inverses = jnp.concatenate([upper_rows, lower_rows], axis=-2)
+        width *= 2
+    return inverses[..., 0, :C, :C]
+
+
+def _multiply(left: jax.Array, right: jax.Array) -> jax.Array:
+    """Return the product in full precision, because errors of an inverse spread to all tokens of its chunk."""
+    return jnp.matmul(left, right, precision=jax.lax.Precision.HIGHEST)
+
+
+def _invert_forward(lower: jax.Array) -> tuple[jax.Array, jax.Array]:
+    inverse = invert_unit_lower(lower)
+    return inverse, inverse
+
+
+def _invert_backward(inverse: jax.Array, inverse_ct: jax.Array) -> tuple[jax.Array]:
+    # d inverse(M) = -inverse(M) dM inverse(M). The caller sets all elements from the diagonal on to zero.
+    return (-_multiply(inverse.mT, _multiply(inverse_ct, inverse.mT)),)
+
+
+invert_unit_lower.defvjp(_invert_forward, _invert_backward)
 
 
 def _run_chunk(state: jax.Array, chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
