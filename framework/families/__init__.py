@@ -36,6 +36,7 @@ def _find_families() -> list[type[ModelFamily]]:
 
 FAMILIES: list[type[ModelFamily]] = _find_families()
 
+
 def read_config(path: str | Path) -> tuple[dict[str, object], Config]:
     """Read the config.json of a directory, or of a model on the Hub.
 
