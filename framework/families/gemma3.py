@@ -8,7 +8,7 @@ from __future__ import annotations
 from plimsoll.framework.config import Config, component, config_for
 from plimsoll.framework.families.facts import ConfigFacts
 from plimsoll.framework.families.gemma import GEMMA_NAMES, gemma_decoder, gemma_facts
-from plimsoll.framework.families.llama import layer_types, layer_windows, rope, rope_facts, shortest_period
+from plimsoll.framework.families.llama import layer_types, layer_windows, rope, rope_facts, with_windows
 from plimsoll.framework.layers.rotary import Rotary
 from plimsoll.framework.weights.family import ModelFamily
 
@@ -86,21 +86,15 @@ class Gemma3(ModelFamily):
         windows = layer_windows(kinds, fields.size("sliding_window", 4096, null=True), fields)
         block = model.stack.pattern[0]
         block.attention.qk_norm = block.norm.copy()
-        blocks = []
-        # The shorter the pattern, the fewer blocks a stack compiles.
-        for layer in range(shortest_period(kinds)):
-            one = block.copy()
-            one.attention.window = windows[layer]
-            one.attention.rotary = (global_rotary if kinds[layer] == _GLOBAL else local_rotary).copy()
-            blocks.append(one)
-        model.stack.pattern = blocks
-        return model
+        return with_windows(model, windows, [global_rotary if kind == _GLOBAL else local_rotary for kind in kinds])
 
     def facts(self, model: Config) -> dict[str, object]:
         """See `ModelFamily.facts`."""
         facts = gemma_facts(model)
         rotary_by_kind = {}
         for block in model.stack.pattern:
+            if block.attention.rotary is None:
+                raise ValueError("attention.rotary = None")
             kind = _GLOBAL if block.attention.window is None else _LOCAL
             rotary_by_kind[kind] = block.attention.rotary
         del facts["rope_theta"]

@@ -159,6 +159,19 @@ def rope_facts(rotary: Config) -> dict[str, object]:
     return facts
 
 
+def rope_parameters(rotary: Config | None) -> dict[str, object]:
+    """Return the object of config.json for rotary positions as transformers 5 writes it, with theta and scaling.
+
+    Raises:
+        ValueError: there are no rotary positions.
+    """
+    if rotary is None:
+        raise ValueError("attention.rotary = None")
+    facts = rope_facts(rotary)
+    scaling = facts.pop("rope_scaling", None)
+    return {**facts, "rope_type": "default", **(scaling if isinstance(scaling, dict) else {})}
+
+
 def shortest_period(layers: list[T]) -> int:
     """Return the number of layers after which the list repeats."""
     count = len(layers)
@@ -171,13 +184,23 @@ def shortest_period(layers: list[T]) -> int:
     return count
 
 
-def with_windows(model: Config, windows: list[int | None]) -> Config:
-    """Let layer i of a model attend to windows[i] positions, and return the model."""
+def with_windows(model: Config, windows: list[int | None], rotaries: list[Config | None] | None = None) -> Config:
+    """Let layer i of a model attend to windows[i] positions, and return the model.
+
+    Args:
+        model: a model whose pattern has a single layer.
+        windows: the attention window of each layer.
+        rotaries: the rotary positions of each layer; None for those of the model's layer.
+    """
+    block = model.stack.pattern[0]
+    layers = list(zip(windows, rotaries or [block.attention.rotary] * len(windows), strict=True))
+    blocks = []
     # The shorter the pattern, the fewer blocks a stack compiles.
-    period = shortest_period(windows)
-    blocks = [model.stack.pattern[0].copy() for _ in range(period)]
-    for block, window in zip(blocks, windows, strict=False):
-        block.attention.window = window
+    for window, rotary in layers[: shortest_period(layers)]:
+        one = block.copy()
+        one.attention.window = window
+        one.attention.rotary = None if rotary is None else rotary.copy()
+        blocks.append(one)
     model.stack.pattern = blocks
     return model
 
@@ -261,20 +284,25 @@ def layer_types(facts: ConfigFacts) -> list[str] | None:
     return kinds
 
 
+def check_uniform_window(facts: ConfigFacts, window: int | None) -> None:
+    """Raise ValueError if `layer_types` disagrees with a window that all layers share."""
+    kind = "full_attention" if window is None else "sliding_attention"
+    if layer_types(facts) not in (None, [kind] * facts.size("num_hidden_layers")):
+        raise facts.error("layer_types", f"{kind} in all layers")
+
+
 def _windows(architecture: str, facts: ConfigFacts) -> list[int | None]:
     """Return the attention window of each layer, as transformers determines it for the architecture."""
     num_layers = facts.size("num_hidden_layers")
-    kinds = layer_types(facts)
     if architecture in ("LlamaForCausalLM", "MistralForCausalLM"):
         # All layers are alike. Mistral has no `use_sliding_window` and Llama no `sliding_window`, so ignore these
         # fields there.
         window = None
         if architecture == "MistralForCausalLM":
             window = facts.size("sliding_window", 4096, null=True)
-        kind = "full_attention" if window is None else "sliding_attention"
-        if kinds not in (None, [kind] * num_layers):
-            raise facts.error("layer_types", f"{kind} in all layers, the only kind that {architecture} supports")
+        check_uniform_window(facts, window)
         return [window] * num_layers
+    kinds = layer_types(facts)
     window = None
     if facts.flag("use_sliding_window", False):
         window = facts.size("sliding_window", 4096, null=True)
@@ -286,6 +314,56 @@ def _windows(architecture: str, facts: ConfigFacts) -> list[int | None]:
             is_full = window is None or layer < num_full
             kinds.append("full_attention" if is_full else "sliding_attention")
     return layer_windows(kinds, window, facts)
+
+
+def llama_decoder(
+    facts: ConfigFacts,
+    *,
+    kv_heads: int | None,
+    head_dim: int | None = None,
+    theta: float = 10_000.0,
+    tied: bool = False,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    mlp_bias: bool = False,
+) -> Config:
+    """Build a model of these sizes whose layers are all alike and see all earlier tokens.
+
+    Args:
+        facts: fields of config.json.
+        kv_heads: the architecture's default of num_key_value_heads; None for the number of heads.
+        head_dim: its default of head_dim; None for the width divided by the number of heads.
+        theta: its default of rope_theta.
+        tied: its default of tie_word_embeddings.
+        qkv_bias, output_bias, mlp_bias: whether the projections to queries, keys and values, the output projection of
+            attention, and the matrices of the MLP have biases.
+    """
+    theta, scaling = rope(facts, theta)
+    dim = facts.size("hidden_size")
+    heads = facts.size("num_attention_heads")
+    num_kv_heads = facts.size("num_key_value_heads", kv_heads, null=True)
+    model = llama_model(
+        layers=facts.size("num_hidden_layers"),
+        heads=heads,
+        kv_heads=None if num_kv_heads == heads else num_kv_heads,
+        dim=dim,
+        hidden=facts.size("intermediate_size"),
+        vocab_size=facts.size("vocab_size"),
+        theta=theta,
+        eps=facts.number("rms_norm_eps", 1e-6),
+        qkv_bias=qkv_bias,
+        tied=facts.flag("tie_word_embeddings", tied),
+        rope_scaling=scaling,
+    )
+    block = model.stack.pattern[0]
+    block.attention.output_bias = output_bias
+    block.mlp.activation = activation(facts, "hidden_act", "silu")
+    block.mlp.linear.bias = mlp_bias
+    channels = facts.size("head_dim", head_dim, null=True)
+    # Set only if it differs from our default, which is the width divided by the number of heads.
+    if channels is not None and channels * heads != dim:
+        block.attention.head_dim = channels
+    return model
 
 
 @component
@@ -304,39 +382,21 @@ class Llama(ModelFamily):
         """See `ModelFamily.model`."""
         fields = ConfigFacts(facts)
         (kind,) = set(fields.any("architectures")) & set(self.architectures)
-        theta, scaling = rope(fields)
-        dim = fields.size("hidden_size")
-        heads = fields.size("num_attention_heads")
-        kv_heads = fields.size("num_key_value_heads", _KV_HEADS[kind], null=True)
-        eps = fields.number("rms_norm_eps", 1e-6)
         # Mistral and Qwen2 have no such field, and transformers ignores it there.
         biases = False
         if kind in ("LlamaForCausalLM", "Qwen3ForCausalLM"):
             biases = fields.flag("attention_bias", False)
-        model = llama_model(
-            layers=fields.size("num_hidden_layers"),
-            heads=heads,
-            kv_heads=None if kv_heads == heads else kv_heads,
-            dim=dim,
-            hidden=fields.size("intermediate_size"),
-            vocab_size=fields.size("vocab_size"),
-            theta=theta,
-            eps=eps,
+        model = llama_decoder(
+            fields,
+            kv_heads=_KV_HEADS[kind],
+            head_dim=128 if kind == "Qwen3ForCausalLM" else None,
             qkv_bias=biases or kind == "Qwen2ForCausalLM",
-            tied=fields.flag("tie_word_embeddings", False),
-            rope_scaling=scaling,
+            output_bias=biases,
+            mlp_bias=kind == "LlamaForCausalLM" and fields.flag("mlp_bias", False),
         )
-        block = model.stack.pattern[0]
-        block.attention.output_bias = biases
-        block.mlp.activation = activation(fields, "hidden_act", "silu")
-        block.mlp.linear.bias = kind == "LlamaForCausalLM" and fields.flag("mlp_bias", False)
-        default_head_dim = 128 if kind == "Qwen3ForCausalLM" else None
-        head_dim = fields.size("head_dim", default_head_dim, null=True)
-        # Set only if it differs from our default, which is the width divided by the number of heads.
-        if head_dim is not None and head_dim * heads != dim:
-            block.attention.head_dim = head_dim
         if kind == "Qwen3ForCausalLM":
-            block.attention.qk_norm = config_for(RMSNorm, eps=eps)
+            block = model.stack.pattern[0]
+            block.attention.qk_norm = config_for(RMSNorm, eps=block.norm.eps)
         return with_windows(model, _windows(kind, fields))
 
     def facts(self, model: Config) -> dict[str, object]:

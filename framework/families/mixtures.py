@@ -12,10 +12,10 @@ from plimsoll.framework.families.decoders import llama_model, mixture
 from plimsoll.framework.families.facts import ConfigFacts
 from plimsoll.framework.families.llama import (
     activation,
+    check_uniform_window,
     common_facts,
     decoder_names,
     get_windows,
-    layer_types,
     rope,
     shortest_period,
 )
@@ -66,15 +66,6 @@ def refuse_losses(facts: ConfigFacts) -> None:
         raise facts.error("output_router_logits", "false: the balance loss is a setting of training, router.balance")
     if facts.any("router_jitter_noise", 0.0) != 0:
         raise facts.error("router_jitter_noise", "0: noise is a setting of training, router.jitter")
-
-
-def _get_uniform_window(facts: ConfigFacts, window: int | None) -> int | None:
-    """Return the window, which all layers share. Raises ValueError if layer_types disagrees."""
-    kinds = layer_types(facts)
-    kind = "full_attention" if window is None else "sliding_attention"
-    if kinds not in (None, [kind] * facts.size("num_hidden_layers")):
-        raise facts.error("layer_types", f"{kind} in all layers")
-    return window
 
 
 def _decoder(
@@ -132,7 +123,8 @@ class Mixtral(ModelFamily):
         )
         _set_head_dim(model, fields.size("head_dim", None, null=True))
         block = model.stack.pattern[0]
-        block.attention.window = _get_uniform_window(fields, fields.size("sliding_window", None, null=True))
+        block.attention.window = fields.size("sliding_window", None, null=True)
+        check_uniform_window(fields, block.attention.window)
         num_experts, num_chosen = count_experts(fields, 8, 2)
         block.mlp = mixture(
             experts=num_experts,
@@ -190,7 +182,8 @@ class Qwen3MoE(ModelFamily):
         window = None
         if fields.flag("use_sliding_window", False):
             window = fields.size("sliding_window", 4096, null=True)
-        block.attention.window = _get_uniform_window(fields, window)
+        check_uniform_window(fields, window)
+        block.attention.window = window
         block.mlp.activation = activation(fields, "hidden_act", "silu")
         sparse_block = block.copy()
         num_experts, num_chosen = count_experts(fields, 128, 8)

@@ -14,9 +14,8 @@ from plimsoll.framework.layers.norm import RMSNorm
 from plimsoll.framework.weights.family import ModelFamily
 
 
-def _decoder(facts: ConfigFacts) -> Config:
+def _decoder(facts: ConfigFacts, theta: float, scaling: Config | None) -> Config:
     """Build a Llama of these sizes whose queries and keys are normalized over all heads."""
-    theta, scaling = rope(facts)
     heads = facts.size("num_attention_heads")
     kv_heads = facts.size("num_key_value_heads", None, null=True)
     eps = facts.number("rms_norm_eps", 1e-5)
@@ -42,6 +41,19 @@ def _decoder(facts: ConfigFacts) -> Config:
     return model
 
 
+def olmo2_decoder(facts: ConfigFacts, theta: float, scaling: Config | None) -> Config:
+    """Build a model of these sizes that normalizes the output of each branch, and whose layers are all alike."""
+    model = _decoder(facts, theta, scaling)
+    block = model.stack.pattern[0]
+    block.post_norm = block.norm
+    block.norm = None
+    head_dim = facts.size("head_dim", None, null=True)
+    # Set only if it differs from our default, which is the width divided by the number of heads.
+    if head_dim is not None and head_dim * block.attention.num_heads != model.dim:
+        block.attention.head_dim = head_dim
+    return model
+
+
 def _common_facts(model: Config, feed_forward: Config | None = None) -> dict[str, object]:
     """Return the fields of config.json that both families have."""
     facts = common_facts(model, feed_forward)
@@ -61,15 +73,7 @@ class Olmo2(ModelFamily):
     def model(self, facts: dict[str, object]) -> Config:
         """See `ModelFamily.model`."""
         fields = ConfigFacts(facts)
-        model = _decoder(fields)
-        block = model.stack.pattern[0]
-        block.post_norm = block.norm
-        block.norm = None
-        head_dim = fields.size("head_dim", None, null=True)
-        # Set only if it differs from our default, which is the width divided by the number of heads.
-        if head_dim is not None and head_dim * block.attention.num_heads != model.dim:
-            block.attention.head_dim = head_dim
-        return model
+        return olmo2_decoder(fields, *rope(fields))
 
     def facts(self, model: Config) -> dict[str, object]:
         """See `ModelFamily.facts`."""
@@ -89,7 +93,7 @@ class Olmoe(ModelFamily):
         """See `ModelFamily.model`."""
         fields = ConfigFacts(facts)
         refuse_losses(fields)
-        model = _decoder(fields)
+        model = _decoder(fields, *rope(fields))
         block = model.stack.pattern[0]
         head_dim = fields.size("head_dim", None, null=True)
         if head_dim is not None and head_dim * block.attention.num_heads != model.dim:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from plimsoll.framework.config import Config, component
 from plimsoll.framework.families.decoders import llama_model
 from plimsoll.framework.families.facts import ConfigFacts
-from plimsoll.framework.families.llama import activation, common_facts, decoder_names, layer_types, rope
+from plimsoll.framework.families.llama import activation, check_uniform_window, common_facts, decoder_names, rope
 from plimsoll.framework.families.rope_scaling import longrope_facts, longrope_scaling, rotary_dim, rotary_part
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.weights.family import ModelFamily
@@ -85,9 +85,7 @@ class Phi3(ModelFamily):
         if head_dim * heads != dim:
             block.attention.head_dim = head_dim
         window = fields.size("sliding_window", None, null=True)
-        kind = "full_attention" if window is None else "sliding_attention"
-        if layer_types(fields) not in (None, [kind] * model.stack.num_layers):
-            raise fields.error("layer_types", f"{kind} in all layers")
+        check_uniform_window(fields, window)
         block.attention.window = window
         return model
 
@@ -97,6 +95,8 @@ class Phi3(ModelFamily):
         del facts["layer_types"]
         attention = model.stack.pattern[0].attention
         rotary = attention.rotary
+        if rotary is None:
+            raise ValueError("stack.pattern.0.attention.rotary = None")
         if rotary.rotary_dim is not None:
             head_dim = attention.head_dim or model.dim // attention.num_heads
             facts["partial_rotary_factor"] = rotary_part(rotary.rotary_dim, head_dim)

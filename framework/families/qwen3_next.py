@@ -19,7 +19,7 @@ from plimsoll.framework.families.llama import (
     activation_fact,
     decoder_names,
     rope,
-    rope_facts,
+    rope_parameters,
     shortest_period,
 )
 from plimsoll.framework.families.mixtures import count_experts, mixture_names, refuse_losses, sparse_layers
@@ -358,11 +358,8 @@ def _facts(model: Config) -> dict[str, object]:
     kinds = [_LINEAR if block.attention.takes("num_key_heads") else _FULL for block in blocks]
     head_dim = attention.head_dim or model.dim // attention.num_heads
     rotary = attention.rotary
-    rotary_facts: dict[str, object] = {**rope_facts(rotary), "rope_type": "default"}
     # An inner object: transformers reads the part of a head from there.
-    scaling = rotary_facts.pop("rope_scaling", None)
-    if isinstance(scaling, dict):
-        rotary_facts |= scaling
+    rotary_facts = rope_parameters(rotary)
     rotary_facts["partial_rotary_factor"] = rotary_part(rotary.rotary_dim or head_dim, head_dim)
     return {
         "vocab_size": model.vocab_size,

@@ -26,6 +26,9 @@ LANGUAGE_MODELS = {
     "Olmo2ForSequenceClassification": "Olmo2ForCausalLM",
     "Gemma3TextForSequenceClassification": "Gemma3ForCausalLM",
     "Phi3ForSequenceClassification": "Phi3ForCausalLM",
+    "Olmo3ForSequenceClassification": "Olmo3ForCausalLM",
+    "SmolLM3ForSequenceClassification": "SmolLM3ForCausalLM",
+    "SeedOssForSequenceClassification": "SeedOssForCausalLM",
 }
 
 

@@ -90,6 +90,19 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "Gemma 3 caps": ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0; expected null"),
     "Gemma 3 pattern": ("gemma3", {"sliding_window_pattern": 0}, "sliding_window_pattern = 0; expected an integer"),
     "Gemma 3 layers": ("gemma3", {"layer_types": [FULL]}, "layer_types = .*one for each of 4 layers"),
+    "OLMo 3 flat": ("olmo3", {"rope_parameters": LINEAR, "rope_scaling": ABSENT}, "an object of full_attention and"),
+    "OLMo 3 theta": ("olmo3", {"rope_theta": 1e4}, r"rope_theta = 10000\.0; expected 500000\.0, or a rope_theta"),
+    "OLMo 3 truncate": (
+        "olmo3", {"rope_scaling": YARN | {"truncate": False}},
+        r"rope_parameters\.full_attention\.truncate = False; expected true",
+    ),
+    "SmolLM 3 layers": ("smollm3", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers = .*for each of 4 layers"),
+    "SmolLM 3 flags": ("smollm3", {"no_rope_layers": [True] * 4}, "no_rope_layers = .*for each of 4 layers"),
+    "SmolLM 3 interval": (
+        "smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval = 0; expected an",
+    ),
+    "SmolLM 3 windows": ("smollm3", {"use_sliding_window": False}, "use_sliding_window = False; expected true"),
+    "Seed-OSS by layer": ("seed-oss", {"layer_types": [FULL, SLIDING]}, "layer_types = .*expected full_attention in"),
     "Phi-3 linear": ("phi3", {"rope_scaling": LINEAR}, "expected rope_type default or longrope"),
     "Phi-3 odd": ("phi3", {"partial_rotary_factor": 0.4}, "partial_rotary_factor = 0.4; expected an even number"),
     "Phi-3 factors": (
@@ -180,10 +193,34 @@ def windows(folder: Path) -> list[int | None]:
         ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}, [7, 7]),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "layer_types": [SLIDING, FULL]}, [7, None]),
         ("gemma2", {"sliding_window": 5, "layer_types": [FULL] * 3 + [SLIDING]}, [None, None, None, 5]),
+        ("olmo3", {}, [7, 7, 7, None]),
+        ("smollm3", {"layer_types": ABSENT}, [None, 7, None, 7]),
+        ("smollm3", {"layer_types": ABSENT, "use_sliding_window": False}, [None] * 4),
     ],
 )
 def test_windows_match_transformers(shape, changes, expected, tmp_path):
     assert windows(write(tmp_path, shape, **changes)) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "expected"),
+    [
+        ("olmo3", {"rope_scaling": LINEAR}, [(5e5, 1.0)] * 3 + [(5e5, 4.0)]),
+        ("olmo3", {"rope_scaling": ABSENT, "rope_parameters": {FULL: PLAIN, SLIDING: LINEAR}},
+         [(5e5, 4.0)] * 3 + [(1e4, 1.0)]),
+        ("olmo3", {"rope_scaling": ABSENT, "rope_theta": 1e4, "layer_types": [FULL] * 4}, [(1e4, 1.0)]),
+        ("smollm3", {"rope_scaling": LINEAR, "layer_types": ABSENT}, [(2e6, 4.0), None]),
+        ("smollm3", {"rope_scaling": ABSENT, "rope_theta": ABSENT, "no_rope_layers": [1, 1, 1, 2]}, [(2e6, 1.0)] * 4),
+        ("smollm3", {"rope_scaling": ABSENT, "no_rope_layers": ABSENT, "no_rope_layer_interval": 2,
+                     "layer_types": [FULL] * 4}, [(2e6, 1.0), None]),
+    ],
+)  # fmt: skip
+def test_rotary_positions_by_layer_match_transformers(shape, changes, expected, tmp_path):
+    """Each layer of the pattern has (theta, factor of a linear scaling), or None without rotary positions."""
+    model = families.load_model_config(write(tmp_path, shape, **changes))[0]
+    rotaries = [block.attention.rotary for block in model.stack.pattern]
+    stated = [one and (one.theta, one.scaling.factor if one.scaling else 1.0) for one in rotaries]
+    assert stated == expected
 
 
 @pytest.mark.parametrize(

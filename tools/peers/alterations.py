@@ -191,7 +191,12 @@ SPECIAL: dict[str, list[Any]] = {
     "mlp_only_layers": [[0], [1], [0, 1], [1, 1], [-1], [7], [0.0], [True], ["0"], 0],
     "decoder_sparse_step": [1, 2, 3],
     "num_experts_per_tok": [1, 2, 5, 6],
-}
+    "no_rope_layers": [
+        [0, 1, 0, 1], [1] * 4, [0] * 4, [2, -1, 0, 1], [1, 0, 1, 0, 7], [1, 0, 1], [True, False, True, False],
+        [1.0, 0.0, 1.0, 0.0], [None] * 4, 1,
+    ],
+    "no_rope_layer_interval": [1, 2, 3],
+}  # fmt: skip
 # Fields of other families, or of older versions, which a directory may contain nevertheless.
 FOREIGN: dict[str, list[Any]] = {
     "rope_scaling": [None, {}, *SCALINGS],
@@ -287,7 +292,37 @@ FOREIGN: dict[str, list[Any]] = {
     "num_labels": [3],
     "eos_token_id": [[1, 2]],
 }
+# One object of rotary positions for each kind of layer.
+NESTED: list[Facts] = [
+    {"full_attention": full, "sliding_attention": sliding}
+    for full, sliding in (
+        (YARN, PLAIN),
+        (PLAIN, YARN),
+        (LLAMA3, LINEAR),
+        ({k: v for k, v in WIDE_YARN.items() if k[0] != "o"}, {"rope_theta": 500.0}),
+        ({**WIDE_YARN, "factor": None, "rope_theta": 500.0}, {"rope_type": "default"}),
+        ({**YARN, "partial_rotary_factor": 0.5}, PLAIN),
+        (LONG, PLAIN),
+        (None, PLAIN),
+        (PLAIN, None),
+        ({}, {}),
+        ({"type": "linear", "factor": 4.0}, {"type": "linear", "factor": 2.0}),
+        ("linear", PLAIN),
+    )
+]
+NESTED += [{"full_attention": LINEAR}, {"sliding_attention": LINEAR}, {**NESTED[0], "other_attention": PLAIN}]
 PAIRS: list[Facts] = [
+    *({"rope_parameters": nested, "rope_scaling": ABSENT} for nested in NESTED),
+    *({"rope_parameters": nested, "rope_scaling": ABSENT, "rope_theta": 500.0} for nested in NESTED[:5]),
+    *({"rope_parameters": nested, "rope_scaling": LINEAR} for nested in NESTED[:3]),
+    {"rope_parameters": {"full_attention": {}}, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    {"rope_parameters": NESTED[3], "rope_scaling": ABSENT, "original_max_position_embeddings": 16},
+    {"rope_scaling": YARN, "original_max_position_embeddings": 16},
+    *(
+        {"no_rope_layers": ABSENT, "no_rope_layer_interval": interval, "layer_types": ABSENT, **more}
+        for interval in (0, -2, 1, 2, 3, None)
+        for more in ({}, {"use_sliding_window": False}, {"sliding_window": None})
+    ),
     *(
         {"rope_parameters": ours, "rope_scaling": other}
         for ours in (PLAIN, LINEAR, LLAMA3)

@@ -340,6 +340,52 @@ _HYBRIDS = (
 )
 FAMILIES |= {family.name: family for family in _HYBRIDS}
 
+_MIXED = (
+    # The fourth layer has no window, and the scaling, of whose four frequencies the first is kept, the second is in
+    # between, and two are divided.
+    _llama(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        num_hidden_layers=4,
+        intermediate_size=24,
+        sliding_window=7,
+        rope_theta=500_000.0,
+        rope_scaling=_YARN,
+        pad_token_id=None,
+    ),
+    # Layers with and without rotary positions, each with and without a window.
+    _llama(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        num_hidden_layers=4,
+        head_dim=16,
+        intermediate_size=24,
+        no_rope_layers=[1, 0, 1, 0],
+        layer_types=["full_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        use_sliding_window=True,
+        sliding_window=7,
+        rope_theta=2_000_000.0,
+        rope_scaling=_YARN,
+        tie_word_embeddings=True,
+        pad_token_id=None,
+    ),
+    _llama(
+        "seed-oss",
+        "SeedOssForCausalLM",
+        model_type="seed_oss",
+        head_dim=16,
+        intermediate_size=48,
+        attention_bias=True,
+        attention_out_bias=False,
+        mlp_bias=True,
+        attention_dropout=0.0,
+        residual_dropout=0.0,
+        rope_scaling={"rope_type": "linear", "factor": 4.0},
+        pad_token_id=None,
+    ),
+)
+FAMILIES |= {family.name: family for family in _MIXED}
+
 _LONG_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
 # Rotary tables are compared at the shapes of published models: {name: (head_dim, theta, rope_scaling)}.
 ROTARY: dict[str, tuple[int, float, dict[str, Any] | None]] = {
