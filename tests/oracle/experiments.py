@@ -23,7 +23,10 @@ class Norm:
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention layer; `rope_scaling` is (linear or llama3, its fields)."""
+    """One attention layer.
+
+    `rope_scaling` is (linear or llama3, its fields); None as `rotary_dim` means that whole heads rotate.
+    """
 
     heads: int
     kv_heads: int
@@ -32,10 +35,26 @@ class Attention:
     output_bias: bool = False
     rope_theta: float | None = None
     rope_scaling: tuple[str, Fields] | None = None
+    rotary_dim: int | None = None
     qk_norm: Norm | None = None
     window: int | None = None
     softcap: float | None = None
     scale: float | None = None
+    output_gate: bool = False
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """One layer of Gated DeltaNet. `heads` counts those of values; `chunk` does not change the result."""
+
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int = 4
+    bias: bool = False
+    norm_eps: float = 1e-6
+    chunk: int = 64
 
 
 @dataclass(frozen=True)
@@ -68,18 +87,22 @@ class Router:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Experts of equal shape instead of a feed-forward block, with an optional shared block for all tokens."""
+    """Experts of equal shape instead of a feed-forward block, with an optional shared block for all tokens.
+
+    With `shared_gate`, the sigmoid of a projection of each token multiplies the result of the shared block.
+    """
 
     router: Router
     expert: MLP
     shared: MLP | None = None
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True)
 class Layer:
     """One layer of the pattern."""
 
-    attention: Attention
+    attention: Attention | LinearAttention
     mlp: MLP | Mixture
     norm: Norm = Norm()
     post_norm: Norm | None = None

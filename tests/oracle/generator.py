@@ -14,12 +14,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tests.oracle import experiments as plain
+from tests.oracle.generator_attention import has_whole_words, with_gates, with_linear_attention
 from tests.oracle.generator_learner import INSENSITIVE, SMOOTH, draw_learner, draw_optimizer
 from tests.oracle.generator_mixtures import list_widths, with_mixtures
 from tests.oracle.parameters import parameter_shapes, path
 
 DEVICES = 8
-MIXTURES = 1  # index of the random stream that mixtures of experts are drawn from
+# Indices of random streams other than that of most settings, which thus stay the same for a seed.
+MIXTURES, GATES, LINEAR_ATTENTION = 1, 2, 3
 _T = TypeVar("_T")
 
 
@@ -57,6 +59,10 @@ def draw(seed: int) -> plain.RandomExperiment:
     if precision == "float64":
         # float32 rounding could change which experts a token is sent to.
         model = with_mixtures(Dice((seed, MIXTURES)), model, is_sensitive=is_sensitive)
+    model = with_gates(Dice((seed, GATES)), model, is_sensitive=is_sensitive)
+    if precision == "float64":
+        # Its norm, and a norm after it, amplify the rounding errors of small results.
+        model = with_linear_attention(Dice((seed, LINEAR_ATTENTION)), model)
     shapes = parameter_shapes(model)
     paths = list(dict.fromkeys(path(name) for name in shapes))
     learner = draw_learner(dice, optimizer, model, paths, precision)
@@ -156,10 +162,8 @@ def _attention(dice: Dice, kv_heads: int, *, is_sensitive: bool) -> plain.Attent
 
 
 def _lora(dice: Dice, layers: tuple[plain.Layer, ...]) -> plain.LoRA:
-    inner = [layer.attention.heads * layer.attention.head_dim for layer in layers]
     bases = [None, None, "int8"]
-    # Four 8-bit codes are packed into a word.
-    has_words = all(size % 4 == 0 for size in inner)
+    has_words = all(has_whole_words(layer.attention) for layer in layers)
     return plain.LoRA(
         rank=dice.pick([1, 2, 4]),
         alpha=dice.pick([1.0, 4.0, 32.0]),
@@ -227,9 +231,12 @@ def _limit_policy(dice: Dice, model: plain.Model, remat: str, update: str) -> st
 
 def _mesh(dice: Dice, model: plain.Model, data: plain.Data, accumulate: int) -> dict[str, int]:
     """Return axis sizes that divide the experiment's sizes, for 1, 2, 4 or 8 devices."""
-    heads = math.gcd(*(layer.attention.kv_heads for layer in model.layers))
+    linear = [layer.attention for layer in model.layers if isinstance(layer.attention, plain.LinearAttention)]
+    softmax = [layer.attention for layer in model.layers if isinstance(layer.attention, plain.Attention)]
+    # gcd() of nothing is 0, which every number divides.
+    key_heads = math.gcd(*(attention.key_heads for attention in linear))
+    heads = math.gcd(key_heads, *(attention.kv_heads for attention in softmax))
     hidden = math.gcd(*(width for layer in model.layers for width in list_widths(layer.mlp)))
-    # gcd() of nothing is 0, which means that there are no mixtures.
     experts = math.gcd(*(layer.mlp.router.experts for layer in model.layers if isinstance(layer.mlp, plain.Mixture)))
     expert_sizes = [size for size in (1, 2, 4) if experts % size == 0] if experts else [1]
     by_model, rows = math.gcd(heads, hidden, model.vocab), data.batch // accumulate
@@ -238,6 +245,8 @@ def _mesh(dice: Dice, model: plain.Model, data: plain.Data, accumulate: int) -> 
         mesh: dict[str, int] = dict(zip(("expert", "data", "fsdp", "seq", "model"), sizes, strict=True))
         fits = rows % (mesh["data"] * mesh["fsdp"] * mesh["expert"]) == 0 and model.dim % mesh["fsdp"] == 0
         fits &= data.seq_len % mesh["seq"] == 0 and by_model % mesh["model"] == 0
+        # In linear attention, both axes divide the heads.
+        fits &= key_heads % (mesh["seq"] * mesh["model"]) == 0
         # Matrices this small are not sharded if their codes are packed into words.
         has_words = model.lora is not None and model.lora.base == "int8"
         fits &= not has_words or mesh["fsdp"] == mesh["model"] == 1

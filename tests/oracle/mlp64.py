@@ -48,7 +48,8 @@ def mixture(
 ) -> tuple[jax.Array, jax.Array]:
     """Return (shared(x) + sum_e share_e expert_e(x) [B, S, D], the router's losses).
 
-    The names of the parameters start with `home`; `lora.targets` is searched for in `target`.
+    A gate g makes the first term sigmoid(x g) shared(x) (arXiv 2407.10671). The names of the parameters start with
+    `home`; `lora.targets` is searched for in `target`.
     """
     logits_BSE = x_BSD @ params[f"{home}/router/weight"] + params.get(f"{home}/router/bias", 0.0)
     scores_BSE, is_chosen_BSE, shares_BSE = _route(one.router, logits_BSE)
@@ -65,6 +66,8 @@ def mixture(
     y_BSD = jnp.zeros_like(x_BSD)
     if one.shared is not None:
         y_BSD = mlp(one.shared, lambda name, x: linear(f"shared/{name}", x), x_BSD)
+        if one.shared_gate:
+            y_BSD = y_BSD / (1.0 + jnp.exp(-linear("shared_gate", x_BSD)))
     for expert in range(one.router.experts):
         y_BSD = y_BSD + shares_BSE[..., expert, None] * mlp(one.expert, partial(expert_linear, expert), x_BSD)
     return y_BSD, _losses(one.router, logits_BSE, scores_BSE, is_chosen_BSE, batch)

@@ -1,7 +1,7 @@
 """The reference's language model, from the published formulas, in plain JAX: no layer of the framework is imported.
 
-Parameters are a flat dictionary with the names of tests.oracle.parameters. All layers are unrolled: there are no scans,
-row blocks or chunks.
+Parameters are a flat dictionary with the names of tests.oracle.parameters. All layers are unrolled: the only scan is
+over the tokens of linear attention, and there are no row blocks or chunks.
 
 Axis letters: B sequences, S positions (T of keys), N heads, H channels of a head, D width, V vocabulary.
 """
@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.oracle.experiments import Attention, Layer, LoRA, Mixture, Model, Norm
+from tests.oracle.delta64 import delta_net
+from tests.oracle.experiments import Attention, Layer, LinearAttention, LoRA, Mixture, Model, Norm
 from tests.oracle.mlp64 import mixture, mlp
 
 Parameters = dict[str, jax.Array]
@@ -120,12 +121,19 @@ def _branches(
     def linear(name: str, x: jax.Array) -> jax.Array:
         return _linear(model.lora, params, f"{home}/{name}", f"{target}/{name}", x)
 
+    def attention_linear(name: str, x: jax.Array) -> jax.Array:
+        return linear(f"attention/{name}", x)
+
     def mlp_linear(name: str, x: jax.Array) -> jax.Array:
         return linear(f"mlp/{name}", x)
 
     def attend(x_BSD: jax.Array) -> jax.Array:
         h_BSD = _norm(layer.norm, params, f"{home}/attention_norm", x_BSD)
-        y_BSD = _attention(layer.attention, params, home, linear, h_BSD, batch["positions"], batch["visible"])
+        if isinstance(layer.attention, LinearAttention):
+            below = f"{home}/attention"
+            y_BSD = delta_net(layer.attention, params, below, attention_linear, h_BSD, batch["visible"])
+        else:
+            y_BSD = _attention(layer.attention, params, home, linear, h_BSD, batch["positions"], batch["visible"])
         return (
             y_BSD if layer.post_norm is None else _norm(layer.post_norm, params, f"{home}/attention_post_norm", y_BSD)
         )
@@ -180,7 +188,10 @@ def _attention(
     positions_BS: jax.Array,
     mask_BST: jax.Array,
 ) -> jax.Array:
-    """Softmax attention; head n uses the keys of group n // (heads / kv_heads)."""
+    """Softmax attention; head n uses the keys of group n // (heads / kv_heads).
+
+    An output gate multiplies the heads' results, channel by channel (arXiv 2505.06708).
+    """
     batch, length, _ = x_BSD.shape
     channels = attention.head_dim
     queries, keys, values = (
@@ -200,14 +211,17 @@ def _attention(
     logits_BNST = jnp.einsum("bsnh,btnh->bnst", queries, keys[:, :, group_N]) * scale
     logits_BNST = jnp.where(mask_BST[:, None], _cap(logits_BNST, attention.softcap), -jnp.inf)
     y_BSNH = jnp.einsum("bnst,btnh->bsnh", jax.nn.softmax(logits_BNST, axis=-1), values[:, :, group_N])
-    return linear("attention/output", y_BSNH.reshape(batch, length, -1))
+    heads_BSE = y_BSNH.reshape(batch, length, -1)
+    if attention.output_gate:
+        heads_BSE = heads_BSE / (1.0 + jnp.exp(-linear("attention/gate", x_BSD)))
+    return linear("attention/output", heads_BSE)
 
 
 def _frequencies(attention: Attention) -> np.ndarray:
     """Return radians per position for each pair of channels (arXiv 2104.09864), with linear or Llama 3.1 scaling."""
     assert attention.rope_theta is not None
-    pairs = np.arange(0, attention.head_dim, 2)
-    frequencies = 1.0 / attention.rope_theta ** (pairs / attention.head_dim)
+    rotated = attention.rotary_dim or attention.head_dim
+    frequencies = 1.0 / attention.rope_theta ** (np.arange(0, rotated, 2) / rotated)
     if attention.rope_scaling is None:
         return frequencies
     kind, given = attention.rope_scaling
@@ -229,7 +243,7 @@ def _frequencies(attention: Attention) -> np.ndarray:
 
 
 def _rotate(x_BSNH: jax.Array, angles: jax.Array) -> jax.Array:
-    """Rotate channels i and i + H/2, as a complex number, by the angle."""
-    half = x_BSNH.shape[-1] // 2
-    turned = (x_BSNH[..., :half] + 1j * x_BSNH[..., half:]) * jnp.exp(1j * angles)
-    return jnp.concatenate([turned.real, turned.imag], axis=-1)
+    """Rotate channels i and i + R/2, as a complex number, by angle i of R/2; the first R channels rotate."""
+    half = angles.shape[-1]
+    turned = (x_BSNH[..., :half] + 1j * x_BSNH[..., half : 2 * half]) * jnp.exp(1j * angles)
+    return jnp.concatenate([turned.real, turned.imag, x_BSNH[..., 2 * half :]], axis=-1)

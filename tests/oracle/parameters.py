@@ -13,9 +13,10 @@ from collections.abc import Iterator
 import ml_dtypes
 import numpy as np
 
-from tests.oracle.experiments import MLP, LoRA, Mixture, Model, Norm, RandomExperiment
+from tests.oracle.experiments import MLP, Attention, LinearAttention, LoRA, Mixture, Model, Norm, RandomExperiment
 
 Shapes = dict[str, tuple[int, ...]]
+Linears = dict[str, tuple[int, int, bool]]  # {name: (inputs, outputs, whether it has a bias)}
 # 8-bit weights are code / 127 * scale in float32, which a compiler may turn into code * (scale * (1 / 127)). With these
 # codes and scales that are powers of two, every order gives the same number, so the usual tolerances apply.
 _CODES = np.arange(-127, 128).astype(np.int8)
@@ -54,17 +55,15 @@ def _homes(model: Model) -> Iterator[tuple[str, int]]:
 def _layer_shapes(model: Model, home: str, index: int) -> Shapes:
     layer, dim = model.layers[index], model.dim
     attention, mlp = layer.attention, layer.mlp
-    inner, inner_kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
-    linears = {
-        "attention/query": (dim, inner, attention.bias),
-        "attention/key": (dim, inner_kv, attention.bias),
-        "attention/value": (dim, inner_kv, attention.bias),
-        "attention/output": (inner, dim, attention.output_bias),
-    }
+    linears = (
+        _attention_linears(attention, dim) if isinstance(attention, Attention) else _delta_net_linears(attention, dim)
+    )
     if isinstance(mlp, MLP):
         linears |= _mlp_linears("mlp", mlp, dim)
     elif mlp.shared is not None:
         linears |= _mlp_linears("mlp/shared", mlp.shared, dim)
+        if mlp.shared_gate:
+            linears["mlp/shared_gate"] = (dim, 1, False)
     shapes: Shapes = {}
     if isinstance(mlp, Mixture):
         shapes |= _mixture_shapes(model.lora, f"{home}/mlp", f"stack/block{index}/mlp", mlp, dim)
@@ -75,14 +74,54 @@ def _layer_shapes(model: Model, home: str, index: int) -> Shapes:
         norms |= {"attention_post_norm": layer.post_norm, "mlp_post_norm": layer.post_norm}
     for name, norm in norms.items():
         shapes |= _norm_shapes(f"{home}/{name}", norm, dim)
-    if attention.qk_norm is not None:
+    if isinstance(attention, LinearAttention):
+        shapes |= _delta_net_shapes(f"{home}/attention", attention)
+    elif attention.qk_norm is not None:
         for name in ("query_norm", "key_norm"):
             shapes |= _norm_shapes(f"{home}/attention/{name}", attention.qk_norm, attention.head_dim)
     return shapes
 
 
-def _mlp_linears(home: str, mlp: MLP, dim: int) -> dict[str, tuple[int, int, bool]]:
-    """Return {name: (inputs, outputs, whether it has a bias)}."""
+def _attention_linears(attention: Attention, dim: int) -> Linears:
+    inner, inner_kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+    linears = {
+        "attention/query": (dim, inner, attention.bias),
+        "attention/key": (dim, inner_kv, attention.bias),
+        "attention/value": (dim, inner_kv, attention.bias),
+        "attention/output": (inner, dim, attention.output_bias),
+    }
+    if attention.output_gate:
+        linears["attention/gate"] = (dim, inner, attention.bias)
+    return linears
+
+
+def _delta_net_linears(attention: LinearAttention, dim: int) -> Linears:
+    keys, values = attention.key_heads * attention.key_dim, attention.heads * attention.value_dim
+    outputs = {
+        "query": keys,
+        "key": keys,
+        "value": values,
+        "gate": values,
+        "beta": attention.heads,
+        "decay": attention.heads,
+    }
+    linears = {f"attention/{name}": (dim, size, attention.bias) for name, size in outputs.items()}
+    return {**linears, "attention/output": (values, dim, attention.bias)}
+
+
+def _delta_net_shapes(home: str, attention: LinearAttention) -> Shapes:
+    """Return the shapes of the convolutions, the rates of decay and the norm."""
+    keys, values = attention.key_heads * attention.key_dim, attention.heads * attention.value_dim
+    channels = {"query": keys, "key": keys, "value": values}
+    return {
+        **{f"{home}/{name}_conv": (attention.conv_width, size) for name, size in channels.items()},
+        f"{home}/log_rate": (attention.heads,),
+        f"{home}/decay_bias": (attention.heads,),
+        f"{home}/norm/scale": (attention.value_dim,),
+    }
+
+
+def _mlp_linears(home: str, mlp: MLP, dim: int) -> Linears:
     linears = {f"{home}/up": (dim, mlp.hidden, mlp.bias), f"{home}/down": (mlp.hidden, dim, mlp.bias)}
     if mlp.gated:
         linears[f"{home}/gate"] = (dim, mlp.hidden, mlp.bias)
@@ -147,7 +186,7 @@ def _floats(drawn: RandomExperiment, name: str, shape: tuple[int, ...], rng: np.
         value = 0.2 * normal + (0.0 if _is_zero_centered(drawn.model, name) else 1.0)
     elif kind.endswith("bias"):
         value = 0.2 * normal
-    elif name in ("embed/token", "embed/position", "head/table"):
+    elif kind == "log_rate" or name in ("embed/token", "embed/position", "head/table"):
         value = 0.5 * normal
     else:
         value = normal / np.sqrt(shape[-2])
@@ -161,5 +200,6 @@ def _is_zero_centered(model: Model, name: str) -> bool:
     assert found is not None, name
     layer = model.layers[int(found[1])]
     norm = {"attention_norm": layer.norm, "mlp_norm": layer.norm}.get(found[2], layer.post_norm)
-    norm = layer.attention.qk_norm if found[2].startswith("attention/") else norm
+    if found[2].startswith("attention/"):
+        norm = layer.attention.qk_norm if isinstance(layer.attention, Attention) else Norm()
     return norm is not None and norm.zero_centered

@@ -13,6 +13,7 @@ from plimsoll.framework.data.tokenizers import NoTokenizer
 from plimsoll.framework.devices.mesh import MeshShape
 from plimsoll.framework.layers import attention, block, embedding, head, linear, lora, mlp, norm, rotary, stack
 from plimsoll.framework.layers.experts import experts, moe, router
+from plimsoll.framework.layers.gated_delta_net import GatedDeltaNet
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.rules import Rule
 from plimsoll.framework.models.causal_lm import CausalLM
@@ -116,7 +117,9 @@ def _model(drawn: plain.RandomExperiment, phase: plain.Phase) -> Config:
 def _block(layer: plain.Layer) -> Config:
     return config_for(
         block.Block,
-        attention=_attention(layer.attention),
+        attention=(
+            _attention(layer.attention) if isinstance(layer.attention, plain.Attention) else _delta_net(layer.attention)
+        ),
         mlp=_mixture(layer.mlp) if isinstance(layer.mlp, plain.Mixture) else _mlp(layer.mlp),
         norm=_norm(layer.norm),
         post_norm=None if layer.post_norm is None else _norm(layer.post_norm),
@@ -153,6 +156,7 @@ def _mixture(one: plain.Mixture) -> Config:
             experts.Experts, hidden=expert.hidden, activation=expert.activation, gated=expert.gated, bias=expert.bias
         ),
         shared=None if one.shared is None else _mlp(one.shared),
+        shared_gate=config_for(linear.Linear) if one.shared_gate else None,
     )
 
 
@@ -162,7 +166,7 @@ def _attention(one: plain.Attention) -> Config:
         kind, fields = one.rope_scaling
         scaling = config_for({"linear": rotary.LinearScaling, "llama3": rotary.Llama3Scaling}[kind], **fields)
     if one.rope_theta is not None:
-        turned = config_for(rotary.Rotary, theta=one.rope_theta, scaling=scaling)
+        turned = config_for(rotary.Rotary, theta=one.rope_theta, scaling=scaling, rotary_dim=one.rotary_dim)
     return config_for(
         attention.Attention,
         num_heads=one.heads,
@@ -175,6 +179,21 @@ def _attention(one: plain.Attention) -> Config:
         window=one.window,
         softcap=one.softcap,
         scale=one.scale,
+        output_gate=one.output_gate,
+    )
+
+
+def _delta_net(one: plain.LinearAttention) -> Config:
+    return config_for(
+        GatedDeltaNet,
+        num_heads=one.heads,
+        num_key_heads=one.key_heads,
+        key_dim=one.key_dim,
+        value_dim=one.value_dim,
+        conv_width=one.conv_width,
+        linear=config_for(linear.Linear, bias=one.bias),
+        norm_eps=one.norm_eps,
+        chunk=one.chunk,
     )
 
 

@@ -8,11 +8,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from plimsoll.framework.layers import kernels_xla
+from plimsoll.framework.layers import gated_delta_net, gated_delta_rule, kernels_xla
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.program.jit_step import JitStep
 from tests.oracle import __main__ as command
@@ -23,6 +25,7 @@ from tests.oracle.experiments import (
     Data,
     Layer,
     Learner,
+    LinearAttention,
     Mixture,
     Model,
     Norm,
@@ -34,9 +37,9 @@ from tests.oracle.experiments import (
 )
 
 FOLDER = Path(generator.__file__).parent
-REFERENCE = ("experiments", "optimizers", "batches", "parameters", "mlp64", "model64", "training64")
-# In this order: mixtures on two shards of experts, and adapters on 8-bit weights; one layer with offloaded gradients;
-# an update in the backward pass.
+REFERENCE = ("experiments", "optimizers", "batches", "parameters", "delta64", "mlp64", "model64", "training64")
+# In this order: linear attention, mixtures on two shards of experts, and adapters on 8-bit weights; one layer with
+# offloaded gradients; an update in the backward pass.
 QUICK = (1, 28, 53)
 SLOW = tuple(seed for seed in range(10) if seed not in QUICK)
 
@@ -107,9 +110,27 @@ def test_sampling_is_seeded_and_covers_all_options():
     assert {one.router.experts for one in mixtures} == {2, 3, 4, 5}
     assert {one.router.score for one in mixtures} == {"softmax", "softmax_chosen", "sigmoid"}
     assert {one.router.balance_over for one in mixtures if one.router.balance} == {"sequence", "batch"}
+    attentions = [layer.attention for one in experiments for layer in one.model.layers]
+    linear = [one for one in attentions if isinstance(one, LinearAttention)]
+    assert {one.conv_width for one in linear} == {1, 2, 3, 4}
+    assert {one.heads // one.key_heads for one in linear} == {1, 2, 3}
+    assert {one.chunk for one in linear} == {1, 2, 3, 5, 64}
+    softmax = [one for one in attentions if isinstance(one, Attention)]
+    assert sum(one.output_gate for one in softmax) >= 10
+    assert {one.rotary_dim for one in softmax} == {None, 2, 4, 6}
+    has_linear = [{isinstance(layer.attention, LinearAttention) for layer in one.model.layers} for one in experiments]
+    assert has_linear.count({True}) >= 10
+    assert has_linear.count({True, False}) >= 10
+    linear_phases = [
+        phase for one, has in zip(experiments, has_linear, strict=True) if True in has for phase in one.phases
+    ]
+    assert {phase.update for phase in linear_phases} == {phase.update for phase in phases}
+    for axis in ("data", "fsdp", "expert", "seq", "model"):
+        assert {phase.mesh[axis] for phase in linear_phases} >= {1, 2}, axis
     for rare in (
         lambda one: one.model.lora is not None and "experts" in one.model.lora.targets,
         lambda one: any(isinstance(layer.mlp, Mixture) and layer.mlp.shared for layer in one.model.layers),
+        lambda one: any(isinstance(layer.mlp, Mixture) and layer.mlp.shared_gate for layer in one.model.layers),
         lambda one: one.model.lora is not None,
         lambda one: one.model.shared,
         lambda one: one.data.empty,
@@ -218,6 +239,68 @@ def test_mixture_bugs_are_detected(field: str, value: float | str):
         expected_result = training64.train(drawn)
         found = subject.train(broken, [subject.build_program(broken, broken.phases[0])])
     assert max(compare.differences(drawn, found, expected_result).values()) > 100.0
+
+
+def with_linear_attention() -> RandomExperiment:
+    """Return PLAIN with a layer of linear attention before that of softmax attention."""
+    attention = LinearAttention(heads=4, key_heads=2, key_dim=4, value_dim=3, chunk=3)
+    layer = PLAIN.model.layers[0]
+    return replace(PLAIN, model=replace(PLAIN.model, layers=(replace(layer, attention=attention), layer)))
+
+
+def without_documents(
+    state: jax.Array, inputs: Any, documents: Any, original=gated_delta_rule._run_blocks
+) -> tuple[jax.Array, jax.Array]:
+    """Run the recurrence as if each row were one document."""
+    return original(state, inputs, jax.tree.map(jnp.zeros_like, documents))
+
+
+def without_borders(
+    x: jax.Array, earlier: jax.Array, taps: jax.Array, segments: Any, original=gated_delta_net.convolve
+) -> jax.Array:
+    """Apply the convolution across the borders of documents."""
+    return original(x, earlier, taps, None)
+
+
+def with_slower_decay(
+    self: gated_delta_net.GatedDeltaNet, *arguments: Any, original=gated_delta_net.GatedDeltaNet._compute_rates
+) -> tuple[jax.Array, jax.Array]:
+    beta, log_decay = original(self, *arguments)
+    return beta, 0.999 * log_decay
+
+
+@pytest.mark.once("state")
+@pytest.mark.parametrize("broken", ["nothing", "state", "convolution", "unit", "decay"])
+def test_bugs_of_linear_attention_are_detected(broken: str, monkeypatch: pytest.MonkeyPatch):
+    drawn = with_linear_attention()
+    if broken == "state":
+        monkeypatch.setattr(gated_delta_rule, "_run_blocks", without_documents)
+    if broken == "convolution":
+        monkeypatch.setattr(gated_delta_net, "convolve", without_borders)
+    if broken == "unit":
+        monkeypatch.setattr(gated_delta_net, "_UNIT_EPS", 1e-3)
+    if broken == "decay":
+        monkeypatch.setattr(gated_delta_net.GatedDeltaNet, "_compute_rates", with_slower_decay)
+    with compare.enable_exact_numerics():
+        expected_result = training64.train(drawn)
+        found = subject.train(drawn, [subject.build_program(drawn, drawn.phases[0])])
+    largest = max(compare.differences(drawn, found, expected_result).values())
+    assert largest <= 1.0 if broken == "nothing" else largest > 100.0, largest
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize(("rotary_dim", "agrees"), [(4, True), (2, False)])
+def test_a_wrong_number_of_rotated_channels_is_detected(rotary_dim: int, agrees: bool):
+    def with_rotated(channels: int) -> RandomExperiment:
+        attention = Attention(heads=2, kv_heads=1, head_dim=6, rope_theta=10.0, rotary_dim=channels)
+        return replace(PLAIN, model=replace(PLAIN.model, layers=(replace(PLAIN.model.layers[0], attention=attention),)))
+
+    drawn, other = with_rotated(4), with_rotated(rotary_dim)
+    with compare.enable_exact_numerics():
+        expected_result = training64.train(drawn)
+        found = subject.train(other, [subject.build_program(other, other.phases[0])])
+    largest = max(compare.differences(drawn, found, expected_result).values())
+    assert largest <= 1.0 if agrees else largest > 100.0, largest
 
 
 def test_a_disagreement_names_seed_settings_tensor_and_command(
