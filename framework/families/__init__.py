@@ -5,8 +5,6 @@ To add a family, add a file to this folder, see docs/models.md.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +12,13 @@ from plimsoll.framework.config import Config, ConfigError, config_for
 from plimsoll.framework.families import scores
 from plimsoll.framework.families.facts import UNREAD, ConfigFacts, float_dtype, refuse_unread
 from plimsoll.framework.families.published import model_at
+from plimsoll.framework.families.registry import FAMILIES
 from plimsoll.framework.files import hub_models
 from plimsoll.framework.files.hub_names import is_hub_url
 from plimsoll.framework.files.text_files import parse_json
 from plimsoll.framework.weights.directory import Directory
 from plimsoll.framework.weights.family import ModelFamily
 from plimsoll.framework.weights.pretrained import Pretrained
-
-
-def _find_families() -> list[type[ModelFamily]]:
-    """Return the families that the modules of this package define, in the order of the modules' names."""
-    families = []
-    for info in pkgutil.iter_modules(__path__):
-        module = importlib.import_module(f"{__name__}.{info.name}")
-        for value in vars(module).values():
-            is_own = isinstance(value, type) and value.__module__ == module.__name__
-            if is_own and issubclass(value, ModelFamily) and value.architectures:
-                families.append(value)
-    return families
-
-
-FAMILIES: list[type[ModelFamily]] = _find_families()
 
 
 def read_config(path: str | Path) -> tuple[dict[str, object], Config]:

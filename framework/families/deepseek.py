@@ -52,6 +52,7 @@ class DeepseekV2(ModelFamily):
     """DeepseekV2ForCausalLM."""
 
     architectures = {"DeepseekV2ForCausalLM": "deepseek_v2"}
+    scored = {"DeepseekV2ForSequenceClassification": "DeepseekV2ForCausalLM"}
     names = latent_names()
     has_custom_code = True
 

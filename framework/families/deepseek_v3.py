@@ -70,6 +70,7 @@ class DeepseekV3(ModelFamily):
     """DeepseekV3ForCausalLM."""
 
     architectures = {"DeepseekV3ForCausalLM": "deepseek_v3"}
+    scored = {"DeepseekV3ForSequenceClassification": "DeepseekV3ForCausalLM"}
     names = latent_names() | SELECTION_BIAS
     has_custom_code = True
     # As in transformers: the layer after the 61 of DeepSeek-V3 predicts further tokens.

@@ -83,6 +83,7 @@ class Gemma2(ModelFamily):
     """Gemma2ForCausalLM."""
 
     architectures = {"Gemma2ForCausalLM": "gemma2"}
+    scored = {"Gemma2ForSequenceClassification": "Gemma2ForCausalLM"}
     names = GEMMA_NAMES
 
     def model(self, facts: dict[str, object]) -> Config:

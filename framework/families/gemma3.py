@@ -66,6 +66,7 @@ class Gemma3(ModelFamily):
     """Gemma3ForCausalLM."""
 
     architectures = {"Gemma3ForCausalLM": "gemma3_text"}
+    scored = {"Gemma3TextForSequenceClassification": "Gemma3ForCausalLM"}
     names = GEMMA_NAMES
 
     def model(self, facts: dict[str, object]) -> Config:

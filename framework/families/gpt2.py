@@ -36,6 +36,7 @@ class GPT2(ModelFamily):
     """GPT2LMHeadModel. Ignores dropout in config.json; use `model.*.dropout` instead."""
 
     architectures = {"GPT2LMHeadModel": "gpt2"}
+    scored = {"GPT2ForSequenceClassification": "GPT2LMHeadModel"}
     names = _names()
     # Older files store the causal mask as a tensor.
     ignored = r"\.attn\.(masked_)?bias$"

@@ -55,6 +55,7 @@ class GptOss(ModelFamily):
     """GptOssForCausalLM."""
 
     architectures = {"GptOssForCausalLM": "gpt_oss"}
+    scored = {"GptOssForSequenceClassification": "GptOssForCausalLM"}
     names = _names()
     takes_float16 = False
 

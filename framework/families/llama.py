@@ -376,6 +376,12 @@ class Llama(ModelFamily):
         "Qwen2ForCausalLM": "qwen2",
         "Qwen3ForCausalLM": "qwen3",
     }
+    scored = {
+        "LlamaForSequenceClassification": "LlamaForCausalLM",
+        "MistralForSequenceClassification": "MistralForCausalLM",
+        "Qwen2ForSequenceClassification": "Qwen2ForCausalLM",
+        "Qwen3ForSequenceClassification": "Qwen3ForCausalLM",
+    }
     names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
 
     def model(self, facts: dict[str, object]) -> Config:

@@ -102,6 +102,7 @@ class Mixtral(ModelFamily):
     """MixtralForCausalLM."""
 
     architectures = {"MixtralForCausalLM": "mixtral"}
+    scored = {"MixtralForSequenceClassification": "MixtralForCausalLM"}
     names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm") | mixture_names(
         "block_sparse_moe.gate", "block_sparse_moe.experts.{expert}", gate="w1", up="w3", down="w2"
     )
@@ -154,6 +155,7 @@ class Qwen3MoE(ModelFamily):
     """Qwen3MoeForCausalLM: query and key norms, and layers without a mixture if config.json has any."""
 
     architectures = {"Qwen3MoeForCausalLM": "qwen3_moe"}
+    scored = {"Qwen3MoeForSequenceClassification": "Qwen3MoeForCausalLM"}
     names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm") | mixture_names(
         "mlp.gate", "mlp.experts.{expert}", gate="gate_proj", up="up_proj", down="down_proj"
     )

@@ -68,6 +68,7 @@ class Olmo2(ModelFamily):
     """Olmo2ForCausalLM."""
 
     architectures = {"Olmo2ForCausalLM": "olmo2"}
+    scored = {"Olmo2ForSequenceClassification": "Olmo2ForCausalLM"}
     names = decoder_names(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm")
 
     def model(self, facts: dict[str, object]) -> Config:

@@ -67,6 +67,7 @@ class Olmo3(ModelFamily):
     """Olmo3ForCausalLM."""
 
     architectures = {"Olmo3ForCausalLM": "olmo3"}
+    scored = {"Olmo3ForSequenceClassification": "Olmo3ForCausalLM"}
     names = Olmo2.names
 
     def model(self, facts: dict[str, object]) -> Config:

@@ -40,6 +40,7 @@ class Phi3(ModelFamily):
     """Phi3ForCausalLM. Ignores dropout in config.json; use `model.*.dropout` instead."""
 
     architectures = {"Phi3ForCausalLM": "phi3"}
+    scored = {"Phi3ForSequenceClassification": "Phi3ForCausalLM"}
     names = _names()
     # Published directories refer to code that has since become part of transformers.
     has_custom_code = True

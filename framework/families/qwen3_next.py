@@ -117,6 +117,7 @@ class Qwen35(_HybridFamily):
     """Qwen3_5ForCausalLM and Qwen3_5MoeForCausalLM, whose projections are divided in another way."""
 
     architectures = {"Qwen3_5ForCausalLM": "qwen3_5_text", "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text"}
+    scored = {"Qwen3_5TextForSequenceClassification": "Qwen3_5ForCausalLM"}
     multimodal = {
         "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
         "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
@@ -175,6 +176,7 @@ class Qwen3Next(_HybridFamily):
     """Qwen3NextForCausalLM."""
 
     architectures = {"Qwen3NextForCausalLM": "qwen3_next"}
+    scored = {"Qwen3NextForSequenceClassification": "Qwen3NextForCausalLM"}
     ignored = r"rotary_emb\.inv_freq$|^mtp\."
 
     def _projection_sources(self, mixer: GatedDeltaNet) -> dict[str, Source]:

@@ -8,28 +8,12 @@ from __future__ import annotations
 
 from plimsoll.framework.config import Config, config_for, get_target
 from plimsoll.framework.families.facts import ConfigFacts
+from plimsoll.framework.families.registry import FAMILIES
 from plimsoll.framework.layers.head import LMHead
 from plimsoll.framework.layers.score_head import ScoreHead
 
-# The language model architecture of each scoring architecture. transformers has none for OLMoE.
-LANGUAGE_MODELS = {
-    "LlamaForSequenceClassification": "LlamaForCausalLM",
-    "MistralForSequenceClassification": "MistralForCausalLM",
-    "Qwen2ForSequenceClassification": "Qwen2ForCausalLM",
-    "Qwen3ForSequenceClassification": "Qwen3ForCausalLM",
-    "Gemma2ForSequenceClassification": "Gemma2ForCausalLM",
-    "GPT2ForSequenceClassification": "GPT2LMHeadModel",
-    "MixtralForSequenceClassification": "MixtralForCausalLM",
-    "Qwen3MoeForSequenceClassification": "Qwen3MoeForCausalLM",
-    "GptOssForSequenceClassification": "GptOssForCausalLM",
-    "DeepseekV2ForSequenceClassification": "DeepseekV2ForCausalLM",
-    "Olmo2ForSequenceClassification": "Olmo2ForCausalLM",
-    "Gemma3TextForSequenceClassification": "Gemma3ForCausalLM",
-    "Phi3ForSequenceClassification": "Phi3ForCausalLM",
-    "Olmo3ForSequenceClassification": "Olmo3ForCausalLM",
-    "SmolLM3ForSequenceClassification": "SmolLM3ForCausalLM",
-    "SeedOssForSequenceClassification": "SeedOssForCausalLM",
-}
+# The language model architecture of each scoring architecture.
+LANGUAGE_MODELS = {scored: language for family in FAMILIES for scored, language in family.scored.items()}
 
 
 def is_scored(facts: dict[str, object]) -> bool:

@@ -17,6 +17,7 @@ class SeedOss(ModelFamily):
     """SeedOssForCausalLM."""
 
     architectures = {"SeedOssForCausalLM": "seed_oss"}
+    scored = {"SeedOssForSequenceClassification": "SeedOssForCausalLM"}
     names = Llama.names
 
     def model(self, facts: dict[str, object]) -> Config:

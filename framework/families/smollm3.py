@@ -59,6 +59,7 @@ class SmolLM3(ModelFamily):
     """SmolLM3ForCausalLM."""
 
     architectures = {"SmolLM3ForCausalLM": "smollm3"}
+    scored = {"SmolLM3ForSequenceClassification": "SmolLM3ForCausalLM"}
     names = Llama.names
 
     def model(self, facts: dict[str, object]) -> Config:

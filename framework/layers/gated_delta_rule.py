@@ -270,8 +270,8 @@ def _run_block(state: jax.Array, inputs: _Inputs, documents: _Documents) -> tupl
     return state, jnp.moveaxis(outputs, 0, 3)
 
 
-# Not `jax.lax.linalg.triangular_solve`: on a CPU of few cores, two of them at a time wait for each other forever (jaxlib
-# 0.10 solves a batch in tasks of the thread pool that runs the solver itself), and on TPU it is a loop over the rows.
+# Not `jax.lax.linalg.triangular_solve`: on a CPU of two cores, two of them at a time wait for each other forever,
+# because jaxlib 0.10 splits a batch into tasks of the thread pool that runs the solvers themselves.
 @jax.custom_vjp
 def invert_unit_lower(lower: jax.Array) -> jax.Array:
     """Return the inverses of I + L, for strictly lower triangular matrices L [..., C, C].

@@ -23,6 +23,8 @@ class ModelFamily:
     architectures: dict[str, str] = {}
     # {value of `architectures` of a model that reads images too: that of its language model, which is all that is read}
     multimodal: dict[str, str] = {}
+    # {value of `architectures` of a model that scores sequences: that of its language model}
+    scored: dict[str, str] = {}
     # Sources by our parameter path; the path of a layer's parameter is relative to the layer.
     names: dict[str, Source] = {}
     # Whether such models were published with their own code (auto_map). transformers has since adopted it, so that code
