@@ -50,7 +50,8 @@ def rotary_dim(facts: ConfigFacts, head_dim: int, default_part: float = 1.0) -> 
     """
     scaling = facts.part("rope_parameters") or facts.part("rope_scaling")
     source = facts if scaling is None or _PART not in scaling.values else scaling
-    factor = source.number(_PART, default_part, null=True) or default_part
+    # In transformers, null is not the default of the family: all elements rotate.
+    factor = source.number(_PART, default_part, null=True) or 1.0
     if facts.any(_PART, factor) not in (factor, None):
         raise facts.error(_PART, f"that of rope_parameters, {factor}")
     # Rounded down, as in transformers.

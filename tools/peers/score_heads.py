@@ -42,7 +42,9 @@ PAD = 0
 RECORDED_SHAPE = "llama"
 MARGIN, CENTERING = 0.25, 0.05
 # Shapes of language models whose variant with a score head exists in transformers (OLMoE has none).
-LANGUAGE_SHAPES = [name for name, one in FAMILIES.items() if one.facts["architectures"] != ["OlmoeForCausalLM"]]
+LANGUAGE_SHAPES = [
+    name for name, one in FAMILIES.items() if one.facts["architectures"][0] in scores.LANGUAGE_MODELS.values()
+]
 
 
 def build_family(name: str, kind: Task) -> PeerFamily:
