@@ -194,6 +194,7 @@ class GatedDeltaNet(Layer):
                 state_BNHV=layer_state.get("state"),
                 query_scale=self.key_dim**-0.5,
                 unit_eps=_UNIT_EPS,
+                platform=ctx.platform,
                 chunk=self.chunk,
             )
             y_BSNV = checkpoint_name(y_BSNV, "attention")

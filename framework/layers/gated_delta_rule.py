@@ -22,6 +22,7 @@ tokens of a chunk, M chunks of a block.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -42,7 +43,7 @@ class _Inputs:
         query, key: [B, K, M, C, H].
         value: [B, K, R, M, C, V].
         log_decay, beta: [B, K, R, M, C].
-        query_scale, unit_eps: see `gated_delta_rule`.
+        query_scale, unit_eps, platform: see `gated_delta_rule`.
     """
 
     query: jax.Array
@@ -52,6 +53,7 @@ class _Inputs:
     beta: jax.Array
     query_scale: float = field(metadata={"static": True})
     unit_eps: float | None = field(metadata={"static": True})
+    platform: str = field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -101,6 +103,7 @@ def gated_delta_rule(
     state_BNHV: jax.Array | None = None,
     query_scale: float = 1.0,
     unit_eps: float | None = None,
+    platform: str | None = None,
     chunk: int = CHUNK,
     chunks_per_block: int = CHUNKS_PER_BLOCK,
 ) -> tuple[jax.Array, jax.Array]:
@@ -116,6 +119,7 @@ def gated_delta_rule(
         state_BNHV: state before the first token; None for zeros. It belongs to the document of the first token.
         query_scale: factor on the queries.
         unit_eps: divide queries and keys by the root of their sum of squares plus this number first; None: do not.
+        platform: where it runs, such as "tpu"; None for that of this process.
         chunk: tokens of a chunk.
         chunks_per_block: chunks for which the backward pass keeps a single state.
 
@@ -155,6 +159,7 @@ def gated_delta_rule(
         beta=to_blocks(beta_BSN, (K, R)),
         query_scale=query_scale,
         unit_eps=unit_eps,
+        platform=platform or jax.default_backend(),
     )
     documents = _Documents(documents_TBMC, previous.reshape(B, -1, per_block).swapaxes(0, 1))
     if state_BNHV is None:
@@ -254,7 +259,7 @@ def _run_block(state: jax.Array, inputs: _Inputs, documents: _Documents) -> tupl
     is_strictly_before = positions[:, None] > positions
     system = jnp.where(is_strictly_before, beta[..., None] * decay * products, 0.0)
     right_sides = jnp.concatenate([value, from_start[..., None] * key], axis=-1)
-    solution = invert_unit_lower(system) @ (beta[..., None] * right_sides)
+    solution = invert_unit_lower(system, inputs.platform) @ (beta[..., None] * right_sides)
     # The corrections of a chunk are `corrections - from_state @ S_0`.
     corrections, from_state = jnp.split(solution, [V], axis=-1)
     chunks = _Chunk(
@@ -270,22 +275,45 @@ def _run_block(state: jax.Array, inputs: _Inputs, documents: _Documents) -> tupl
     return state, jnp.moveaxis(outputs, 0, 3)
 
 
-# Not `jax.lax.linalg.triangular_solve`: on a CPU of two cores, two of them at a time wait for each other forever,
-# because jaxlib 0.10 splits a batch into tasks of the thread pool that runs the solvers themselves.
-@jax.custom_vjp
-def invert_unit_lower(lower: jax.Array) -> jax.Array:
-    """Return the inverses of I + L, for strictly lower triangular matrices L [..., C, C].
+def invert_unit_lower(lower: jax.Array, platform: str) -> jax.Array:
+    """Return the inverses of I + L, for strictly lower triangular matrices L [..., C, C]."""
+    # On a CPU of two cores, two of XLA's batched solvers at a time wait for each other forever: jaxlib 0.10 splits each
+    # batch into tasks of the thread pool that runs the solvers themselves.
+    return _invert(lower, platform == "cpu")
 
-    The inverse of a matrix follows from those of its two diagonal blocks, which begin with one row each:
 
-        inverse([[A, 0], [B, D]]) = [[inverse(A), 0], [-inverse(D) B inverse(A), inverse(D)]]
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _invert(lower: jax.Array, by_blocks: bool) -> jax.Array:
+    if by_blocks:
+        return _invert_by_blocks(lower)
+    identity = jnp.broadcast_to(jnp.eye(lower.shape[-1], dtype=lower.dtype), lower.shape)
+    return jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True, unit_diagonal=True)
+
+
+def _invert_forward(lower: jax.Array, by_blocks: bool) -> tuple[jax.Array, jax.Array]:
+    inverse = _invert(lower, by_blocks)
+    return inverse, inverse
+
+
+def _invert_backward(by_blocks: bool, inverse: jax.Array, inverse_ct: jax.Array) -> tuple[jax.Array]:
+    # d inverse(M) = -inverse(M) dM inverse(M). The caller sets all elements from the diagonal on to zero.
+    return (-_multiply(inverse.mT, _multiply(inverse_ct, inverse.mT)),)
+
+
+_invert.defvjp(_invert_forward, _invert_backward)
+
+
+def _invert_by_blocks(lower: jax.Array) -> jax.Array:
+    """Return the inverses of I + L from those of their diagonal blocks, which begin with one row each.
+
+    inverse([[A, 0], [B, D]]) = [[inverse(A), 0], [-inverse(D) B inverse(A), inverse(D)]]
     """
     C = lower.shape[-1]
     batch = lower.shape[:-2]
     # Rows of zeros in L are rows of the identity in the inverse, and do not change the others.
     size = 1 << (C - 1).bit_length()
     lower = jnp.pad(lower, [(0, 0)] * len(batch) + [(0, size - C)] * 2)
-    # The inverses of the diagonal blocks, [..., number, width, width].
+    # [..., number, width, width].
     inverses = jnp.ones((*batch, size, 1, 1), lower.dtype)
     width = 1
     while width < size:
@@ -306,19 +334,6 @@ def invert_unit_lower(lower: jax.Array) -> jax.Array:
 def _multiply(left: jax.Array, right: jax.Array) -> jax.Array:
     """Return the product in full precision, because errors of an inverse spread to all tokens of its chunk."""
     return jnp.matmul(left, right, precision=jax.lax.Precision.HIGHEST)
-
-
-def _invert_forward(lower: jax.Array) -> tuple[jax.Array, jax.Array]:
-    inverse = invert_unit_lower(lower)
-    return inverse, inverse
-
-
-def _invert_backward(inverse: jax.Array, inverse_ct: jax.Array) -> tuple[jax.Array]:
-    # d inverse(M) = -inverse(M) dM inverse(M). The caller sets all elements from the diagonal on to zero.
-    return (-_multiply(inverse.mT, _multiply(inverse_ct, inverse.mT)),)
-
-
-invert_unit_lower.defvjp(_invert_forward, _invert_backward)
 
 
 def _run_chunk(state: jax.Array, chunk: _Chunk) -> tuple[jax.Array, jax.Array]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from plimsoll.framework.layers.gated_delta_rule import gated_delta_rule
+from plimsoll.framework.layers.gated_delta_rule import gated_delta_rule, invert_unit_lower
 
 B, K, N, H, V = 2, 2, 4, 6, 5
 
@@ -109,3 +109,40 @@ def test_the_backward_pass_keeps_one_state_per_block() -> None:
     # Inputs and outputs in blocks, and their gradients.
     assert more_bytes < kept_bytes + 4 * more_tokens * token_bytes
     assert more_bytes < more_tokens // 8 * state_bytes
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("size", [1, 2, 3, 50, 64, 200])
+def test_inverses_of_triangular_matrices(size: int, platform: str):
+    """Against numpy's inverse of the whole matrix, gradients too."""
+    rng = np.random.default_rng(size)
+    lower = np.tril(rng.normal(size=(2, 3, size, size)) / np.sqrt(size), -1)
+    weights = rng.normal(size=lower.shape)
+    exact = np.linalg.inv(np.eye(size) + lower)
+    # The derivative of an inverse M^-1 is -M^-1 dM M^-1.
+    gradient = -np.swapaxes(exact, -1, -2) @ weights @ np.swapaxes(exact, -1, -2)
+    with jax.enable_x64(True):
+        inverse, pull = jax.vjp(lambda x: invert_unit_lower(x, platform), jnp.asarray(lower))
+        (pulled,) = pull(jnp.asarray(weights))
+    np.testing.assert_allclose(inverse, exact, rtol=0, atol=1e-13 * np.abs(exact).max())
+    np.testing.assert_allclose(pulled, gradient, rtol=0, atol=1e-13 * np.abs(gradient).max())
+
+
+def test_inverses_do_not_amplify_rounding():
+    """Equal keys, rates of 1 and no decay: powers of L reach 1e18, while the inverse has elements of -1, 0 and 1."""
+    lower = np.tril(np.ones((64, 64)), -1)
+    inverse = invert_unit_lower(jnp.asarray(lower, jnp.float32), "cpu")
+    np.testing.assert_array_equal(inverse, np.eye(64) - np.eye(64, k=-1))
+
+
+def test_no_batched_solver_runs_on_a_cpu():
+    """Two of them at a time can wait for each other forever."""
+    inputs = jnp.zeros((2, 128, 2, 8))
+    rates = jnp.zeros((2, 128, 2))
+
+    def run(value: jax.Array) -> jax.Array:
+        return jnp.sum(gated_delta_rule(inputs, inputs, value, rates, rates)[0])
+
+    program = jax.jit(jax.value_and_grad(run)).lower(inputs).compile().as_text()
+    assert "trsm" not in program
+    assert "triangular" not in program
