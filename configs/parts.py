@@ -94,6 +94,9 @@ def large(model: Config, *, seq_len: int, batch: int, peak: float, steps: int | 
     undecayed = "norm|bias"
     if model.embed.max_positions is not None:
         undecayed = "norm|bias|position"
+    # As in Mamba (arXiv 2312.00752): a decay of the logarithm of a rate would pull the rate to 1.
+    if any(block.attention.takes("conv_width") for block in model.stack.pattern):
+        undecayed = "norm|bias|log_rate"
     learner = config_for(
         Learner,
         optimizer=adamw(peak=peak, warmup=warmup),

@@ -19,6 +19,8 @@ from plimsoll.framework.families.llama import (
     rope,
     shortest_period,
 )
+from plimsoll.framework.layers.linear import Linear
+from plimsoll.framework.layers.mlp import MLP
 from plimsoll.framework.layers.norm import RMSNorm
 from plimsoll.framework.weights.family import ModelFamily
 from plimsoll.framework.weights.source import Source
@@ -40,6 +42,14 @@ def mixture_names(router: str, expert: str, **projections: str) -> dict[str, Sou
     return names
 
 
+def shared_expert_names() -> dict[str, Source]:
+    """Return {our path: their tensor} of the shared expert and its gate."""
+    names = {"mlp/shared_gate/weight": Source(f"{_LAYER}.mlp.shared_expert_gate.weight", transpose=True)}
+    for name in ("gate", "up", "down"):
+        names[f"mlp/shared/{name}/weight"] = Source(f"{_LAYER}.mlp.shared_expert.{name}_proj.weight", transpose=True)
+    return names
+
+
 def count_experts(facts: ConfigFacts, num_default: int, chosen_default: int) -> tuple[int, int]:
     """Return the number of experts, which has two possible field names, and the number that are active per token.
 
@@ -58,6 +68,52 @@ def count_experts(facts: ConfigFacts, num_default: int, chosen_default: int) -> 
         name = present_names[0] if present_names else names[0]
         raise facts.error("num_experts_per_tok", f"at most {name} = {num_experts}")
     return num_experts, num_chosen
+
+
+def gated_mixture(
+    fields: ConfigFacts, *, experts: int, top_k: int, normalize: bool, hidden: int, shared: int
+) -> Config:
+    """Build a layer's mixture with a shared expert that has a gate.
+
+    Args:
+        fields: fields of config.json.
+        experts, top_k: number of experts, and of those that a token is routed to.
+        normalize: whether the shares of a token's experts sum to 1.
+        hidden, shared: the architecture's widths of an expert and of the shared one if config.json does not set them.
+    """
+    name = activation(fields, "hidden_act", "silu")
+    moe = mixture(
+        experts=experts,
+        top_k=top_k,
+        hidden=fields.size("moe_intermediate_size", hidden),
+        activation=name,
+        normalize=normalize,
+        # The balance loss is a setting of training, not of the published model.
+        balance=0.0,
+    )
+    shared_hidden = fields.size("shared_expert_intermediate_size", shared)
+    moe.shared = config_for(MLP, hidden=shared_hidden, activation=name, gated=True)
+    moe.shared_gate = config_for(Linear)
+    return moe
+
+
+def find_gated_mixture(blocks: list[Config]) -> Config:
+    """Return the first mixture with a gated shared expert. Raises ValueError if there is none."""
+    for block in blocks:
+        if block.mlp.takes("num_experts") and block.mlp.shared_gate is not None:
+            return block.mlp
+    raise ValueError("no layer has a mixture with a gated shared expert")
+
+
+def gated_mixture_facts(blocks: list[Config]) -> dict[str, object]:
+    """Return the fields of config.json for the mixtures of a stack's pattern, the inverse of `gated_mixture`."""
+    moe = find_gated_mixture(blocks)
+    return {
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.router.top_k,
+        "moe_intermediate_size": moe.experts.hidden,
+        "shared_expert_intermediate_size": moe.shared.hidden,
+    }
 
 
 def refuse_losses(facts: ConfigFacts) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from plimsoll.framework.config import Config, component, config_for
-from plimsoll.framework.families.decoders import llama_model, mixture
+from plimsoll.framework.families.decoders import llama_model
 from plimsoll.framework.families.facts import ConfigFacts
 from plimsoll.framework.families.llama import (
     activation,
@@ -22,12 +22,20 @@ from plimsoll.framework.families.llama import (
     rope_parameters,
     shortest_period,
 )
-from plimsoll.framework.families.mixtures import count_experts, mixture_names, refuse_losses, sparse_layers
+from plimsoll.framework.families.mixtures import (
+    count_experts,
+    find_gated_mixture,
+    gated_mixture,
+    gated_mixture_facts,
+    mixture_names,
+    refuse_losses,
+    shared_expert_names,
+    sparse_layers,
+)
 from plimsoll.framework.families.rope_scaling import rotary_dim, rotary_part
 from plimsoll.framework.layers.base import Layer
 from plimsoll.framework.layers.block import Block
 from plimsoll.framework.layers.gated_delta_net import GatedDeltaNet
-from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layers.mlp import MLP
 from plimsoll.framework.layers.norm import RMSNorm
 from plimsoll.framework.weights.family import ModelFamily
@@ -42,18 +50,10 @@ _FULL, _LINEAR = "full_attention", "linear_attention"
 _ROTATED_PART = 0.25
 
 
-def _shared_expert_names() -> dict[str, Source]:
-    """Return {our path: their tensor} of the shared expert and its gate."""
-    names = {"mlp/shared_gate/weight": Source(f"{_LAYER}.mlp.shared_expert_gate.weight", transpose=True)}
-    for name in ("gate", "up", "down"):
-        names[f"mlp/shared/{name}/weight"] = Source(f"{_LAYER}.mlp.shared_expert.{name}_proj.weight", transpose=True)
-    return names
-
-
 _NAMES = {
     **decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm"),
     **mixture_names("mlp.gate", "mlp.experts.{expert}", gate="gate_proj", up="up_proj", down="down_proj"),
-    **_shared_expert_names(),
+    **shared_expert_names(),
 }
 # The parameters of Gated DeltaNet that are tensors of their own.
 _MIXER_NAMES = {
@@ -159,7 +159,7 @@ class Qwen35(_HybridFamily):
             mlp = _mlp(fields, fields.size("intermediate_size", 12288))
         else:
             num_experts, num_chosen = count_experts(fields, 256, 8)
-            mlp = _mixture(fields, num_experts, num_chosen, normalize=True)
+            mlp = gated_mixture(fields, experts=num_experts, top_k=num_chosen, normalize=True, hidden=512, shared=512)
         return _hybrid(fields, [mlp] * fields.size("num_hidden_layers"))
 
     def facts(self, model: Config) -> dict[str, object]:
@@ -167,7 +167,7 @@ class Qwen35(_HybridFamily):
         blocks = list(model.stack.pattern)
         is_sparse = blocks[0].mlp.takes("num_experts")
         kind = "Qwen3_5MoeForCausalLM" if is_sparse else "Qwen3_5ForCausalLM"
-        own = _mixture_facts(blocks) if is_sparse else {"intermediate_size": blocks[0].mlp.hidden}
+        own = gated_mixture_facts(blocks) if is_sparse else {"intermediate_size": blocks[0].mlp.hidden}
         return {**_facts(model), **own, "architectures": [kind], "model_type": self.architectures[kind]}
 
 
@@ -200,7 +200,8 @@ class Qwen3Next(_HybridFamily):
         fields = ConfigFacts(facts)
         refuse_losses(fields)
         num_experts, num_chosen = count_experts(fields, 512, 10)
-        moe = _mixture(fields, num_experts, num_chosen, normalize=fields.flag("norm_topk_prob", True))
+        normalize = fields.flag("norm_topk_prob", True)
+        moe = gated_mixture(fields, experts=num_experts, top_k=num_chosen, normalize=normalize, hidden=512, shared=512)
         dense = _mlp(fields, fields.size("intermediate_size", 5632))
         mlps = [moe if is_sparse else dense for is_sparse in sparse_layers(fields)]
         return _hybrid(fields, mlps)
@@ -212,11 +213,11 @@ class Qwen3Next(_HybridFamily):
         dense = [block.mlp for block in blocks if not block.mlp.takes("num_experts")]
         return {
             **_facts(model),
-            **_mixture_facts(blocks),
+            **gated_mixture_facts(blocks),
             "architectures": ["Qwen3NextForCausalLM"],
             "model_type": "qwen3_next",
             "intermediate_size": dense[0].hidden if dense else 5632,
-            "norm_topk_prob": _find_mixture(blocks).router.normalize,
+            "norm_topk_prob": find_gated_mixture(blocks).router.normalize,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [i for i, block in enumerate(layers) if not block.mlp.takes("num_experts")],
         }
@@ -243,22 +244,6 @@ def _conv_sources(mixer: GatedDeltaNet) -> dict[str, Source]:
 
 def _mlp(fields: ConfigFacts, hidden: int) -> Config:
     return config_for(MLP, hidden=hidden, activation=activation(fields, "hidden_act", "silu"), gated=True)
-
-
-def _mixture(fields: ConfigFacts, num_experts: int, num_chosen: int, *, normalize: bool) -> Config:
-    """Build the mixture of a layer, with its shared expert."""
-    moe = mixture(
-        experts=num_experts,
-        top_k=num_chosen,
-        hidden=fields.size("moe_intermediate_size", 512),
-        activation=activation(fields, "hidden_act", "silu"),
-        normalize=normalize,
-        # The balance loss is a setting of training, not of the published model.
-        balance=0.0,
-    )
-    moe.shared = _mlp(fields, fields.size("shared_expert_intermediate_size", 512))
-    moe.shared_gate = config_for(Linear)
-    return moe
 
 
 def _hybrid(fields: ConfigFacts, mlps: list[Config]) -> Config:
@@ -331,24 +316,6 @@ def _find(blocks: list[Config], name: str) -> Config:
         if block.attention.takes(name):
             return block.attention
     raise ValueError(f"no layer has an attention with {name}")
-
-
-def _find_mixture(blocks: list[Config]) -> Config:
-    """Return the first mixture with a gated shared expert. Raises ValueError if there is none."""
-    for block in blocks:
-        if block.mlp.takes("num_experts") and block.mlp.shared_gate is not None:
-            return block.mlp
-    raise ValueError("no layer has a mixture with a gated shared expert")
-
-
-def _mixture_facts(blocks: list[Config]) -> dict[str, object]:
-    moe = _find_mixture(blocks)
-    return {
-        "num_experts": moe.num_experts,
-        "num_experts_per_tok": moe.router.top_k,
-        "moe_intermediate_size": moe.experts.hidden,
-        "shared_expert_intermediate_size": moe.shared.hidden,
-    }
 
 
 def _facts(model: Config) -> dict[str, object]:
