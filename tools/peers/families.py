@@ -336,6 +336,14 @@ _HYBRIDS = (
         **_EXPERTS,
     ),
     _llama("qwen3.5", "Qwen3_5ForCausalLM", model_type="qwen3_5_text", intermediate_size=24, **_HYBRID),
+    _llama(
+        "qwen2-moe",
+        "Qwen2MoeForCausalLM",
+        model_type="qwen2_moe",
+        intermediate_size=24,
+        mlp_only_layers=[1],
+        **_EXPERTS,
+    ),
     _llama("qwen3.5-moe", "Qwen3_5MoeForCausalLM", model_type="qwen3_5_moe_text", **_HYBRID, **_EXPERTS),
 )
 FAMILIES |= {family.name: family for family in _HYBRIDS}
