@@ -5,8 +5,8 @@
 
 Compiles the training step of models of one kind of layer, with the widths of Qwen3.5's attention (arXiv 2412.06464 for
 Gated DeltaNet) in a narrower model, for one sequence per step, and prints a row for each: the peak of device memory,
-and, for TPUs, the time by the compiler's cost estimates (tools/bench/tpu_time.py). The inversion of a chunk's triangular
-matrix is a call into the TPU's runtime, of which only the bytes count.
+and, for TPUs, the time by the compiler's cost estimates (tools/bench/tpu_time.py). The inversion of a triangular matrix
+is a call into the TPU's runtime, of which only the bytes count.
 """
 
 from __future__ import annotations
