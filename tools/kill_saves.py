@@ -154,7 +154,7 @@ class SavingRun:
         if code:
             self.problems.append(f"exit code {code}; see {self.workdir}.out")
         # The list of committed steps ignores the leftovers of killed saves, which the next start removes.
-        leftovers = [path.name for path in (self.workdir / "checkpoints").iterdir() if not path.name.isdigit()]
+        leftovers = [path.name for path in (self.workdir / "checkpoints").glob("*") if not path.name.isdigit()]
         if leftovers:
             self.problems.append(f"leftovers: {leftovers}")
 
@@ -188,9 +188,13 @@ def main(argv: list[str] | None = None) -> int:
     flags += [f"--config={args.config}", f"--config.trainer.compilation_cache={args.folder / 'cache'}"]
     calm, killed = (SavingRun(args.folder / name, max_steps, flags) for name in ("undisturbed", "killed"))
     calm.start()
-    # Saves take several times as long when other processes write to the same disk, so a later moment often misses one.
-    window_seconds, *_ = statistics.quantiles(calm.time_saves(), n=4)
+    save_seconds = calm.time_saves()
     calm.finish()
+    if calm.problems:
+        print(f"the undisturbed run failed: {'; '.join(calm.problems)}", file=sys.stderr)
+        return 1
+    # Saves take several times as long when other processes write to the same disk, so a later moment often misses one.
+    window_seconds, *_ = statistics.quantiles(save_seconds, n=4)
     print(f"{max_steps} steps; a quarter of the saves take less than {window_seconds:.3f} s", flush=True)
     print("| kill | after s | within the save of step | newest step |\n|---|---|---|---|", flush=True)
     draw = random.Random(args.seed)
