@@ -146,7 +146,7 @@ def _refuse_unread_quantization(facts: ConfigFacts) -> None:
         raise facts.error("quantization_config", f"null, or quant_method {expected} (fields {', '.join(names)})")
     if expected == "mxfp4":
         return
-    block = quantization.values.get("weight_block_size")
+    block = quantization.any("weight_block_size", None)
     is_pair = isinstance(block, list) and len(block) == 2
     if not is_pair or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in block):
         raise quantization.error("weight_block_size", "the number of rows and of columns that share a scale")

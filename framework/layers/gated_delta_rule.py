@@ -284,6 +284,10 @@ def invert_unit_lower(lower: jax.Array, platform: str) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _invert(lower: jax.Array, by_blocks: bool) -> jax.Array:
+    return _compute_inverse(lower, by_blocks)
+
+
+def _compute_inverse(lower: jax.Array, by_blocks: bool) -> jax.Array:
     if by_blocks:
         return _invert_by_blocks(lower)
     identity = jnp.broadcast_to(jnp.eye(lower.shape[-1], dtype=lower.dtype), lower.shape)
@@ -291,7 +295,7 @@ def _invert(lower: jax.Array, by_blocks: bool) -> jax.Array:
 
 
 def _invert_forward(lower: jax.Array, by_blocks: bool) -> tuple[jax.Array, jax.Array]:
-    inverse = _invert(lower, by_blocks)
+    inverse = _compute_inverse(lower, by_blocks)
     return inverse, inverse
 
 

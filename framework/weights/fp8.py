@@ -10,6 +10,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -117,7 +118,7 @@ def find_block_scales(folder: Path, stored: list[str]) -> BlockScales:
     return BlockScales(names, (rows, columns))
 
 
-def read_quantization(file: Path) -> dict[str, object]:
+def read_quantization(file: Path) -> dict[str, Any]:
     """Return `quantization_config` of a config.json; {} if there is none or the file is not a valid config."""
     if not file.is_file():
         return {}
