@@ -51,7 +51,7 @@ def build(family: PeerFamily, seed: int) -> Model:
             parameter.copy_(value.half().float())
         for bias in _selection_biases(model).values():
             # Small, so that each expert is chosen by some token.
-            bias.copy_((0.05 * torch.randn(bias.shape, generator=generator)).half().float())
+            bias.copy_((0.15 * torch.randn(bias.shape, generator=generator)).half().float())
     return model
 
 
