@@ -90,17 +90,17 @@ def large(model: Config, *, seq_len: int, batch: int, peak: float, steps: int | 
         seq_len=seq_len,
         global_batch_size=batch,
     )
-    # Include "position" only for learned positions, because other models have no such parameters.
-    undecayed = "norm|bias"
+    undecayed = ["norm", "bias"]
+    # Only for learned positions, because other models have no such parameters.
     if model.embed.max_positions is not None:
-        undecayed = "norm|bias|position"
+        undecayed.append("position")
     # As in Mamba (arXiv 2312.00752): a decay of the logarithm of a rate would pull the rate to 1.
     if any(block.attention.takes("conv_width") for block in model.stack.pattern):
-        undecayed = "norm|bias|log_rate"
+        undecayed.append("log_rate")
     learner = config_for(
         Learner,
         optimizer=adamw(peak=peak, warmup=warmup),
-        rules=[no_decay(undecayed)],
+        rules=[no_decay("|".join(undecayed))],
         clip=1.0,
         # An update is often smaller than half a bfloat16 step of its weight, and would be lost in bfloat16.
         master_dtype="float32",

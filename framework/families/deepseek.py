@@ -12,6 +12,7 @@ from plimsoll.framework.config import Config, component
 from plimsoll.framework.families.decoders import deepseek_model
 from plimsoll.framework.families.facts import ConfigFacts
 from plimsoll.framework.families.llama import activation, activation_fact, decoder_names, rope, rope_facts
+from plimsoll.framework.families.mixtures import mixture_names
 from plimsoll.framework.layers.rotary_scaling import attention_scale
 from plimsoll.framework.weights.family import ModelFamily
 from plimsoll.framework.weights.source import Source
@@ -28,23 +29,25 @@ _ATTENTION = {
 }
 
 
-def latent_names() -> dict[str, Source]:
-    """Return {our path: their tensors} of models with latent attention, and shared experts beside routed ones."""
-    names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
-    linears = {}
-    for ours, theirs in _ATTENTION.items():
-        linears[f"attention/{ours}"] = f"self_attn.{theirs}"
+def deepseek_mixture_names() -> dict[str, Source]:
+    """Return {our path: their tensors} for mixtures with routed and shared experts."""
+    names = mixture_names("mlp.gate", "mlp.experts.{expert}", **_PROJECTIONS)
     for ours, theirs in _PROJECTIONS.items():
-        linears[f"mlp/shared/{ours}"] = f"mlp.shared_experts.{theirs}"
-    for ours, theirs in linears.items():
-        names[f"{ours}/weight"] = Source(f"{_LAYER}.{theirs}.weight", transpose=True)
-        names[f"{ours}/bias"] = Source(f"{_LAYER}.{theirs}.bias")
+        linear = f"{_LAYER}.mlp.shared_experts.{theirs}"
+        names[f"mlp/shared/{ours}/weight"] = Source(f"{linear}.weight", transpose=True)
+        names[f"mlp/shared/{ours}/bias"] = Source(f"{linear}.bias")
+    return names
+
+
+def latent_names() -> dict[str, Source]:
+    """Return {our path: their tensors} of models with latent attention and mixtures with shared experts."""
+    names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+    for ours, theirs in _ATTENTION.items():
+        names[f"attention/{ours}/weight"] = Source(f"{_LAYER}.self_attn.{theirs}.weight", transpose=True)
+        names[f"attention/{ours}/bias"] = Source(f"{_LAYER}.self_attn.{theirs}.bias")
     names["attention/query_norm/scale"] = Source(f"{_LAYER}.self_attn.q_a_layernorm.weight")
     names["attention/kv_norm/scale"] = Source(f"{_LAYER}.self_attn.kv_a_layernorm.weight")
-    names["mlp/router/weight"] = Source(f"{_LAYER}.mlp.gate.weight", transpose=True)
-    for ours, theirs in _PROJECTIONS.items():
-        names[f"mlp/experts/{ours}"] = Source(f"{_LAYER}.mlp.experts.{{expert}}.{theirs}.weight", transpose=True)
-    return names
+    return names | deepseek_mixture_names()
 
 
 @component

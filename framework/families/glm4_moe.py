@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from plimsoll.framework.config import Config, component, config_for
 from plimsoll.framework.families.decoders import llama_model, mixture, with_dense_first
-from plimsoll.framework.families.deepseek import find_shared_mixture, latent_names, list_blocks
+from plimsoll.framework.families.deepseek import deepseek_mixture_names, find_shared_mixture, list_blocks
 from plimsoll.framework.families.deepseek_v3 import SELECTION_BIAS, set_sigmoid_router, sigmoid_router_facts
 from plimsoll.framework.families.facts import ConfigFacts
 from plimsoll.framework.families.llama import activation, common_facts, decoder_names, rope
@@ -27,8 +27,8 @@ class Glm4MoE(ModelFamily):
 
     architectures = {"Glm4MoeForCausalLM": "glm4_moe"}
     names = {
-        **latent_names(),
         **decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm"),
+        **deepseek_mixture_names(),
         **SELECTION_BIAS,
     }
     # As in transformers: the layers after those of GLM-4.5 and of GLM-4.5-Air predict further tokens.
@@ -76,6 +76,8 @@ class Glm4MoE(ModelFamily):
         blocks = list_blocks(model)
         dense = [block.mlp for block in blocks if not block.mlp.takes("num_experts")]
         attention = blocks[0].attention
+        if attention.rotary is None:
+            raise ValueError("attention.rotary = None")
         head_dim = attention.head_dim or model.dim // attention.num_heads
         num_first = 0 if model.first is None else model.first.num_layers
         facts = common_facts(model, dense[0] if dense else moe.experts)

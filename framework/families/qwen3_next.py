@@ -82,7 +82,7 @@ def _split(tensor: Source, names: Sequence[str], sizes: Sequence[int], groups: i
 
 
 class _HybridFamily(ModelFamily):
-    """What both families share: attention with an output gate, and the names of all tensors but the projections."""
+    """Base class of both families: attention with an output gate, and the names of all tensors but the projections."""
 
     names = _NAMES
 

@@ -1,4 +1,4 @@
-"""SmolLM 3: Llama's layers, of which every fourth has no rotary positions (NoPE, arXiv 2501.18795).
+"""SmolLM 3: Llama's layers; every fourth one has no rotary positions (NoPE, arXiv 2501.18795).
 
 In models with windows, the layers without rotary positions have one, unless config.json lists the layers.
 """

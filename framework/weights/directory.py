@@ -84,7 +84,8 @@ class Directory:
             return PackedTensor(name, self._get_stored(f"{name}{BLOCKS}"), self._get_stored(f"{name}{SCALES}"))
         if name in self._scaled.names:
             file = self.path / self._files[name]
-            return fp8.ScaledTensor(name, file, self._get_stored(f"{name}{fp8.SCALES}"), self._scaled.block)
+            scales = self._get_stored(f"{name}{fp8.SCALES}")
+            return fp8.ScaledTensor(name, file, self._get_stored(name), scales, self._scaled.block)
         return self._get_stored(name)
 
     def _get_stored(self, name: str) -> SliceReader:

@@ -228,7 +228,7 @@ def _join_tensor(model: CausalLM, flat_params: dict[str, jax.Array], parts: Tens
 
 
 def _get_layer(model: CausalLM, flat_params: dict[str, jax.Array], path: str, indices: tuple[int, ...]) -> np.ndarray:
-    """Return one layer's parameter, or one expert's, in its dtype in files, with its adapter merged.
+    """Return one layer's parameter, or one expert's, in the dtype of the files, with its adapter merged.
 
     Args:
         model: the model.
@@ -248,9 +248,9 @@ def _get_layer(model: CausalLM, flat_params: dict[str, jax.Array], path: str, in
 
 
 def _stored_dtype(model: CausalLM, path: str) -> np.dtype:
-    """Return the dtype of a parameter in the files: `model.param_dtype`, or the parameter's own dtype if it has one."""
+    """Return the dtype of a parameter in the files: `model.param_dtype`, but that of a constant if it has its own."""
     spec = model.base_specs[path]
-    return np.dtype(spec.dtype) if spec.keeps_dtype and not spec.quantized else model.param_dtype
+    return np.dtype(spec.dtype) if spec.keeps_dtype and not spec.trainable else model.param_dtype
 
 
 def _fetch_part(x: jax.Array | np.ndarray, indices: tuple[int, ...]) -> jax.Array | np.ndarray:

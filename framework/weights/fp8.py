@@ -26,7 +26,7 @@ DTYPE = "F8_E4M3"
 
 @dataclass(frozen=True)
 class BlockScales:
-    """What a directory stores in FP8.
+    """The weights that a directory stores in FP8.
 
     Attributes:
         names: names of the weights that have scales.
@@ -43,6 +43,7 @@ class ScaledTensor:
     Args:
         name: name of the weight.
         file: the safetensors file that holds it.
+        codes: slice reader of the weight, for its shape and dtype.
         scales: slice reader of its scales.
         block: (R, C), rows and columns of a block.
 
@@ -50,21 +51,17 @@ class ScaledTensor:
         ValueError: the weight is not a matrix in FP8, or its scales have another shape or dtype.
     """
 
-    def __init__(self, name: str, file: Path, scales: SliceReader, block: tuple[int, int]):
-        # safetensors cannot return this dtype as a numpy array.
-        with open(file, "rb") as opened:
-            header_bytes = int.from_bytes(opened.read(8), "little")
-            entry = json.loads(opened.read(header_bytes))[name]
+    def __init__(self, name: str, file: Path, codes: SliceReader, scales: SliceReader, block: tuple[int, int]):
+        self._name = name
         self._file = file
-        self._offset = 8 + header_bytes + entry["data_offsets"][0]
-        self._shape: list[int] = entry["shape"]
+        self._shape = codes.get_shape()
         self._scales = scales
         self._block = block
         grid = [math.ceil(size / part) for size, part in zip(self._shape, block, strict=False)]
-        is_matrix = entry["dtype"] == DTYPE and len(self._shape) == 2
+        is_matrix = codes.get_dtype() == DTYPE and len(self._shape) == 2
         if not is_matrix or scales.get_dtype() != "F32" or scales.get_shape() != grid:
             raise ValueError(
-                f"{name}: expected {DTYPE} [O, I] and {SCALES} F32 {grid}, given {entry['dtype']} {self._shape} and "
+                f"{name}: expected {DTYPE} [O, I] and {SCALES} F32 {grid}, given {codes.get_dtype()} {self._shape} and "
                 f"{scales.get_dtype()} {scales.get_shape()}"
             )
 
@@ -78,8 +75,13 @@ class ScaledTensor:
 
     def __getitem__(self, index: Index, /) -> np.ndarray:
         """Return bfloat16[O, I] for a slice without steps."""
-        stored = np.memmap(self._file, ml_dtypes.float8_e4m3fn, "r", self._offset, tuple(self._shape))
-        values_OI = np.asarray(stored[index], np.float32)
+        # safetensors cannot return this dtype as a numpy array, so the bytes are found by the file's header.
+        with open(self._file, "rb") as opened:
+            header_bytes = int.from_bytes(opened.read(8), "little")
+            entry = json.loads(opened.read(header_bytes))[self._name]
+        offset = 8 + header_bytes + entry["data_offsets"][0]
+        codes_OI = np.memmap(self._file, ml_dtypes.float8_e4m3fn, "r", offset, tuple(self._shape))
+        values_OI = np.asarray(codes_OI[index], np.float32)
         # A slice may begin and end within blocks.
         ranges = [range(*part.indices(size)) for part, size in zip(index, self._shape, strict=True)]
         for part in ranges:

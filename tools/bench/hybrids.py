@@ -1,4 +1,4 @@
-"""Memory and time of layers of linear attention beside layers of full attention, by the compilers. Needs no device.
+"""Memory and time of layers of linear attention next to layers of full attention, by the compilers. Needs no device.
 
     python -m tools.bench.hybrids v5e-1 --lengths 1024 4096 16384 65536
     python -m tools.bench.hybrids h100 --lengths 4096 --depths 4 8 16
@@ -6,7 +6,7 @@
 Compiles the training step of models of one kind of layer, with the widths of Qwen3.5's attention (arXiv 2412.06464 for
 Gated DeltaNet) in a narrower model, for one sequence per step, and prints a row for each: the peak of device memory,
 and, for TPUs, the time by the compiler's cost estimates (tools/bench/tpu_time.py). The inversion of a triangular matrix
-is a call into the TPU's runtime, of which only the bytes count.
+is a call into the TPU's runtime: only its bytes are counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tools.bench.tpu_figures import Sums
 _GIB = 1 << 30
 
 
-def _model_of(block_index: int) -> Config:
+def _build_config(block_index: int) -> Config:
     """Build qwen3.6-27b, narrower, with one kind of layer."""
     config = configs.load("qwen3.6-27b")
     model = config.model
@@ -47,12 +47,12 @@ def _model_of(block_index: int) -> Config:
 
 def linear() -> Config:
     """Layers of Gated DeltaNet: 16 heads of keys, 48 of values, 128 channels each."""
-    return _model_of(0)
+    return _build_config(0)
 
 
 def attention() -> Config:
     """Layers of gated attention: 24 heads of 256 channels, 4 heads of keys and values."""
-    return _model_of(3)
+    return _build_config(3)
 
 
 @cli.main
