@@ -201,27 +201,30 @@ def _run_blocks_forward(
 def _run_blocks_backward(residuals: _Residuals, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
     """Recompute each block from the state before it, from the last block to the first."""
     state_ct, outputs_ct = cotangents
-
-    def pull_back(
-        state_ct: jax.Array, block: tuple[jax.Array, _Inputs, _Documents, jax.Array]
-    ) -> tuple[jax.Array, _Inputs]:
-        state, inputs, documents, outputs_ct = block
-
-        def run(state: jax.Array, inputs: _Inputs) -> tuple[jax.Array, jax.Array]:
-            return _run_block(state, inputs, documents)
-
-        _, pull = jax.vjp(run, state, inputs)
-        return pull((state_ct, outputs_ct))
-
     states, inputs, documents = residuals
     blocks = (states, inputs, documents, outputs_ct)
-    state_ct, inputs_ct = jax.lax.scan(pull_back, state_ct, blocks, reverse=True)
+    state_ct, inputs_ct = jax.lax.scan(_pull_back_block, state_ct, blocks, reverse=True)
     return state_ct, inputs_ct, jax.tree.map(zero_cotangent, documents)
 
 
 _run_blocks.defvjp(_run_blocks_forward, _run_blocks_backward)
 
 
+@partial(jax.jit, inline=True)
+def _pull_back_block(
+    state_ct: jax.Array, block: tuple[jax.Array, _Inputs, _Documents, jax.Array]
+) -> tuple[jax.Array, _Inputs]:
+    """Return the cotangents of the state before a block and of its inputs; for all layers it is traced once."""
+    state, inputs, documents, outputs_ct = block
+
+    def run(state: jax.Array, inputs: _Inputs) -> tuple[jax.Array, jax.Array]:
+        return _run_block(state, inputs, documents)
+
+    _, pull = jax.vjp(run, state, inputs)
+    return pull((state_ct, outputs_ct))
+
+
+@partial(jax.jit, inline=True)
 def _run_block(state: jax.Array, inputs: _Inputs, documents: _Documents) -> tuple[jax.Array, jax.Array]:
     """Run one block: from the state before it to the state after it, and outputs [B, K, R, M, C, V].
 

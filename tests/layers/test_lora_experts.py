@@ -1,5 +1,6 @@
 """Adapters and stored weights of experts, compared in float64 to a loop over experts with weights merged in NumPy."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -179,10 +180,28 @@ def test_experts_are_dequantized_in_groups(storage: str, num_elements: int):
     def dense(parts: Any) -> jax.Array:
         return dequantize(parts, storage, jnp.float32)
 
-    found = dense_experts(dense, parts, num_elements)
-    np.testing.assert_allclose(found, dense(parts), rtol=1e-6)
-    num_loops = str(jax.make_jaxpr(lambda parts: dense_experts(dense, parts, num_elements))(parts)).count("scan[")
+    # Rows with infinities and NaNs must not change the weights.
+    for first in (1.0, -np.inf, np.inf, np.nan):
+        x = jnp.full((2, DIM), first)
+        found = dense_experts(dense, parts, x, num_elements)
+        np.testing.assert_allclose(found, dense(parts), rtol=1e-6)
+    num_loops = str(jax.make_jaxpr(lambda parts: dense_experts(dense, parts, x, num_elements))(parts)).count("scan[")
     assert (num_loops > 0) == (num_elements < EXPERTS * DIM * HIDDEN)
+
+
+def test_dense_experts_of_one_layer_exist_at_a_time():
+    """The compiler may not make room for the dense weights of all layers before the first product."""
+    shape = (EXPERTS, DIM, DIM)
+    layers = [quantize(jnp.ones(shape), "nf4") for _ in range(8)]
+
+    def run(x_NI: jax.Array, layers: list[Any]) -> jax.Array:
+        for parts in layers:
+            weight_EIO = dense_experts(lambda parts: dequantize(parts, "nf4", jnp.float32), parts, x_NI, 1)
+            x_NI = jnp.tanh(jnp.einsum("ni,eio->no", x_NI, weight_EIO))
+        return x_NI
+
+    compiled = jax.jit(run).lower(jnp.ones((EXPERTS, DIM)), layers).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 3 * 4 * math.prod(shape)
 
 
 @pytest.mark.pairs

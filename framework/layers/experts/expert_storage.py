@@ -136,16 +136,33 @@ class StoredMatrix:
         return y + dot(scaled, weights[f"{name}_lora_b"])
 
 
-def dense_experts(dense: Dense, weights: Nested, num_elements: int = 1 << 24) -> jax.Array:
+def dense_experts(dense: Dense, weights: Nested, x: jax.Array, num_elements: int = 1 << 24) -> jax.Array:
     """Return the dense weights [E, in, out] of stored experts, converting some experts at a time.
 
     The intermediates take 32 bits per weight or more, so they exist for only `num_elements` weights, or for one expert.
+
+    Args:
+        dense: converts stored weights to dense ones.
+        weights: stored weights, with a leading expert axis.
+        x: the rows to be multiplied. The result takes no memory before they are computed.
+        num_elements: the number of weights that are converted at a time.
     """
+    num_experts = jax.tree.leaves(weights)[0].shape[0]
     one = jax.eval_shape(dense, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), weights))
     group = max(1, num_elements // one.size)
-    if group >= jax.tree.leaves(weights)[0].shape[0]:
+    if group >= num_experts:
         return dense(weights)
-    return jax.lax.map(dense, weights, batch_size=group)
+    while num_experts % group:
+        group -= 1
+    def convert(start: jax.Array, weight_EIO: jax.Array) -> jax.Array:
+        part = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start * group, group), weights)
+        return jax.lax.dynamic_update_slice_in_dim(weight_EIO, dense(part), start * group, axis=0)
+
+    # Always 0, which the compiler does not know. XLA for GPU computes constants, such as the initial result of a loop, at
+    # the start of a program: the dense weights of all of its layers would take memory at once.
+    zero = (x[(0,) * x.ndim] > jnp.inf).astype(one.dtype)
+    initial = jnp.broadcast_to(zero, (num_experts, *one.shape))
+    return jax.lax.fori_loop(0, num_experts // group, convert, initial)
 
 
 def _multiply_quantized(

@@ -335,7 +335,7 @@ def _multiply_for_estimate(
     dot: Dot, x: jax.Array, weights: Nested, dense: Dense, transpose: bool, sizes: jax.Array | None
 ) -> jax.Array:
     """Compute `multiply_stored` with the product of an estimate."""
-    weight_EIO = dense_experts(dense, weights)
+    weight_EIO = dense_experts(dense, weights, x)
     return dot(x, weight_EIO.mT if transpose else weight_EIO)
 
 

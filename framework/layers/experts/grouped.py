@@ -110,7 +110,7 @@ def multiply_stored(
     with jax.named_scope(f"{EVEN_ROWS}{even_rows}"):
         if implementation == "blocks":
             return grouped_blocks.rows_times_weights(x, weights, sizes, transpose, dense)
-        weight_EIO = dense_experts(dense, weights)
+        weight_EIO = dense_experts(dense, weights, x)
         if implementation == "ragged":
             return jax.lax.ragged_dot(x, weight_EIO.mT if transpose else weight_EIO, sizes)
         return _PRODUCTS[implementation].rows_times_weights(x, weight_EIO, sizes, transpose=transpose)
