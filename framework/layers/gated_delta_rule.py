@@ -12,8 +12,8 @@ With G_t = log a_1 + ... + log a_t since the start of a chunk, the updates u_t o
     o_t = exp(G_t) q_t S_0 + sum_(i<=t) exp(G_t - G_i) (q_t k_i) u_i
     S_C = exp(G_C) S_0 + sum_i exp(G_C - G_i) k_i u_i
 
-Mamba-2 (Dao and Gu 2024, arXiv 2405.21060) has the same recurrence without the correction: q_t, k_t, v_t and b_t are its
-C_t, B_t, x_t and step size. Its u_t need no system, and the rest is the same:
+Mamba-2 (Dao and Gu 2024, arXiv 2405.21060) has the same recurrence without the correction: q_t, k_t, v_t and b_t are
+its C_t, B_t, x_t and step size. Its u_t need no system, and the rest is the same:
 
     S_t = a_t S_(t-1) + b_t k_t v_t,        o_t = q_t S_t,        u_t = b_t v_t
 

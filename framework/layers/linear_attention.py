@@ -1,4 +1,4 @@
-"""Base class of linear attention: heads have a state of fixed size instead of the keys and values of all earlier tokens.
+"""Base class of linear attention: a head has a state of fixed size instead of the keys and values of earlier tokens.
 
 Queries, keys and values pass a short causal convolution. A recurrence (gated_delta_rule) then reads and changes a state
 per head. Time and memory grow linearly with the length of a row, and the cache for generation has the same size for

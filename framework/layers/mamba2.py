@@ -108,11 +108,7 @@ class Mamba2(LinearAttention):
             # The inverse of softplus.
             return steps + jnp.log(-jnp.expm1(-steps))
 
-        initializers = {
-            "log_rate": initialize_rates,
-            "step_bias": initialize_steps,
-            "skip": jax.nn.initializers.ones,
-        }
+        initializers = {"log_rate": initialize_rates, "step_bias": initialize_steps, "skip": jax.nn.initializers.ones}
         specs = super().param_specs()
         for name, initializer in initializers.items():
             specs[name] = ParameterSpec(

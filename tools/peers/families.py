@@ -434,7 +434,6 @@ _STATE_SPACE = (
         num_experts_per_tok=0,
         logits_scaling=1.5,
         mamba_n_groups=4,
-        mamba_proj_bias=True,
         attention_bias=True,
         **_GRANITE,
     ),
