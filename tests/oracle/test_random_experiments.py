@@ -39,8 +39,8 @@ from tests.oracle.experiments import (
 
 FOLDER = Path(generator.__file__).parent
 REFERENCE = ("experiments", "optimizers", "batches", "parameters", "delta64", "ssm64", "mlp64", "model64", "training64")
-# In this order: linear attention, mixtures on two shards of experts, and adapters on 8-bit weights; one state-space layer with
-# offloaded gradients; an update in the backward pass.
+# In this order: linear attention, mixtures on two shards of experts, and adapters on 8-bit weights; one state-space
+# layer with offloaded gradients; an update in the backward pass.
 QUICK = (1, 28, 53)
 SLOW = tuple(seed for seed in range(10) if seed not in QUICK)
 
