@@ -118,7 +118,8 @@ class GraniteHybrid(ModelFamily):
         blocks = list(model.stack.pattern)
         mixers = [block.attention for block in blocks if block.attention.takes("state_dim")]
         attentions = [block.attention for block in blocks if block.attention.takes("num_kv_heads")]
-        if not mixers:
+        # Without Mamba-2, only two of the multipliers distinguish these models from Llama.
+        if not mixers and model.head.logit_divisor is None and blocks[0].branch_scale is None:
             raise ValueError("no layer has an attention with state_dim")
         kinds = [(_LINEAR if block.attention.takes("state_dim") else _FULL)[0] for block in blocks]
         return {
@@ -135,7 +136,7 @@ class GraniteHybrid(ModelFamily):
             "residual_multiplier": blocks[0].branch_scale or 1.0,
             **_attention_facts(model, attentions),
             **_mlp_facts(blocks[0].mlp),
-            **_mixer_facts(model, mixers[0]),
+            **_mixer_facts(model, mixers),
         }
 
 
@@ -262,8 +263,12 @@ def _step_limits(fields: ConfigFacts) -> tuple[float, float | None]:
     return float(low), None if high == math.inf else float(high)
 
 
-def _mixer_facts(model: Config, mixer: Config) -> dict[str, object]:
+def _mixer_facts(model: Config, mixers: list[Config]) -> dict[str, object]:
     """Return the fields of config.json for Mamba-2, the inverse of `_mixer`."""
+    if not mixers:
+        # transformers checks these sizes in models without Mamba-2, too.
+        return {"mamba_n_heads": 1}
+    mixer = mixers[0]
     channels = mixer.num_heads * mixer.head_dim
     if channels % model.dim:
         raise ValueError(f"num_heads * head_dim = {channels}, which is not a multiple of dim = {model.dim}")
