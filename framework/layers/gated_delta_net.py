@@ -69,8 +69,10 @@ class GatedDeltaNet(LinearAttention):
             output_init_scale=output_init_scale,
             chunk=chunk,
         )
-        self.beta: Linear = linear.instantiate(**self._rate_options)
-        self.decay: Linear = linear.instantiate(**self._rate_options)
+        # One number per head and token: too few for matrix optimizers and for shards over fsdp.
+        rate_options = {"mesh_axes": (None, "model"), **self._rate_options}
+        self.beta: Linear = linear.instantiate(**rate_options)
+        self.decay: Linear = linear.instantiate(**rate_options)
         self.norm = RMSNorm(dim=value_dim, eps=norm_eps)
 
     def param_specs(self) -> dict[str, ParameterSpec]:

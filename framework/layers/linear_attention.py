@@ -97,8 +97,8 @@ class LinearAttention(Layer):
             roles=("heads", "out"),
             init_scale=output_init_scale,
         )
-        # For projections to one number per head and token: too few for matrix optimizers and for shards over fsdp.
-        self._rate_options = {"outputs": num_heads, "mesh_axes": (None, "model"), **in_options}
+        # For the subclasses' projections to one number per head and token.
+        self._rate_options = {"outputs": num_heads, **in_options}
 
     def param_specs(self) -> dict[str, ParameterSpec]:
         """Return the specs of the convolutions, [W, E] and their biases [E]."""

@@ -90,7 +90,7 @@ class Mamba2(LinearAttention):
             raise ValueError(f"max_step = {max_step}; expected at least min_step = {min_step}")
         self.min_step = min_step
         self.max_step = max_step
-        self.step: Linear = linear.instantiate(**self._rate_options)
+        self.step: Linear = linear.instantiate(mesh_axes=("fsdp", "model"), **self._rate_options)
         self.norm = GatedRMSNorm(dim=num_heads * head_dim, num_groups=num_groups, eps=norm_eps)
 
     def param_specs(self) -> dict[str, ParameterSpec]:

@@ -154,7 +154,7 @@ def test_norms_biases_and_positions_do_not_decay(all_configs, name):
     specs = flatten(experiment.model.parameter_specs())
     rest = {path for path, spec in specs.items() if spec.trainable} - decaying
     assert groups["rule0"] == rest
-    assert all(path.endswith(("scale", "bias", "position", "sinks", "log_rate")) for path in rest)
+    assert all(path.endswith(("scale", "bias", "position", "sinks", "log_rate", "skip")) for path in rest)
 
 
 @pytest.mark.pairs
