@@ -34,7 +34,4 @@ def granite_4_0_h_350m() -> Config:
     return large(model, seq_len=4096, batch=512, peak=6e-4, steps=500_000)
 
 
-CONFIGS = {
-    "mamba2-tiny": mamba2_tiny,
-    "granite-4.0-h-350m": granite_4_0_h_350m,
-}
+CONFIGS = {"mamba2-tiny": mamba2_tiny, "granite-4.0-h-350m": granite_4_0_h_350m}
