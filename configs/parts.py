@@ -97,6 +97,8 @@ def large(model: Config, *, seq_len: int, batch: int, peak: float, steps: int | 
     # As in Mamba (arXiv 2312.00752): a decay of the logarithm of a rate would pull the rate to 1.
     if any(block.attention.takes("conv_width") for block in model.stack.pattern):
         undecayed.append("log_rate")
+    if any(block.attention.takes("state_dim") for block in model.stack.pattern):
+        undecayed.append("skip")
     learner = config_for(
         Learner,
         optimizer=adamw(peak=peak, warmup=warmup),

@@ -146,7 +146,10 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], *, zero_centered: bool) -
     tensors: Tensors = {}
     for number, (name, shape) in enumerate(shapes.items()):
         noise = np.random.default_rng(number).standard_normal(shape)
-        if len(shape) == 2:
+        if len(shape) == 3:
+            # Experts [E, out, in], and convolutions [out, 1, in].
+            value = noise * 1.2 / math.sqrt(max(shape[2], 1))
+        elif len(shape) == 2:
             is_table = any(part in name for part in ("embed", "wte", "wpe", "lm_head"))
             value = noise * (0.1 if is_table else 1.2 / math.sqrt(max(shape[0], 1)))
         elif name.endswith("bias"):

@@ -8,7 +8,7 @@ prediction (`mtp.*`) of published files are left out, as in transformers.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 
 from plimsoll.framework.config import Config, component, config_for
@@ -39,7 +39,7 @@ from plimsoll.framework.layers.gated_delta_net import GatedDeltaNet
 from plimsoll.framework.layers.mlp import MLP
 from plimsoll.framework.layers.norm import RMSNorm
 from plimsoll.framework.weights.family import ModelFamily
-from plimsoll.framework.weights.source import Source
+from plimsoll.framework.weights.source import Source, split_source
 
 _LAYER = "model.layers.{layer}"
 _MIXER = f"{_LAYER}.linear_attn"
@@ -64,23 +64,6 @@ _MIXER_NAMES = {
 }
 
 
-def _split(tensor: Source, names: Sequence[str], sizes: Sequence[int], groups: int = 1) -> dict[str, Source]:
-    """Return {name: its source} for parameters that follow each other in each group of a fused tensor.
-
-    Args:
-        tensor: the fused tensor.
-        names: our names of the parameters.
-        sizes: size of each in one group.
-        groups: number of groups.
-    """
-    sources = {}
-    first = 0
-    for name, size in zip(names, sizes, strict=True):
-        sources[name] = replace(tensor, span=(first, sum(sizes)), groups=groups)
-        first += size
-    return sources
-
-
 class _HybridFamily(ModelFamily):
     """Base class of both families: attention with an output gate, and the names of all tensors but the projections."""
 
@@ -99,7 +82,7 @@ class _HybridFamily(ModelFamily):
             tensor = Source(f"{_LAYER}.self_attn.q_proj.{kind}", transpose=kind == "weight")
             paths = [f"query/{kind}", f"gate/{kind}"]
             if rest in paths:
-                return _split(tensor, paths, [mixer.head_dim] * 2, mixer.num_heads)[rest]
+                return split_source(tensor, paths, [mixer.head_dim] * 2, mixer.num_heads)[rest]
         return super().find_source(name, layer)
 
     def _mixer_sources(self, mixer: GatedDeltaNet) -> dict[str, Source]:
@@ -127,7 +110,7 @@ class Qwen35(_HybridFamily):
     def _projection_sources(self, mixer: GatedDeltaNet) -> dict[str, Source]:
         """Return the sources of the projections: queries, keys and values are in one tensor."""
         keys = mixer.num_key_heads * mixer.key_dim
-        sources = _split(
+        sources = split_source(
             Source(f"{_MIXER}.in_proj_qkv.weight", transpose=True),
             ["query/weight", "key/weight", "value/weight"],
             [keys, keys, mixer.num_heads * mixer.value_dim],
@@ -183,12 +166,12 @@ class Qwen3Next(_HybridFamily):
         """Return the sources of the projections: one group for each key head, with its heads of values."""
         per_key = mixer.num_heads // mixer.num_key_heads
         values = per_key * mixer.value_dim
-        return _split(
+        return split_source(
             Source(f"{_MIXER}.in_proj_qkvz.weight", transpose=True),
             ["query/weight", "key/weight", "value/weight", "gate/weight"],
             [mixer.key_dim, mixer.key_dim, values, values],
             mixer.num_key_heads,
-        ) | _split(
+        ) | split_source(
             Source(f"{_MIXER}.in_proj_ba.weight", transpose=True),
             ["beta/weight", "decay/weight"],
             [per_key, per_key],
@@ -239,7 +222,7 @@ def _conv_sources(mixer: GatedDeltaNet) -> dict[str, Source]:
     keys = mixer.num_key_heads * mixer.key_dim
     tensor = Source(f"{_MIXER}.conv1d.weight", transpose=True, has_channel_axis=True)
     names = ["query_conv", "key_conv", "value_conv"]
-    return _split(tensor, names, [keys, keys, mixer.num_heads * mixer.value_dim])
+    return split_source(tensor, names, [keys, keys, mixer.num_heads * mixer.value_dim])
 
 
 def _mlp(fields: ConfigFacts, hidden: int) -> Config:

@@ -391,6 +391,12 @@ def cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     return x.astype(dtype)
 
 
+def scale(x: jax.Array, factor: float) -> jax.Array:
+    """Return factor * x in x's dtype, where only the product is rounded, and not the factor."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return (x.astype(wide) * factor).astype(x.dtype)
+
+
 def add_shared(x: jax.Array, term: jax.Array) -> jax.Array:
     """Return x + term in x's dtype, where the term has fewer axes, as a bias has."""
     # The gradient of the term is a sum over the axes that it lacks, usually all tokens. The sum is taken in the dtype

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import jax
 
-from plimsoll.framework.config import Config, Fraction, PositiveInt, component, config_for
+from plimsoll.framework.config import Config, Fraction, PositiveFloat, PositiveInt, component, config_for
 from plimsoll.framework.layers.attention import Attention
-from plimsoll.framework.layers.base import Context, Layer, Out
+from plimsoll.framework.layers.base import Context, Layer, Out, scale
 from plimsoll.framework.layers.mlp import MLP
 from plimsoll.framework.layers.norm import LayerNorm, RMSNorm
 from plimsoll.framework.layout import Nested
@@ -25,6 +25,7 @@ class Block(Layer):
         mlp: config of the second branch.
         norm: config of the norm before each branch; None for blocks that only norm the output of a branch.
         post_norm: config of a second norm, on each branch's output; none by default.
+        branch_scale: factor on each branch's output (Granite: residual_multiplier); None for no scaling.
         dropout: dropout rate on each branch's output, in training.
         output_init_scale: factor on the initial weight of each branch's last projection; set by the stack.
     """
@@ -37,6 +38,7 @@ class Block(Layer):
         mlp: Config = config_for(MLP),
         norm: Config | None = config_for(RMSNorm),
         post_norm: Config | None = None,
+        branch_scale: PositiveFloat | None = None,
         dropout: Fraction = 0.0,
         output_init_scale: float = 1.0,
     ):
@@ -50,6 +52,7 @@ class Block(Layer):
         if post_norm is not None:
             for name in ("attention", "mlp"):
                 self.post_norms[f"{name}_post_norm"] = post_norm.instantiate(dim=dim)
+        self.branch_scale = branch_scale
         self.dropout = dropout
 
     def children(self) -> dict[str, Layer]:
@@ -98,6 +101,8 @@ class Block(Layer):
         if post_norm := self.post_norms.get(f"{name}_post_norm"):
             with jax.named_scope(f"{name}_post_norm"):
                 h_BSD = post_norm(weights[f"{name}_post_norm"], h_BSD, ctx)
+        if self.branch_scale is not None:
+            h_BSD = scale(h_BSD, self.branch_scale)
         return ctx.dropout(h_BSD, self.dropout, name), out
 
     def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:

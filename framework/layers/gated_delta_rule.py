@@ -1,16 +1,21 @@
-"""The gated delta rule (Yang, Kautz and Hatamizadeh 2024, arXiv 2412.06464), computed in chunks.
+"""The gated delta rule (Yang, Kautz and Hatamizadeh 2024, arXiv 2412.06464) and Mamba-2, computed in chunks.
 
 Each head has a state S [H, V], which returns a value for a key. A token first decays it, and then corrects the value
 that it returns for the token's key k; b is the rate of the correction:
 
     S_t = a_t S_(t-1) + b_t k_t (v_t - k_t a_t S_(t-1)),        o_t = q_t S_t
 
-With G_t = log a_1 + ... + log a_t since the start of a chunk, the corrections u_t of a chunk solve a triangular system
+With G_t = log a_1 + ... + log a_t since the start of a chunk, the updates u_t of a chunk solve a triangular system
 (section 3.3 of the paper, in the WY form of Bischof and Van Loan 1987), and everything else is a matrix product:
 
     u_t + sum_(i<t) b_t exp(G_t - G_i) (k_t k_i) u_i = b_t (v_t - exp(G_t) k_t S_0)
     o_t = exp(G_t) q_t S_0 + sum_(i<=t) exp(G_t - G_i) (q_t k_i) u_i
     S_C = exp(G_C) S_0 + sum_i exp(G_C - G_i) k_i u_i
+
+Mamba-2 (Dao and Gu 2024, arXiv 2405.21060) has the same recurrence without the correction: q_t, k_t, v_t and b_t are
+its C_t, B_t, x_t and step size. Its u_t need no system, and the rest is the same:
+
+    S_t = a_t S_(t-1) + b_t k_t v_t,        o_t = q_t S_t,        u_t = b_t v_t
 
 Chunks are processed in blocks of several. The backward pass keeps one state per block and recomputes the rest, so it
 needs memory for S / (chunk * chunks_per_block) states, not for one state per token.
@@ -43,7 +48,7 @@ class _Inputs:
         query, key: [B, K, M, C, H].
         value: [B, K, R, M, C, V].
         log_decay, beta: [B, K, R, M, C].
-        query_scale, unit_eps, platform: see `gated_delta_rule`.
+        corrects, query_scale, unit_eps, platform: see `gated_delta_rule`.
     """
 
     query: jax.Array
@@ -51,6 +56,7 @@ class _Inputs:
     value: jax.Array
     log_decay: jax.Array
     beta: jax.Array
+    corrects: bool = field(metadata={"static": True})
     query_scale: float = field(metadata={"static": True})
     unit_eps: float | None = field(metadata={"static": True})
     platform: str = field(metadata={"static": True})
@@ -78,16 +84,16 @@ class _Chunk:
     Attributes:
         query: [C, H], times the decay since the start of the chunk.
         scores: [C, C], products of queries and keys, times the decay between them.
-        corrections: [C, V], for a state of zeros.
-        from_state: [C, H], whose product with the state is to be subtracted from the corrections.
+        updates: [C, V], the u_t for a state of zeros.
+        from_state: [C, H], whose product with the state is to be subtracted from the updates; None without corrections.
         key: [C, H], times the decay until the end of the chunk.
         kept: the decay of the state over the whole chunk; 0 if the chunk ends in another document.
     """
 
     query: jax.Array
     scores: jax.Array
-    corrections: jax.Array
-    from_state: jax.Array
+    updates: jax.Array
+    from_state: jax.Array | None
     key: jax.Array
     kept: jax.Array
 
@@ -101,6 +107,7 @@ def gated_delta_rule(
     *,
     segments_BS: jax.Array | None = None,
     state_BNHV: jax.Array | None = None,
+    corrects: bool = True,
     query_scale: float = 1.0,
     unit_eps: float | None = None,
     platform: str | None = None,
@@ -111,12 +118,13 @@ def gated_delta_rule(
 
     Args:
         query_BSKH: queries; value head n uses key head n // (N / K).
-        key_BSKH: keys. The recurrence is stable if their length is 1.
+        key_BSKH: keys. With corrections, the recurrence is stable if their length is 1.
         value_BSNV: values.
         log_decay_BSN: log of the decay a, at most 0.
-        beta_BSN: rate of the correction b, in [0, 1].
+        beta_BSN: rate of the correction b, in [0, 1]; without corrections, the factor on the values, at least 0.
         segments_BS: int32, the document of each token; a document starts with a state of zeros. None: one document.
         state_BNHV: state before the first token; None for zeros. It belongs to the document of the first token.
+        corrects: whether a token corrects the value of its key; if not, it adds b times its value, as in Mamba-2.
         query_scale: factor on the queries.
         unit_eps: divide queries and keys by the root of their sum of squares plus this number first; None: do not.
         platform: where it runs, such as "tpu"; None for that of this process.
@@ -157,6 +165,7 @@ def gated_delta_rule(
         value=to_blocks(value_BSNV, (K, R)),
         log_decay=to_blocks(log_decay_BSN, (K, R)),
         beta=to_blocks(beta_BSN, (K, R)),
+        corrects=corrects,
         query_scale=query_scale,
         unit_eps=unit_eps,
         platform=platform or jax.default_backend(),
@@ -256,19 +265,22 @@ def _run_block(state: jax.Array, inputs: _Inputs, documents: _Documents) -> tupl
     to_end = jnp.exp(jnp.where(_add_heads(lasts_BMC), total[..., -1:] - total, -jnp.inf))
 
     # Heads of values that share a key share these products.
-    products = jnp.einsum("bkmch,bkmdh->bkmcd", key, key)[:, :, None]
     scores = jnp.einsum("bkmch,bkmdh->bkmcd", query, key)[:, :, None]
+    if inputs.corrects:
+        products = jnp.einsum("bkmch,bkmdh->bkmcd", key, key)[:, :, None]
+        is_strictly_before = positions[:, None] > positions
+        system = jnp.where(is_strictly_before, beta[..., None] * decay * products, 0.0)
+        right_sides = jnp.concatenate([value, from_start[..., None] * key[:, :, None]], axis=-1)
+        solution = invert_unit_lower(system, inputs.platform) @ (beta[..., None] * right_sides)
+        # The updates of a chunk are `updates - from_state @ S_0`.
+        updates, from_state = jnp.split(solution, [V], axis=-1)
+    else:
+        updates, from_state = beta[..., None] * value, None
     query, key = query[:, :, None], key[:, :, None]
-    is_strictly_before = positions[:, None] > positions
-    system = jnp.where(is_strictly_before, beta[..., None] * decay * products, 0.0)
-    right_sides = jnp.concatenate([value, from_start[..., None] * key], axis=-1)
-    solution = invert_unit_lower(system, inputs.platform) @ (beta[..., None] * right_sides)
-    # The corrections of a chunk are `corrections - from_state @ S_0`.
-    corrections, from_state = jnp.split(solution, [V], axis=-1)
     chunks = _Chunk(
         query=from_start[..., None] * query,
         scores=decay * scores,
-        corrections=corrections,
+        updates=updates,
         from_state=from_state,
         key=to_end[..., None] * key,
         kept=from_start[..., -1],
@@ -345,9 +357,11 @@ def _multiply(left: jax.Array, right: jax.Array) -> jax.Array:
 
 def _run_chunk(state: jax.Array, chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
     """Run one chunk: from the state before it to the state after it, and outputs [B, K, R, C, V]."""
-    corrections = chunk.corrections - chunk.from_state @ state
-    outputs = chunk.query @ state + chunk.scores @ corrections
-    new_state = chunk.kept[..., None, None] * state + chunk.key.mT @ corrections
+    updates = chunk.updates
+    if chunk.from_state is not None:
+        updates = updates - chunk.from_state @ state
+    outputs = chunk.query @ state + chunk.scores @ updates
+    new_state = chunk.kept[..., None, None] * state + chunk.key.mT @ updates
     return new_state, outputs
 
 

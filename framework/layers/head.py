@@ -11,7 +11,7 @@ from functools import partial
 import jax
 
 from plimsoll.framework.config import Config, NonNegativeFloat, PositiveFloat, PositiveInt, component, config_for
-from plimsoll.framework.layers.base import Context, Layer, Out, batch_shards, prepare_params
+from plimsoll.framework.layers.base import Context, Layer, Out, batch_shards, prepare_params, scale
 from plimsoll.framework.layers.chunked_loss import (
     Chunks,
     apply_softcap,
@@ -40,6 +40,7 @@ class LMHead(Layer):
             are more tokens, they form several groups, and each group's gradient is reduced over the devices and added
             to a float32 sum.
         z_loss: weight of mean(logsumexp^2) (PaLM, arXiv 2204.02311).
+        logit_divisor: divide the logits by this number, before the softcap (Granite: logits_scaling); None for 1.
         softcap: cap the logits: softcap * tanh(logits / softcap).
         init: config of the initializer of a separate table.
         objective: config of the loss that replaces the next tokens' cross-entropy, from framework.objectives.
@@ -55,6 +56,7 @@ class LMHead(Layer):
         chunk_tokens: int = 1024,
         gradient_tokens: int = 4096,
         z_loss: NonNegativeFloat = 0.0,
+        logit_divisor: PositiveFloat | None = None,
         softcap: PositiveFloat | None = None,
         init: Config = config_for(jax.nn.initializers.normal, stddev=0.02),
         objective: Config | None = None,
@@ -69,6 +71,7 @@ class LMHead(Layer):
         self.chunk_tokens = chunk_tokens
         self.gradient_tokens = gradient_tokens
         self.z_loss = z_loss
+        self.logit_divisor = logit_divisor
         self.softcap = softcap
         self.norm = norm.instantiate(dim=dim)
         self._init = init.instantiate()
@@ -108,8 +111,10 @@ class LMHead(Layer):
         return {**table, "norm": norm}
 
     def apply_norm(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
-        """Return the final norm's output, [B, S, D]."""
-        return self.norm(weights["norm"], x_BSD, ctx)
+        """Return the hidden states whose product with the table are the logits, [B, S, D]: the final norm's output."""
+        h_BSD = self.norm(weights["norm"], x_BSD, ctx)
+        # All losses start from here, and the width is smaller than the vocabulary.
+        return h_BSD if self.logit_divisor is None else scale(h_BSD, 1.0 / self.logit_divisor)
 
     def logits(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
         """Return the float32 logits_BSV of x_BSD."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -161,6 +161,23 @@ class Source:
             joined = joined.reshape(*joined.shape[:-2], -1)
         theirs = joined.swapaxes(-1, -2) if self.transpose else joined
         return theirs[:, None] if self.has_channel_axis else theirs
+
+
+def split_source(tensor: Source, names: Sequence[str], sizes: Sequence[int], groups: int = 1) -> dict[str, Source]:
+    """Return {name: its source} for parameters that follow each other in each group of a fused tensor.
+
+    Args:
+        tensor: the fused tensor.
+        names: our names of the parameters.
+        sizes: size of each in one group.
+        groups: number of groups.
+    """
+    sources = {}
+    first = 0
+    for name, size in zip(names, sizes, strict=True):
+        sources[name] = replace(tensor, span=(first, sum(sizes)), groups=groups)
+        first += size
+    return sources
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ PUBLISHED = {
     "qwen3.6-27b": 26_895_998_464,
     "qwen3.6-35b-a3b": 34_660_610_688,
     "qwen3-next-80b-a3b": 79_674_391_296,
+    "granite-4.0-h-350m": 340_332_224,
     "olmo2-7b": 7_298_617_344,
     "olmoe-1b-7b": 6_919_161_856,
     "gemma3-12b": 11_766_034_176,
@@ -52,7 +53,7 @@ PUBLISHED = {
 FLOWS = {"digits-glow", "digits-realnvp", "digits-nice", "digits-residual", "images-glow"}
 TOYS = {
     "moe-tiny", "qwen3-moe-tiny", "olmoe-tiny", "gpt-oss-tiny", "deepseek-tiny",
-    "gemma3-tiny", "phi4-mini-tiny", "olmo2-tiny", "qwen3.5-tiny",
+    "gemma3-tiny", "phi4-mini-tiny", "olmo2-tiny", "qwen3.5-tiny", "mamba2-tiny",
 }  # fmt: skip
 # Configs whose objective is not next-token prediction on text.
 TUNED = {
@@ -153,7 +154,7 @@ def test_norms_biases_and_positions_do_not_decay(all_configs, name):
     specs = flatten(experiment.model.parameter_specs())
     rest = {path for path, spec in specs.items() if spec.trainable} - decaying
     assert groups["rule0"] == rest
-    assert all(path.endswith(("scale", "bias", "position", "sinks", "log_rate")) for path in rest)
+    assert all(path.endswith(("scale", "bias", "position", "sinks", "log_rate", "skip")) for path in rest)
 
 
 @pytest.mark.pairs

@@ -1,4 +1,4 @@
-"""The chunked gated delta rule and its gradients against the recurrence, token by token, in float64."""
+"""The chunked recurrence and its gradients, with and without corrections, against one token at a time in float64."""
 
 from typing import Any
 
@@ -30,8 +30,13 @@ def draw_inputs(length: int, decay: float, documents: bool) -> tuple[tuple[np.nd
     return (query, key, value, log_decay, beta, rng.standard_normal((B, N, H, V))), np.cumsum(starts, 1).astype("int32")
 
 
-def run_recurrence(inputs: tuple[Any, ...], segments: np.ndarray, numpy: Any = np) -> tuple[list[jax.Array], jax.Array]:
-    """Compute equation 10 of arXiv 2412.06464 for each token: outputs [B, N, V] and the last state [B, N, H, V]."""
+def run_recurrence(
+    inputs: tuple[Any, ...], segments: np.ndarray, numpy: Any = np, corrects: bool = True
+) -> tuple[list[jax.Array], jax.Array]:
+    """Compute equation 10 of arXiv 2412.06464 for each token: outputs [B, N, V] and the last state [B, N, H, V].
+
+    Without corrections, it is the recurrence of arXiv 2405.21060.
+    """
     query, key, value, log_decay, beta, state = inputs
     query, key = numpy.repeat(query, N // K, axis=2), numpy.repeat(key, N // K, axis=2)
     outputs = []
@@ -39,7 +44,7 @@ def run_recurrence(inputs: tuple[Any, ...], segments: np.ndarray, numpy: Any = n
         is_same = segments[:, t] == segments[:, max(t - 1, 0)]
         state = state * is_same[:, None, None, None] * numpy.exp(log_decay[:, t])[..., None, None]
         k, b = key[:, t], beta[:, t][..., None]
-        found = numpy.einsum("bnh,bnhv->bnv", k, state)
+        found = numpy.einsum("bnh,bnhv->bnv", k, state) if corrects else 0.0
         state = state + k[..., None] * (b * (value[:, t] - found))[:, :, None]
         outputs.append(numpy.einsum("bnh,bnhv->bnv", query[:, t], state))
     return outputs, state
@@ -64,18 +69,47 @@ def test_chunks_equal_the_recurrence(
         np.testing.assert_allclose(found_state, last_state, atol=1e-10)
 
 
-def test_gradients_equal_those_of_the_recurrence() -> None:
+@pytest.mark.parametrize("decay", [1e-9, 1.0, 25.0], ids=["decay near 1", "decay", "decay near 0"])
+@pytest.mark.parametrize(
+    ("length", "chunk", "chunks_per_block"), [(37, 16, 8), (130, 32, 2), (100, 64, 8), (150, 128, 1), (257, 256, 1)]
+)
+def test_chunks_without_corrections_equal_the_recurrence(
+    length: int, chunk: int, chunks_per_block: int, decay: float
+) -> None:
+    """Keys have any length, and the factors on the values may exceed 1."""
+    inputs, segments = draw_inputs(length, decay, documents=length != 100)
+    query, key, value, log_decay, beta, state = inputs
+    inputs = (query, 2.0 * key, value, log_decay, 3.0 * beta, state)
+    expected, last_state = run_recurrence(inputs, segments, corrects=False)
+    with jax.enable_x64(True):
+        *arrays, state = map(jnp.asarray, inputs)
+        outputs, found_state = gated_delta_rule(
+            *arrays,
+            segments_BS=segments,
+            state_BNHV=state,
+            corrects=False,
+            chunk=chunk,
+            chunks_per_block=chunks_per_block,
+        )
+        np.testing.assert_allclose(outputs, np.stack(expected, axis=1), rtol=0, atol=1e-10)
+        np.testing.assert_allclose(found_state, last_state, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("corrects", [True, False], ids=["corrections", "no corrections"])
+def test_gradients_equal_those_of_the_recurrence(corrects: bool) -> None:
     inputs, segments = draw_inputs(70, 1.0, documents=True)
     rng = np.random.default_rng(0)
     output_weights, state_weights = rng.standard_normal((B, 70, N, V)), rng.standard_normal((B, N, H, V))
 
     def loss_of_chunks(inputs: tuple[jax.Array, ...]) -> jax.Array:
         *arrays, state = inputs
-        outputs, last = gated_delta_rule(*arrays, segments_BS=segments, state_BNHV=state, chunk=16, chunks_per_block=2)
+        outputs, last = gated_delta_rule(
+            *arrays, segments_BS=segments, state_BNHV=state, corrects=corrects, chunk=16, chunks_per_block=2
+        )
         return jnp.sum(outputs * output_weights) + jnp.sum(last * state_weights)
 
     def loss_of_tokens(inputs: tuple[jax.Array, ...]) -> jax.Array:
-        outputs, last = run_recurrence(inputs, segments, jnp)
+        outputs, last = run_recurrence(inputs, segments, jnp, corrects)
         return jnp.sum(jnp.stack(outputs, axis=1) * output_weights) + jnp.sum(last * state_weights)
 
     with jax.enable_x64(True):

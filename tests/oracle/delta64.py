@@ -33,7 +33,7 @@ def delta_net(
     batch, length, _ = x_BSD.shape
 
     def heads(name: str, count: int) -> jax.Array:
-        convolved_BSE = _silu(_convolve(linear(name, x_BSD), params[f"{home}/{name}_conv"], visible_BST))
+        convolved_BSE = silu(convolve(linear(name, x_BSD), params[f"{home}/{name}_conv"], visible_BST))
         return convolved_BSE.reshape(batch, length, count, -1)
 
     group_N = np.arange(one.heads) // (one.heads // one.key_heads)
@@ -46,7 +46,7 @@ def delta_net(
     y_BSNV = _run(queries_BSNH, keys_BSNH, values_BSNV, decays_BSN, betas_BSN, visible_BST)
     y_BSNV = y_BSNV / jnp.sqrt(jnp.mean(y_BSNV**2, axis=-1, keepdims=True) + one.norm_eps)
     y_BSNV = y_BSNV * params[f"{home}/norm/scale"]
-    return linear("output", y_BSNV.reshape(batch, length, -1) * _silu(linear("gate", x_BSD)))
+    return linear("output", y_BSNV.reshape(batch, length, -1) * silu(linear("gate", x_BSD)))
 
 
 def _run(
@@ -81,7 +81,7 @@ def _run(
     return jnp.moveaxis(answers_SBNV, 0, 1)
 
 
-def _convolve(x_BSE: jax.Array, taps_WE: jax.Array, visible_BST: jax.Array) -> jax.Array:
+def convolve(x_BSE: jax.Array, taps_WE: jax.Array, visible_BST: jax.Array) -> jax.Array:
     """Return sum_d taps[W - 1 - d] x[t - d] of each channel, over the visible tokens of the last W."""
     width, length = len(taps_WE), x_BSE.shape[1]
     distance_ST = np.arange(length)[:, None] - np.arange(length)[None, :]
@@ -90,7 +90,7 @@ def _convolve(x_BSE: jax.Array, taps_WE: jax.Array, visible_BST: jax.Array) -> j
     return jnp.einsum("bst,ste,bte->bse", visible_BST.astype(x_BSE.dtype), taps_STE, x_BSE)
 
 
-def _silu(x: jax.Array) -> jax.Array:
+def silu(x: jax.Array) -> jax.Array:
     return x / (1.0 + jnp.exp(-x))
 
 

@@ -58,6 +58,23 @@ class LinearAttention:
 
 
 @dataclass(frozen=True)
+class StateSpace:
+    """One layer of Mamba-2. `groups` counts those that share B and C; `chunk` does not change the result."""
+
+    heads: int
+    groups: int
+    state_dim: int
+    head_dim: int
+    conv_width: int = 4
+    conv_bias: bool = True
+    bias: bool = False
+    min_step: float = 0.0
+    max_step: float | None = None
+    norm_eps: float = 1e-5
+    chunk: int = 64
+
+
+@dataclass(frozen=True)
 class MLP:
     """One feed-forward block."""
 
@@ -100,12 +117,13 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of the pattern."""
+    """One layer of the pattern. `branch_scale` multiplies the output of each branch."""
 
-    attention: Attention | LinearAttention
+    attention: Attention | LinearAttention | StateSpace
     mlp: MLP | Mixture
     norm: Norm = Norm()
     post_norm: Norm | None = None
+    branch_scale: float | None = None
 
 
 @dataclass(frozen=True)
@@ -140,6 +158,7 @@ class Model:
     head_norm: Norm = Norm()
     tied: bool = False
     z_loss: float = 0.0
+    logit_divisor: float | None = None
     head_softcap: float | None = None
     chunk_tokens: int = 1024
     lora: LoRA | None = None

@@ -14,14 +14,20 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tests.oracle import experiments as plain
-from tests.oracle.generator_attention import has_whole_words, with_gates, with_linear_attention
+from tests.oracle.generator_attention import (
+    has_whole_words,
+    with_factors,
+    with_gates,
+    with_linear_attention,
+    with_state_space,
+)
 from tests.oracle.generator_learner import INSENSITIVE, SMOOTH, draw_learner, draw_optimizer
 from tests.oracle.generator_mixtures import list_widths, with_mixtures
 from tests.oracle.parameters import parameter_shapes, path
 
 DEVICES = 8
 # Indices of random streams other than that of most settings, which thus stay the same for a seed.
-MIXTURES, GATES, LINEAR_ATTENTION = 1, 2, 3
+MIXTURES, GATES, LINEAR_ATTENTION, STATE_SPACE, FACTORS = 1, 2, 3, 4, 5
 _T = TypeVar("_T")
 
 
@@ -61,8 +67,10 @@ def draw(seed: int) -> plain.RandomExperiment:
         model = with_mixtures(Dice((seed, MIXTURES)), model, is_sensitive=is_sensitive)
     model = with_gates(Dice((seed, GATES)), model, is_sensitive=is_sensitive)
     if precision == "float64":
-        # Its norm, and a norm after it, amplify the rounding errors of small results.
+        # Their norms, and a norm after them, amplify the rounding errors of small results.
         model = with_linear_attention(Dice((seed, LINEAR_ATTENTION)), model)
+        model = with_state_space(Dice((seed, STATE_SPACE)), model)
+    model = with_factors(Dice((seed, FACTORS)), model)
     shapes = parameter_shapes(model)
     paths = list(dict.fromkeys(path(name) for name in shapes))
     learner = draw_learner(dice, optimizer, model, paths, precision)
@@ -231,10 +239,17 @@ def _limit_policy(dice: Dice, model: plain.Model, remat: str, update: str) -> st
 
 def _mesh(dice: Dice, model: plain.Model, data: plain.Data, accumulate: int) -> dict[str, int]:
     """Return axis sizes that divide the experiment's sizes, for 1, 2, 4 or 8 devices."""
-    linear = [layer.attention for layer in model.layers if isinstance(layer.attention, plain.LinearAttention)]
-    softmax = [layer.attention for layer in model.layers if isinstance(layer.attention, plain.Attention)]
+    attentions = [layer.attention for layer in model.layers]
+    softmax = [one for one in attentions if isinstance(one, plain.Attention)]
+    # Heads that share one key are divided, and their key is not.
+    divided = [
+        one.key_heads if one.key_heads > 1 else one.heads
+        for one in attentions
+        if isinstance(one, plain.LinearAttention)
+    ]
+    divided += [one.groups if one.groups > 1 else one.heads for one in attentions if isinstance(one, plain.StateSpace)]
     # gcd() of nothing is 0, which every number divides.
-    key_heads = math.gcd(*(attention.key_heads for attention in linear))
+    key_heads = math.gcd(*divided)
     heads = math.gcd(key_heads, *(attention.kv_heads for attention in softmax))
     hidden = math.gcd(*(width for layer in model.layers for width in list_widths(layer.mlp)))
     experts = math.gcd(*(layer.mlp.router.experts for layer in model.layers if isinstance(layer.mlp, plain.Mixture)))

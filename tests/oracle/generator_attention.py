@@ -1,4 +1,7 @@
-"""Replaces some attention layers of a random model with linear attention, and draws gates and partly rotated heads."""
+"""Replaces some attention layers of a random model with linear attention or state-space layers.
+
+Also draws gates, partly rotated heads, and factors on branches and logits.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +51,58 @@ def with_linear_attention(dice: Dice, model: plain.Model) -> plain.Model:
             count = key_heads if dice.chance(0.8) else dice.pick([1, 2, 4])
             layer = replace(layer, attention=_linear_attention(dice, count))
         layers.append(layer)
+    return _with_layers(model, layers)
+
+
+def _with_layers(model: plain.Model, layers: list[plain.Layer]) -> plain.Model:
+    """Return the model with other layers, and without 8-bit weights if their codes would not fill words."""
     model = replace(model, layers=tuple(layers))
     lora = model.lora
     if lora is not None and not all(has_whole_words(layer.attention) for layer in layers):
         model = replace(model, lora=replace(lora, base=None))
     return model
+
+
+def with_state_space(dice: Dice, model: plain.Model) -> plain.Model:
+    """Return the model, in a quarter of the cases with at least one state-space layer."""
+    if not dice.chance(0.25):
+        return model
+    groups = dice.pick([1, 1, 1, 2, 4])
+    heads = groups * dice.pick([2, 4] if groups == 1 else [1, 2, 3])
+    always = dice.between(0, len(model.layers) - 1)
+    layers = []
+    for index, layer in enumerate(model.layers):
+        if index == always or dice.chance(0.3):
+            layer = replace(layer, attention=_state_space(dice, heads, groups))
+        layers.append(layer)
+    return _with_layers(model, layers)
+
+
+def _state_space(dice: Dice, heads: int, groups: int) -> plain.StateSpace:
+    return plain.StateSpace(
+        heads=heads,
+        groups=groups,
+        state_dim=dice.pick([1, 2, 3, 8]),
+        # The norm of a single channel would be its sign, which has no gradient.
+        head_dim=dice.pick([2, 4, 4, 5]),
+        conv_width=dice.pick([1, 2, 3, 4, 4]),
+        conv_bias=dice.chance(0.7),
+        bias=dice.chance(0.3),
+        min_step=dice.pick([0.0, 0.0, 0.3]),
+        max_step=dice.pick([None, None, 1.0]),
+        norm_eps=dice.pick([1e-6, 1e-5, 1e-3]),
+        # With 1, a row has more chunks than the eight of a block.
+        chunk=dice.pick([1, 2, 3, 5, 64]),
+    )
+
+
+def with_factors(dice: Dice, model: plain.Model) -> plain.Model:
+    """Return the model, in a fifth of the cases with factors on the branches and on the logits."""
+    if not dice.chance(0.2):
+        return model
+    branch_scale = dice.pick([0.3, 0.7])
+    layers = tuple(replace(layer, branch_scale=branch_scale) for layer in model.layers)
+    return replace(model, layers=layers, logit_divisor=dice.pick([0.6, 3.0]))
 
 
 def _linear_attention(dice: Dice, key_heads: int) -> plain.LinearAttention:
@@ -70,7 +120,7 @@ def _linear_attention(dice: Dice, key_heads: int) -> plain.LinearAttention:
     )
 
 
-def has_whole_words(attention: plain.Attention | plain.LinearAttention) -> bool:
+def has_whole_words(attention: plain.Attention | plain.LinearAttention | plain.StateSpace) -> bool:
     """Return whether the inputs of the output projection come in fours, as the 8-bit codes of a word do."""
     width = attention.value_dim if isinstance(attention, plain.LinearAttention) else attention.head_dim
     return attention.heads * width % 4 == 0

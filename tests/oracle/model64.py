@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.oracle.delta64 import delta_net
-from tests.oracle.experiments import Attention, Layer, LinearAttention, LoRA, Mixture, Model, Norm
+from tests.oracle.experiments import Attention, Layer, LinearAttention, LoRA, Mixture, Model, Norm, StateSpace
 from tests.oracle.mlp64 import mixture, mlp
+from tests.oracle.ssm64 import state_space
 
 Parameters = dict[str, jax.Array]
 
@@ -69,7 +70,8 @@ def _logits(model: Model, params: Parameters, batch: dict[str, Any], penalties: 
             branches += _branches(model, layer, params, home, f"stack/block{index}", batch, penalties)
     x_BSD = _residual(branches, x_BSD) if model.streams == "one" else _two_streams(branches, x_BSD, model.streams)
     h_BSD = _norm(model.head_norm, params, "head/norm", x_BSD)
-    return _cap(h_BSD @ params["embed/token" if model.tied else "head/table"].T, model.head_softcap)
+    logits_BSV = h_BSD @ params["embed/token" if model.tied else "head/table"].T
+    return _cap(logits_BSV / (model.logit_divisor or 1.0), model.head_softcap)
 
 
 def _residual(branches: list[Callable[[jax.Array], jax.Array]], x_BSD: jax.Array) -> jax.Array:
@@ -127,16 +129,21 @@ def _branches(
     def mlp_linear(name: str, x: jax.Array) -> jax.Array:
         return linear(f"mlp/{name}", x)
 
+    def complete(name: str, y_BSD: jax.Array) -> jax.Array:
+        if layer.post_norm is not None:
+            y_BSD = _norm(layer.post_norm, params, f"{home}/{name}_post_norm", y_BSD)
+        return y_BSD * (layer.branch_scale or 1.0)
+
     def attend(x_BSD: jax.Array) -> jax.Array:
         h_BSD = _norm(layer.norm, params, f"{home}/attention_norm", x_BSD)
+        below = f"{home}/attention"
         if isinstance(layer.attention, LinearAttention):
-            below = f"{home}/attention"
             y_BSD = delta_net(layer.attention, params, below, attention_linear, h_BSD, batch["visible"])
+        elif isinstance(layer.attention, StateSpace):
+            y_BSD = state_space(layer.attention, params, below, attention_linear, h_BSD, batch["visible"])
         else:
             y_BSD = _attention(layer.attention, params, home, linear, h_BSD, batch["positions"], batch["visible"])
-        return (
-            y_BSD if layer.post_norm is None else _norm(layer.post_norm, params, f"{home}/attention_post_norm", y_BSD)
-        )
+        return complete("attention", y_BSD)
 
     def feed_forward(x_BSD: jax.Array) -> jax.Array:
         h_BSD = _norm(layer.norm, params, f"{home}/mlp_norm", x_BSD)
@@ -146,7 +153,7 @@ def _branches(
             penalties.append(penalty)
         else:
             y_BSD = mlp(layer.mlp, mlp_linear, h_BSD)
-        return y_BSD if layer.post_norm is None else _norm(layer.post_norm, params, f"{home}/mlp_post_norm", y_BSD)
+        return complete("mlp", y_BSD)
 
     return [attend, feed_forward]
 

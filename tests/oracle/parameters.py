@@ -13,7 +13,17 @@ from collections.abc import Iterator
 import ml_dtypes
 import numpy as np
 
-from tests.oracle.experiments import MLP, Attention, LinearAttention, LoRA, Mixture, Model, Norm, RandomExperiment
+from tests.oracle.experiments import (
+    MLP,
+    Attention,
+    LinearAttention,
+    LoRA,
+    Mixture,
+    Model,
+    Norm,
+    RandomExperiment,
+    StateSpace,
+)
 
 Shapes = dict[str, tuple[int, ...]]
 Linears = dict[str, tuple[int, int, bool]]  # {name: (inputs, outputs, whether it has a bias)}
@@ -55,9 +65,12 @@ def _homes(model: Model) -> Iterator[tuple[str, int]]:
 def _layer_shapes(model: Model, home: str, index: int) -> Shapes:
     layer, dim = model.layers[index], model.dim
     attention, mlp = layer.attention, layer.mlp
-    linears = (
-        _attention_linears(attention, dim) if isinstance(attention, Attention) else _delta_net_linears(attention, dim)
-    )
+    if isinstance(attention, LinearAttention):
+        linears = _delta_net_linears(attention, dim)
+    elif isinstance(attention, StateSpace):
+        linears = _state_space_linears(attention, dim)
+    else:
+        linears = _attention_linears(attention, dim)
     if isinstance(mlp, MLP):
         linears |= _mlp_linears("mlp", mlp, dim)
     elif mlp.shared is not None:
@@ -76,6 +89,8 @@ def _layer_shapes(model: Model, home: str, index: int) -> Shapes:
         shapes |= _norm_shapes(f"{home}/{name}", norm, dim)
     if isinstance(attention, LinearAttention):
         shapes |= _delta_net_shapes(f"{home}/attention", attention)
+    elif isinstance(attention, StateSpace):
+        shapes |= _state_space_shapes(f"{home}/attention", attention)
     elif attention.qk_norm is not None:
         for name in ("query_norm", "key_norm"):
             shapes |= _norm_shapes(f"{home}/attention/{name}", attention.qk_norm, attention.head_dim)
@@ -119,6 +134,24 @@ def _delta_net_shapes(home: str, attention: LinearAttention) -> Shapes:
         f"{home}/decay_bias": (attention.heads,),
         f"{home}/norm/scale": (attention.value_dim,),
     }
+
+
+def _state_space_linears(attention: StateSpace, dim: int) -> Linears:
+    states, inputs = attention.groups * attention.state_dim, attention.heads * attention.head_dim
+    outputs = {"query": states, "key": states, "value": inputs, "gate": inputs, "step": attention.heads}
+    linears = {f"attention/{name}": (dim, size, attention.bias) for name, size in outputs.items()}
+    return {**linears, "attention/output": (inputs, dim, attention.bias)}
+
+
+def _state_space_shapes(home: str, attention: StateSpace) -> Shapes:
+    """Return the shapes of the convolutions, the norm, and the numbers of each head."""
+    states, inputs = attention.groups * attention.state_dim, attention.heads * attention.head_dim
+    channels = {"query": states, "key": states, "value": inputs}
+    shapes: Shapes = {f"{home}/{name}_conv": (attention.conv_width, size) for name, size in channels.items()}
+    if attention.conv_bias:
+        shapes |= {f"{home}/{name}_conv_bias": (size,) for name, size in channels.items()}
+    shapes |= {f"{home}/{name}": (attention.heads,) for name in ("log_rate", "step_bias", "skip")}
+    return {**shapes, f"{home}/norm/scale": (inputs,)}
 
 
 def _mlp_linears(home: str, mlp: MLP, dim: int) -> Linears:
@@ -186,7 +219,7 @@ def _floats(drawn: RandomExperiment, name: str, shape: tuple[int, ...], rng: np.
         value = 0.2 * normal + (0.0 if _is_zero_centered(drawn.model, name) else 1.0)
     elif kind.endswith("bias"):
         value = 0.2 * normal
-    elif kind == "log_rate" or name in ("embed/token", "embed/position", "head/table"):
+    elif kind in ("log_rate", "skip") or name in ("embed/token", "embed/position", "head/table"):
         value = 0.5 * normal
     else:
         value = normal / np.sqrt(shape[-2])

@@ -14,6 +14,7 @@ from plimsoll.framework.devices.mesh import MeshShape
 from plimsoll.framework.layers import attention, block, embedding, head, linear, lora, mlp, norm, rotary, stack
 from plimsoll.framework.layers.experts import experts, moe, router
 from plimsoll.framework.layers.gated_delta_net import GatedDeltaNet
+from plimsoll.framework.layers.mamba2 import Mamba2
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.rules import Rule
 from plimsoll.framework.models.causal_lm import CausalLM
@@ -99,6 +100,7 @@ def _model(drawn: plain.RandomExperiment, phase: plain.Phase) -> Config:
         tied=model.tied,
         chunk_tokens=model.chunk_tokens,
         z_loss=model.z_loss,
+        logit_divisor=model.logit_divisor,
         softcap=model.head_softcap,
     )
     return config_for(
@@ -117,12 +119,11 @@ def _model(drawn: plain.RandomExperiment, phase: plain.Phase) -> Config:
 def _block(layer: plain.Layer) -> Config:
     return config_for(
         block.Block,
-        attention=(
-            _attention(layer.attention) if isinstance(layer.attention, plain.Attention) else _delta_net(layer.attention)
-        ),
+        attention=_mixer(layer.attention),
         mlp=_mixture(layer.mlp) if isinstance(layer.mlp, plain.Mixture) else _mlp(layer.mlp),
         norm=_norm(layer.norm),
         post_norm=None if layer.post_norm is None else _norm(layer.post_norm),
+        branch_scale=layer.branch_scale,
     )
 
 
@@ -160,6 +161,12 @@ def _mixture(one: plain.Mixture) -> Config:
     )
 
 
+def _mixer(one: plain.Attention | plain.LinearAttention | plain.StateSpace) -> Config:
+    if isinstance(one, plain.LinearAttention):
+        return _delta_net(one)
+    return _state_space(one) if isinstance(one, plain.StateSpace) else _attention(one)
+
+
 def _attention(one: plain.Attention) -> Config:
     turned = scaling = None
     if one.rope_scaling is not None:
@@ -192,6 +199,23 @@ def _delta_net(one: plain.LinearAttention) -> Config:
         value_dim=one.value_dim,
         conv_width=one.conv_width,
         linear=config_for(linear.Linear, bias=one.bias),
+        norm_eps=one.norm_eps,
+        chunk=one.chunk,
+    )
+
+
+def _state_space(one: plain.StateSpace) -> Config:
+    return config_for(
+        Mamba2,
+        num_heads=one.heads,
+        num_groups=one.groups,
+        state_dim=one.state_dim,
+        head_dim=one.head_dim,
+        conv_width=one.conv_width,
+        conv_bias=one.conv_bias,
+        linear=config_for(linear.Linear, bias=one.bias),
+        min_step=one.min_step,
+        max_step=one.max_step,
         norm_eps=one.norm_eps,
         chunk=one.chunk,
     )

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from plimsoll.framework.layers import gated_delta_net, gated_delta_rule, kernels_xla
+from plimsoll.framework.layers import gated_delta_net, gated_delta_rule, kernels_xla, linear_attention, mamba2
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.program.jit_step import JitStep
 from tests.oracle import __main__ as command
@@ -34,12 +34,13 @@ from tests.oracle.experiments import (
     RandomExperiment,
     Router,
     Rule,
+    StateSpace,
 )
 
 FOLDER = Path(generator.__file__).parent
-REFERENCE = ("experiments", "optimizers", "batches", "parameters", "delta64", "mlp64", "model64", "training64")
-# In this order: linear attention, mixtures on two shards of experts, and adapters on 8-bit weights; one layer with
-# offloaded gradients; an update in the backward pass.
+REFERENCE = ("experiments", "optimizers", "batches", "parameters", "delta64", "ssm64", "mlp64", "model64", "training64")
+# In this order: linear attention, mixtures on two shards of experts, and adapters on 8-bit weights; one state-space
+# layer with offloaded gradients; an update in the backward pass.
 QUICK = (1, 28, 53)
 SLOW = tuple(seed for seed in range(10) if seed not in QUICK)
 
@@ -115,6 +116,10 @@ def test_sampling_is_seeded_and_covers_all_options():
     assert {one.conv_width for one in linear} == {1, 2, 3, 4}
     assert {one.heads // one.key_heads for one in linear} == {1, 2, 3}
     assert {one.chunk for one in linear} == {1, 2, 3, 5, 64}
+    spaces = [one for one in attentions if isinstance(one, StateSpace)]
+    assert {one.groups for one in spaces} == {1, 2, 4}
+    assert {one.conv_bias for one in spaces} == {True, False}
+    assert {one.max_step for one in spaces} == {None, 1.0}
     softmax = [one for one in attentions if isinstance(one, Attention)]
     assert sum(one.output_gate for one in softmax) >= 10
     assert {one.rotary_dim for one in softmax} == {None, 2, 4, 6}
@@ -133,6 +138,7 @@ def test_sampling_is_seeded_and_covers_all_options():
         lambda one: any(isinstance(layer.mlp, Mixture) and layer.mlp.shared_gate for layer in one.model.layers),
         lambda one: one.model.lora is not None,
         lambda one: one.model.shared,
+        lambda one: one.model.logit_divisor and any(layer.branch_scale for layer in one.model.layers),
         lambda one: one.data.empty,
         lambda one: one.data.poisoned is not None,
         lambda one: one.learner.scope == "model",
@@ -256,10 +262,10 @@ def without_documents(
 
 
 def without_borders(
-    x: jax.Array, earlier: jax.Array, taps: jax.Array, segments: Any, original=gated_delta_net.convolve
+    x: jax.Array, earlier: jax.Array, taps: jax.Array, segments: Any, bias: Any, original=linear_attention.convolve
 ) -> jax.Array:
     """Apply the convolution across the borders of documents."""
-    return original(x, earlier, taps, None)
+    return original(x, earlier, taps, None, bias)
 
 
 def with_slower_decay(
@@ -276,7 +282,7 @@ def test_bugs_of_linear_attention_are_detected(broken: str, monkeypatch: pytest.
     if broken == "state":
         monkeypatch.setattr(gated_delta_rule, "_run_blocks", without_documents)
     if broken == "convolution":
-        monkeypatch.setattr(gated_delta_net, "convolve", without_borders)
+        monkeypatch.setattr(linear_attention, "convolve", without_borders)
     if broken == "unit":
         monkeypatch.setattr(gated_delta_net, "_UNIT_EPS", 1e-3)
     if broken == "decay":
@@ -284,6 +290,42 @@ def test_bugs_of_linear_attention_are_detected(broken: str, monkeypatch: pytest.
     with compare.enable_exact_numerics():
         expected_result = training64.train(drawn)
         found = subject.train(drawn, [subject.build_program(drawn, drawn.phases[0])])
+    largest = max(compare.differences(drawn, found, expected_result).values())
+    assert largest <= 1.0 if broken == "nothing" else largest > 100.0, largest
+
+
+def with_state_space(**changes: Any) -> RandomExperiment:
+    """Return PLAIN with a state-space layer, and factors on branches and logits."""
+    attention = StateSpace(heads=4, groups=2, state_dim=4, head_dim=3, chunk=3, min_step=0.3, max_step=1.0)
+    layer = replace(PLAIN.model.layers[0], branch_scale=0.7)
+    layers = (replace(layer, attention=replace(attention, **changes)), layer)
+    return replace(PLAIN, model=replace(PLAIN.model, layers=layers, logit_divisor=0.6))
+
+
+_NORMALIZE = mamba2.GatedRMSNorm.normalize
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("broken", ["nothing", "state", "convolution", "groups", "max_step", "branch_scale", "logits"])
+def test_bugs_of_state_spaces_are_detected(broken: str, monkeypatch: pytest.MonkeyPatch):
+    drawn = given = with_state_space()
+    if broken == "state":
+        monkeypatch.setattr(gated_delta_rule, "_run_blocks", without_documents)
+    if broken == "convolution":
+        monkeypatch.setattr(linear_attention, "convolve", without_borders)
+    if broken == "groups":
+        norm = mamba2.GatedRMSNorm(dim=12, num_groups=1, eps=1e-5)
+        monkeypatch.setattr(mamba2.GatedRMSNorm, "normalize", lambda self, *arrays: _NORMALIZE(norm, *arrays))
+    if broken == "max_step":
+        given = with_state_space(max_step=1.1)
+    if broken == "branch_scale":
+        layers = tuple(replace(layer, branch_scale=0.701) for layer in drawn.model.layers)
+        given = replace(drawn, model=replace(drawn.model, layers=layers))
+    if broken == "logits":
+        given = replace(drawn, model=replace(drawn.model, logit_divisor=0.601))
+    with compare.enable_exact_numerics():
+        expected_result = training64.train(drawn)
+        found = subject.train(given, [subject.build_program(given, given.phases[0])])
     largest = max(compare.differences(drawn, found, expected_result).values())
     assert largest <= 1.0 if broken == "nothing" else largest > 100.0, largest
 

@@ -15,8 +15,9 @@ import argparse
 import sys
 
 from plimsoll import configs
-from plimsoll.framework.config import Config
+from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.devices.accelerators import spec_for
+from plimsoll.framework.layers.mamba2 import Mamba2
 from plimsoll.framework.plan import targets
 from plimsoll.framework.plan.step_time import TpuRates, count
 from plimsoll.framework.terminal.tables import TableSection, render
@@ -50,6 +51,13 @@ def linear() -> Config:
     return _build_config(0)
 
 
+def state_space() -> Config:
+    """Layers of Mamba-2: 48 heads of 128 channels and 128 states, which share B and C."""
+    config = linear()
+    config.model.stack.pattern[0].attention = config_for(Mamba2, num_heads=48, head_dim=128)
+    return config
+
+
 def attention() -> Config:
     """Layers of gated attention: 24 heads of 256 channels, 4 heads of keys and values."""
     return _build_config(3)
@@ -62,7 +70,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("target", help="machine to compile for, such as v5e-1 or h100")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096], help="tokens of the sequence")
     parser.add_argument("--depths", type=int, nargs="+", default=[4], help="number of layers")
-    parser.add_argument("--kinds", nargs="+", choices=["linear", "attention"], default=["linear", "attention"])
+    kinds = ["linear", "state_space", "attention"]
+    parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
     args = parser.parse_args(argv)
     is_tpu = targets.resolve(args.target).spec.platform == "tpu"
     rows = [("layers", "tokens", "peak GiB", "ms a step" if is_tpu else "")]

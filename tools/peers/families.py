@@ -395,6 +395,51 @@ _MIXED = (
 )
 FAMILIES |= {family.name: family for family in _MIXED}
 
+# Sizes and head counts differ. The second of the three layers attends.
+_GRANITE: dict[str, Any] = {
+    "model_type": "granitemoehybrid",
+    "num_hidden_layers": 3,
+    "intermediate_size": 12,
+    "shared_intermediate_size": 20,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.25,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 10,
+    "mamba_d_conv": 3,
+    "mamba_expand": 2,
+    # A small eps would amplify the rounding errors of outputs that are close to zero.
+    "rms_norm_eps": 0.1,
+    "pad_token_id": None,
+}
+_STATE_SPACE = (
+    _llama(
+        "granite-hybrid",
+        "GraniteMoeHybridForCausalLM",
+        position_embedding_type="nope",
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        logits_scaling=0.6,
+        mamba_n_groups=1,
+        tie_word_embeddings=True,
+        **_GRANITE,
+    ),
+    _llama(
+        "granite-hybrid-dense",
+        "GraniteMoeHybridForCausalLM",
+        position_embedding_type="rope",
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        logits_scaling=1.5,
+        mamba_n_groups=4,
+        attention_bias=True,
+        **_GRANITE,
+    ),
+)
+FAMILIES |= {family.name: family for family in _STATE_SPACE}
+
 _LONG_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
 # Rotary tables are compared at the shapes of published models: {name: (head_dim, theta, rope_scaling)}.
 ROTARY: dict[str, tuple[int, float, dict[str, Any] | None]] = {

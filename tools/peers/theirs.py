@@ -127,6 +127,8 @@ def to_published_names(model_type: str, tensors: Tensors) -> Tensors:
     if model_type == "gpt_oss":
         # Its files keep them in one tensor, too.
         return tensors
+    if model_type == "granitemoehybrid":
+        return {_to_granite_name(name): tensor for name, tensor in tensors.items()}
     is_mixtral = model_type == "mixtral"
     projections = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     renamed = {}
@@ -143,6 +145,13 @@ def to_published_names(model_type: str, tensors: Tensors) -> Tensors:
             for projection, part in zip(names, parts, strict=True):
                 renamed[f"{prefix}.experts.{expert}.{projection}.weight"] = part
     return renamed
+
+
+def _to_granite_name(name: str) -> str:
+    """Return the name in Granite's files, which keep the experts of a layer in one tensor, too."""
+    name = name.replace(".experts.gate_up_proj", ".input_linear.weight")
+    name = name.replace(".experts.down_proj", ".output_linear.weight")
+    return name.replace(".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight")
 
 
 def _compute_packed_logits(model: Model, inputs: Inputs) -> np.ndarray:

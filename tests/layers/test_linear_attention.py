@@ -1,4 +1,4 @@
-"""The layer of linear attention: its formulas in float64, documents, the cache, meshes, schedules and generation."""
+"""Layers of linear attention: their formulas in float64, documents, the cache, meshes, schedules and generation."""
 
 import dataclasses
 import itertools
@@ -14,26 +14,35 @@ from plimsoll.framework.inference.generation import Generator
 from plimsoll.framework.inference.sampling import Sampling
 from plimsoll.framework.layers.base import Context
 from plimsoll.framework.layers.gated_delta_net import GatedDeltaNet
+from plimsoll.framework.layers.linear_attention import LinearAttention
 from plimsoll.framework.layers.lora import LoRA
+from plimsoll.framework.layers.mamba2 import Mamba2
 from plimsoll.framework.layout import flatten, initialize
 from tests.support import exact, small
 
 D, K, N, H, V, W = 16, 2, 4, 6, 5, 4
 
 
-def delta_net() -> Config:
-    """Return linear attention with distinct widths. Weights are large, so that gates and decays vary."""
-    config = config_for(GatedDeltaNet, num_heads=N, num_key_heads=K, key_dim=H, value_dim=V, conv_width=W, chunk=16)
-    config.linear.init.stddev *= 10
-    return config
+DELTA_NET = config_for(GatedDeltaNet, num_heads=N, num_key_heads=K, key_dim=H, value_dim=V, conv_width=W, chunk=16)
+# Step sizes are between their bounds, and at each of them.
+MAMBA2 = config_for(
+    Mamba2, num_heads=N, num_groups=K, state_dim=H, head_dim=V, conv_width=W, chunk=16, min_step=0.02, max_step=0.3
+)
+SHARED_KEYS = MAMBA2.copy()
+SHARED_KEYS.num_groups = 1
+LAYERS = {"gated_delta_net": DELTA_NET, "mamba2": MAMBA2, "mamba2_one_group": SHARED_KEYS}
+for layer_config in LAYERS.values():
+    # Weights are large, so that gates, decays and step sizes vary.
+    layer_config.linear.init.stddev *= 10
+both_layers = pytest.mark.parametrize("kind", ["gated_delta_net", "mamba2"])
 
 
-def hybrid(dtype: str = "float32") -> Config:
+def hybrid(kind: str, dtype: str = "float32") -> Config:
     """Return a model of four layers, in which linear attention and attention alternate."""
     model = small.llama(stack__num_layers=4, param_dtype=dtype, compute_dtype=dtype)
     block = small.block(model)
     linear = block.copy()
-    linear.attention = delta_net()
+    linear.attention = LAYERS[kind].copy()
     model.stack.pattern = [linear, block]
     return model
 
@@ -42,7 +51,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1.0 / (1.0 + np.exp(-x))
 
 
-def compute_by_hand(w: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+def compute_delta_net(w: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
     """Compute the layer for one row x [S, D], token by token, as in transformers' Qwen3NextGatedDeltaNet."""
     convolved = {}
     for name in ("query", "key", "value"):
@@ -67,31 +76,62 @@ def compute_by_hand(w: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
     return np.stack(rows) @ w["output/weight"]
 
 
-def build(dtype: str) -> tuple[GatedDeltaNet, Any]:
-    layer = delta_net().instantiate(dim=D)
+def compute_mamba2(w: dict[str, np.ndarray], x: np.ndarray, groups: int) -> np.ndarray:
+    """Compute the layer for one row x [S, D], token by token, as in transformers' GraniteMoeHybridMambaLayer."""
+    convolved = {}
+    for name in ("query", "key", "value"):
+        inputs = np.pad(x @ w[f"{name}/weight"], ((W - 1, 0), (0, 0)))
+        sums = sum(inputs[tap : tap + len(x)] * w[f"{name}_conv"][tap] for tap in range(W)) + w[f"{name}_conv_bias"]
+        convolved[name] = sums * sigmoid(sums)
+    query, key = (np.repeat(convolved[name].reshape(-1, groups, H), N // groups, axis=1) for name in ("query", "key"))
+    value = convolved["value"].reshape(-1, N, V)
+    step = np.clip(np.log1p(np.exp(x @ w["step/weight"] + w["step_bias"])), 0.02, 0.3)
+    assert (step == 0.02).any()
+    assert (step == 0.3).any()
+    decay = np.exp(-np.exp(w["log_rate"]) * step)
+    gate = x @ w["gate/weight"]
+    state = np.zeros((N, H, V))
+    rows = []
+    for t in range(len(x)):
+        state = state * decay[t][:, None, None] + step[t][:, None, None] * key[t][..., None] * value[t][:, None]
+        y = np.einsum("nh,nhv->nv", query[t], state) + w["skip"][:, None] * value[t]
+        y = y.reshape(groups, -1) * (gate[t] * sigmoid(gate[t])).reshape(groups, -1)
+        y = y / np.sqrt(np.mean(y**2, axis=-1, keepdims=True) + 1e-5)
+        rows.append(y.reshape(-1) * w["norm/scale"])
+    return np.stack(rows) @ w["output/weight"]
+
+
+def build(kind: str, dtype: str) -> tuple[LinearAttention, Any]:
+    layer = LAYERS[kind].instantiate(dim=D)
     specs = jax.tree.map(lambda spec: dataclasses.replace(spec, dtype=dtype), layer.parameter_specs())
     return layer, initialize(specs, jax.random.key(0))
 
 
-def apply(layer: GatedDeltaNet, params: Any, x: jax.Array, cache: Any = None, **batch: Any) -> tuple[jax.Array, Any]:
+def apply(layer: LinearAttention, params: Any, x: jax.Array, cache: Any = None, **batch: Any) -> tuple[jax.Array, Any]:
     ctx = Context(batch, compute_dtype=x.dtype, cache=cache is not None)
     y, out = layer.apply(layer.prepare(params, ctx), x, ctx, cache or {})
     return y, out.layer_state
 
 
-def test_the_layer_is_its_formulas() -> None:
+@pytest.mark.parametrize("kind", LAYERS)
+def test_the_layer_is_its_formulas(kind: str) -> None:
     with jax.enable_x64(True):
-        layer, params = build("float64")
+        layer, params = build(kind, "float64")
         x = jax.random.normal(jax.random.key(1), (2, 37, D), "float64")
         y, cache = apply(layer, params, x)
         weights = {path: np.asarray(value) for path, value in flatten(params).items()}
         assert cache == {}
-        for row in range(2):
-            np.testing.assert_allclose(y[row], compute_by_hand(weights, np.asarray(x[row])), atol=1e-10)
+        for row, found in zip(np.asarray(x), y, strict=True):
+            if kind == "gated_delta_net":
+                expected = compute_delta_net(weights, row)
+            else:
+                expected = compute_mamba2(weights, row, LAYERS[kind].num_groups)
+            np.testing.assert_allclose(found, expected, atol=1e-10)
 
 
-def test_documents_of_a_row_do_not_see_each_other() -> None:
-    layer, params = build("float32")
+@both_layers
+def test_documents_of_a_row_do_not_see_each_other(kind: str) -> None:
+    layer, params = build(kind, "float32")
     x = jax.random.normal(jax.random.key(1), (1, 50, D))
     ends = [0, 2, 20, 33, 50]
     segments = np.repeat(np.arange(4), np.diff(ends))[None]
@@ -101,9 +141,10 @@ def test_documents_of_a_row_do_not_see_each_other() -> None:
         np.testing.assert_allclose(packed[:, start:end], alone, atol=2e-5)
 
 
-def test_cached_tokens_continue_the_row() -> None:
+@both_layers
+def test_cached_tokens_continue_the_row(kind: str) -> None:
     """A prompt, more tokens with padding on the right, and single tokens: fewer than the taps, too."""
-    layer, params = build("float32")
+    layer, params = build(kind, "float32")
     x = jax.random.normal(jax.random.key(1), (2, 40, D))
     expected, _ = apply(layer, params, x)
     ctx = Context({}, cache=True)
@@ -120,13 +161,14 @@ def test_cached_tokens_continue_the_row() -> None:
 
 
 @pytest.mark.pairs
+@pytest.mark.parametrize("kind", ["gated_delta_net", "mamba2_one_group"])
 @pytest.mark.parametrize(
     "mesh", [{"data": 2, "fsdp": 2, "model": 2}, {"fsdp": 4, "seq": 2}, {"fsdp": 8}], ids=["model", "seq", "fsdp"]
 )
-def test_eight_devices_equal_one(mesh: dict[str, int]) -> None:
+def test_eight_devices_equal_one(mesh: dict[str, int], kind: str) -> None:
     # Norms of small outputs amplify rounding errors, so float32 would hide others.
     with exact.enable_exact_numerics():
-        model = hybrid("float64")
+        model = hybrid(kind, "float64")
         alone = small.program(small.experiment(model, documents=True))
         state = alone.init()
         loss, grads = small.loss_and_grads(alone, state)
@@ -137,9 +179,21 @@ def test_eight_devices_equal_one(mesh: dict[str, int]) -> None:
     small.assert_close(spread_grads, grads, 1e-9)
 
 
-def test_axes_that_split_a_head_are_refused() -> None:
-    config = small.experiment(hybrid(), mesh={"fsdp": 2, "model": 2, "seq": 2})
-    with pytest.raises(ValueError, match=r"mesh.seq = 2 does not divide num_key_heads / mesh.model = 1"):
+@pytest.mark.parametrize(
+    ("kind", "mesh", "message"),
+    [
+        (
+            "gated_delta_net",
+            {"fsdp": 2, "model": 2, "seq": 2},
+            "mesh.seq = 2 does not divide num_key_heads / mesh.model = 1",
+        ),
+        ("mamba2", {"fsdp": 2, "model": 2, "seq": 2}, "mesh.seq = 2 does not divide num_groups / mesh.model = 1"),
+        ("mamba2_one_group", {"model": 2, "seq": 4}, "mesh.seq = 4 does not divide num_heads / mesh.model = 2"),
+    ],
+)
+def test_axes_that_split_a_head_are_refused(kind: str, mesh: dict[str, int], message: str) -> None:
+    config = small.experiment(hybrid(kind), mesh=mesh)
+    with pytest.raises(ValueError, match=message):
         small.program(config)
 
 
@@ -148,6 +202,7 @@ HOSTED = {"update": "streamed", "optimizer_state": "pinned_host", "gradients": "
 
 
 @pytest.mark.pairs
+@both_layers
 @pytest.mark.parametrize(
     "memory",
     [
@@ -159,11 +214,11 @@ HOSTED = {"update": "streamed", "optimizer_state": "pinned_host", "gradients": "
     ],
     ids=["streamed", "in_backward", "layer_programs", "after_backward", "speculative"],
 )
-def test_schedules_equal_the_plain_one(memory: dict[str, str]) -> None:
+def test_schedules_equal_the_plain_one(memory: dict[str, str], kind: str) -> None:
     states = []
     with exact.enable_exact_numerics():
         for settings in ({}, memory):
-            config = small.experiment(hybrid("float64"), memory=settings, clip=None, documents=True, seq_len=24)
+            config = small.experiment(hybrid(kind, "float64"), memory=settings, clip=None, documents=True, seq_len=24)
             program = small.program(config)
             state, _ = small.run(program, 3)
             states.append(small.arrays(program.backend.to_checkpoint(program.complete_update(state))))
@@ -171,24 +226,26 @@ def test_schedules_equal_the_plain_one(memory: dict[str, str]) -> None:
 
 
 @pytest.mark.pairs
-def test_adapters_on_all_projections_train() -> None:
+@pytest.mark.parametrize(("kind", "rates"), [("gated_delta_net", {"beta", "decay"}), ("mamba2", {"step"})])
+def test_adapters_on_all_projections_train(kind: str, rates: set[str]) -> None:
     """Every projection has an adapter, and the first loss is that of the model without them."""
-    model = hybrid()
+    model = hybrid(kind)
     plain = small.program(small.experiment(model.copy()))
     _, expected = small.run(plain, 1)
     model.lora = config_for(LoRA, rank=2, alpha=4.0)
     program = small.program(small.experiment(model))
     state, metrics = small.run(program, 3)
     adapted = {path.split("/")[3] for path in flatten(state.parameter) if path.startswith("stack/block0/attention")}
-    assert adapted == {"query", "key", "value", "gate", "beta", "decay", "output"}
+    assert adapted == {"query", "key", "value", "gate", "output", *rates}
     assert metrics[0]["loss"] == pytest.approx(expected[0]["loss"], rel=1e-5)
     assert metrics[2]["loss"] != metrics[0]["loss"]
 
 
 @pytest.mark.pairs
-def test_generation_equals_reading_everything_again() -> None:
+@both_layers
+def test_generation_equals_reading_everything_again(kind: str) -> None:
     """Prompts of different lengths, whose padding leaves no trace in the state."""
-    program = small.program(small.experiment(hybrid(), seq_len=32))
+    program = small.program(small.experiment(hybrid(kind), seq_len=32))
     state = program.init()
     prompts = [[1, 2, 3, 4, 5, 6, 7], [9], [5, 5]]
     generator = Generator(program, state)
@@ -202,8 +259,9 @@ def test_generation_equals_reading_everything_again() -> None:
 
 
 @pytest.mark.pairs
-def test_a_kept_state_is_continued_only_by_what_follows_it() -> None:
-    program = small.program(small.experiment(hybrid(), seq_len=32))
+@both_layers
+def test_a_kept_state_is_continued_only_by_what_follows_it(kind: str) -> None:
+    program = small.program(small.experiment(hybrid(kind), seq_len=32))
     state = program.init()
     sampling = Sampling(max_new_tokens=4, temperature=0.0)
 
