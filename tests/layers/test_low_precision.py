@@ -106,9 +106,7 @@ def test_products_equal_the_formulas(name: str):
         g8, g_scale = round_by_formula(grad, recipe.backward, None)
         x_grad = (g8 @ w8.T) * g_scale * w_scale
         weight_grad = np.einsum("bsi,bso->io", x8, g8) * (g_scale * x_scale).reshape(())
-    y, pull = jax.vjp(
-        lambda x, weight: multiply(x, weight, None, recipe, "cpu"), jnp.asarray(x), jnp.asarray(weight)
-    )
+    y, pull = jax.vjp(lambda x, weight: multiply(x, weight, None, recipe, "cpu"), jnp.asarray(x), jnp.asarray(weight))
     found = (y, *pull(jnp.asarray(grad)))
     for one, expected in zip(found, ((x8 @ w8) * x_scale * w_scale[0], x_grad, weight_grad), strict=True):
         # A scale that is off by a rounding error of float32 may move a number across a boundary.
