@@ -28,6 +28,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
@@ -178,7 +179,9 @@ def _round_weight(weight: jax.Array, recipe: Recipe) -> Rounded:
 
 
 def _round_input(x: jax.Array, recipe: Recipe) -> Rounded:
-    return round_to(x, recipe.forward, (x.ndim - 1,) if recipe.by_row else None)
+    rounded = round_to(x, recipe.forward, (x.ndim - 1,) if recipe.by_row else None)
+    # `memory.remat = none` saves what has a name, but recomputes conversions from their operands, here in float32.
+    return Rounded(checkpoint_name(rounded.values, "rounded"), rounded.scale)
 
 
 def _plain(x: jax.Array, weight: jax.Array, key: jax.Array | None, options: _Options) -> jax.Array:
