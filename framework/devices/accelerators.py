@@ -49,6 +49,8 @@ class AcceleratorSpec:
         peak_f16_flops: FLOP/s of dense float16 matrix products, if they differ from bfloat16 ones.
         peak_tf32_flops: FLOP/s of float32 matrix products in tensor cores.
         peak_f32_flops: FLOP/s of float32 outside of tensor cores.
+        peak_fp8_flops: FLOP/s of products of 8-bit floats with dense operands. None for GPUs, see `peak_flops`.
+        peak_int8_flops: the same for 8-bit integers.
         flops_per_cycle: FLOPs of a TPU's bfloat16 products per cycle of its compiler's cost model.
         hbm_bytes_per_second: bandwidth to and from device memory, together.
         ici_bytes_per_second: bandwidth from other chips of a slice, one way, over all links. For GPUs: NVLink that
@@ -82,6 +84,8 @@ class AcceleratorSpec:
     peak_f16_flops: float | None = None
     peak_tf32_flops: float | None = None
     peak_f32_flops: float | None = None
+    peak_fp8_flops: float | None = None
+    peak_int8_flops: float | None = None
     flops_per_cycle: int | None = None
     hbm_bytes_per_second: float | None = None
     ici_bytes_per_second: float | None = None
@@ -104,6 +108,8 @@ class AcceleratorSpec:
     def peak_flops(self, dtype: str = "bfloat16") -> float | None:
         """Return the peak FLOP/s of a matrix product of `dtype` at XLA's default precision; None if unknown.
 
+        8-bit numbers are called "fp8" and "int8"; None also means that the tensor cores or matrix units have none.
+
         By default XLA computes a float32 product in bfloat16 passes on TPU, and in TF32 on A100 and later, so that is
         the reference rate for MFU (docs.jax.dev/en/latest/201/precision.html). Older GPUs have no TF32.
         """
@@ -116,6 +122,15 @@ class AcceleratorSpec:
                 return self.peak_bf16_flops
             has_tf32 = self.compute_capability is not None and float(self.compute_capability) >= 8.0
             return self.peak_tf32_flops if has_tf32 else self.peak_f32_flops
+        if dtype in ("fp8", "int8"):
+            published = self.peak_fp8_flops if dtype == "fp8" else self.peak_int8_flops
+            if published is not None or self.peak_bf16_flops is None or self.compute_capability is None:
+                return published
+            # In NVIDIA's data sheets, tensor cores that have these numbers compute twice as many products of them as
+            # of bfloat16: int8 from A100 on, 8-bit floats from Ada on.
+            first_capability = 8.9 if dtype == "fp8" else 8.0
+            if float(self.compute_capability) >= first_capability:
+                return 2 * self.peak_bf16_flops
         return None
 
 

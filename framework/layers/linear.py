@@ -8,7 +8,8 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from plimsoll.framework.config import Config, PositiveInt, component, config_for
 from plimsoll.framework.layers.base import Context, Layer, add_shared
 from plimsoll.framework.layers.custom_gradients import dense_cotangent
-from plimsoll.framework.layout import MeshAxes, ParameterSpec
+from plimsoll.framework.layers.low_precision import Recipe, multiply
+from plimsoll.framework.layout import MeshAxes, ParameterSpec, fold_in_name
 
 
 @component
@@ -46,6 +47,9 @@ class Linear(Layer):
         self.num_heads = num_heads
         self._init = init.instantiate()
         self._scale = init_scale
+        # Set by `model.precision`: the recipe of the product, and the path that names the noise of its rounding.
+        self.recipe: Recipe | None = None
+        self.path = ""
 
     def param_specs(self) -> dict[str, ParameterSpec]:
         """Return the specs of weight [inputs, outputs] and bias [outputs]."""
@@ -68,7 +72,13 @@ class Linear(Layer):
 
     def __call__(self, weights: dict[str, jax.Array], x: jax.Array, ctx: Context) -> jax.Array:
         """Map x [..., inputs] to [..., outputs], in x's dtype."""
-        y = project(x, weights["weight"], ctx)
+        if self.recipe is None:
+            y = project(x, weights["weight"], ctx)
+        else:
+            key = None
+            if self.recipe.stochastic and ctx.rng is not None:
+                key = fold_in_name(ctx.rng, self.path)
+            y = multiply(x, weights["weight"], key, self.recipe, ctx.platform)
         return add_shared(y, weights["bias"]) if self.bias else y
 
     def flops_per_token(self, seq_len: int) -> float:

@@ -96,7 +96,12 @@ class LoRA:
         # Replaced only now, because this changes the children that `_find_sites` walks over.
         for site in linears:
             if site.path in stored_paths:
-                linear = getattr(site.parent, site.attribute)
+                linear: Linear = getattr(site.parent, site.attribute)
+                if linear.recipe is not None and self.storage is not None:
+                    raise ValueError(
+                        f"model.precision has a rule for {site.path}, whose weight is stored as {self.storage} "
+                        "(lora.base) and dequantized for its product; expected another lora.base, or no such rule"
+                    )
                 setattr(site.parent, site.attribute, LoRALinear(linear, self, site.path, site.path in target_paths))
         for site in experts:
             if site.path in stored_paths:

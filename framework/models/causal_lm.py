@@ -20,6 +20,8 @@ from plimsoll.framework.config import Config, DType, PositiveInt, component, con
 from plimsoll.framework.layers.base import Context, Out
 from plimsoll.framework.layers.embedding import Embedding
 from plimsoll.framework.layers.head import LMHead
+from plimsoll.framework.layers.low_precision import RecipeName
+from plimsoll.framework.layers.precision_rules import apply_precision_rules
 from plimsoll.framework.layers.rotary import Rotary
 from plimsoll.framework.layers.score_head import ScoreHead
 from plimsoll.framework.layers.stack import Stack
@@ -41,6 +43,9 @@ class CausalLM(Chain):
         stack: config of the stack of all other layers.
         head: config of the last stage, an LMHead or a ScoreHead.
         lora: config of the adapters, which freeze everything else except a score head; none by default.
+        precision: recipes of 8-bit matrix products, {a regex, searched in the paths of layers such as
+            "stack/block0/mlp/up": fp8_tensor, fp8_row or int8_row}; the first one that matches decides. Other layers
+            use compute_dtype. See `framework.layers.low_precision`.
         param_dtype: dtype of the parameters that the forward pass reads.
         compute_dtype: dtype of weights and activations inside layers.
     """
@@ -55,6 +60,7 @@ class CausalLM(Chain):
         stack: Config = config_for(Stack),
         head: Config = config_for(LMHead),
         lora: Config | None = None,
+        precision: dict[str, RecipeName] = {},  # noqa: B006  (a config's default is copied)
         param_dtype: DType = "float32",
         compute_dtype: DType = "float32",
     ):
@@ -80,11 +86,12 @@ class CausalLM(Chain):
         self.stages = {"embed": self.embed, **self._stacks, "head": self.head}
         # By path. These are collected before the adapters replace layers: published weights have no adapters.
         self.base_specs: dict[str, ParameterSpec] = flatten(self._specs())
+        # A stack has no children; its layers are those of its pattern.
+        layers = {**self.stages, **{name: stack.pattern for name, stack in self._stacks.items()}}
+        apply_precision_rules(precision, layers)
         self.lora = None if lora is None else lora.instantiate()
         if self.lora is not None:
-            # A stack has no children; its layers are those of its pattern.
-            patterns = {name: stack.pattern for name, stack in self._stacks.items()}
-            self.lora.wrap({**self.stages, **patterns})
+            self.lora.wrap(layers)
         self.ties = {"head/table": "embed/token"} if self.head.tied else {}
 
     @property

@@ -11,7 +11,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import jax.numpy as jnp
@@ -118,8 +118,7 @@ def estimate(
     for group, size in max(backward, update, key=Counter.total).items():
         breakdown[group] += size
     step_flops = _flops(experiment, sizes, backward_pass.traced)
-    device_flops = step_flops.flops / math.prod(sizes.values())
-    work = count_work(experiment, sizes, running_layout, backward_pass.traced, device_flops, offloaded_activations)
+    work = count_work(experiment, sizes, running_layout, backward_pass.traced, step_flops, offloaded_activations)
     batch_transform = experiment.batch_transform
     passes = ForwardCost() if batch_transform is None else batch_transform.passes(experiment, mesh)
     host_breakdown["other"] += passes.offloaded_bytes
@@ -175,15 +174,15 @@ def _flops(experiment: Experiment, sizes: dict[str, int], traced: ClosedJaxpr) -
     """
     learner = experiment.learner
     data = experiment.data
-    microbatch = flops(traced)
     num_devices = math.prod(sizes.values())
-    total = microbatch.flops * num_devices * learner.accumulate
+    step = flops(traced).scale(num_devices * learner.accumulate)
+    total = step.flops
     if learner.clip is not None and learner.clip_mode == "two_pass" and experiment.memory.traits.updates_in_backward:
         # The first update needs the norm of all gradients, but each gradient is freed after its update, so the passes
         # run twice.
         tokens = data.global_batch_size * data.seq_len
         total += total - round(experiment.model.forward_flops_per_token(data.seq_len) * tokens)
-    return FlopCount(total, microbatch.uncounted_loops)
+    return replace(step, flops=total)
 
 
 # --- the backward pass and the update --------------------------------------------------------------------------------

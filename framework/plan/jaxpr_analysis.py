@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,10 +24,17 @@ class FlopCount:
         flops: number of floating-point operations.
         uncounted_loops: number of loops around matrix products whose trip count depends on data; each is counted as one
             iteration.
+        fp8, int8: the part of `flops` in products of 8-bit floats, and of 8-bit integers.
     """
 
     flops: int = 0
     uncounted_loops: int = 0
+    fp8: int = 0
+    int8: int = 0
+
+    def scale(self, factor: int) -> FlopCount:
+        """Return the count of `factor` runs."""
+        return replace(self, flops=factor * self.flops, fp8=factor * self.fp8, int8=factor * self.int8)
 
 
 def flops(jaxpr: ClosedJaxpr | Jaxpr) -> FlopCount:
@@ -55,12 +62,15 @@ def sum_flops(calls: Iterable[ClosedJaxpr]) -> FlopCount:
 
 
 def _sum(counts: Iterable[FlopCount]) -> FlopCount:
-    total_flops = 0
-    uncounted_loops = 0
+    total = FlopCount()
     for count in counts:
-        total_flops += count.flops
-        uncounted_loops += count.uncounted_loops
-    return FlopCount(total_flops, uncounted_loops)
+        total = FlopCount(
+            total.flops + count.flops,
+            total.uncounted_loops + count.uncounted_loops,
+            total.fp8 + count.fp8,
+            total.int8 + count.int8,
+        )
+    return total
 
 
 # Attention in products of B N S T H multiply-adds. Forward: q k and w v; backward: q k again, dv, dw, dq, dk. Products
@@ -82,7 +92,13 @@ def _count_flops(eqn: JaxprEqn) -> FlopCount:
     if name == "dot_general":
         (contracted_axes, _), _ = params["dimension_numbers"]
         contracted_size = math.prod(shapes[0][axis] for axis in contracted_axes)
-        return FlopCount(2 * math.prod(shapes[-1]) * contracted_size)
+        num_flops = 2 * math.prod(shapes[-1]) * contracted_size
+        dtype = getattr(eqn.invars[0].aval, "dtype", jnp.dtype("float32"))
+        is_8_bit = dtype.itemsize == 1
+        is_float = jnp.issubdtype(dtype, jnp.floating)
+        return FlopCount(
+            num_flops, fp8=num_flops * (is_8_bit and is_float), int8=num_flops * (is_8_bit and not is_float)
+        )
     if name == "conv_general_dilated":
         # The sum runs over all kernel dimensions except the output channels.
         _, *summed_axes = params["dimension_numbers"].rhs_spec
@@ -138,14 +154,14 @@ def _flops_inside(name: str, params: dict[str, Any]) -> FlopCount:
     grid = params["grid_mapping"].grid if name == "pallas_call" else ()
     # A kernel's grid may depend on data too; its sizes are then not integers.
     if name == "while" or not all(isinstance(size, int) for size in grid):
-        return FlopCount(total.flops, total.uncounted_loops + (total.flops > 0))
+        return replace(total, uncounted_loops=total.uncounted_loops + (total.flops > 0))
     runs = math.prod(grid)
     if name == "scan":
         runs *= params["length"]
     if name == "shard_map":
         # The body is the program of one device.
         runs *= math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
-    return FlopCount(total.flops * runs, total.uncounted_loops)
+    return total.scale(runs)
 
 
 def inner_jaxprs(params: dict[str, Any]) -> list[Jaxpr]:

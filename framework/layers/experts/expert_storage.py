@@ -154,12 +154,13 @@ def dense_experts(dense: Dense, weights: Nested, x: jax.Array, num_elements: int
         return dense(weights)
     while num_experts % group:
         group -= 1
+
     def convert(start: jax.Array, weight_EIO: jax.Array) -> jax.Array:
         part = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start * group, group), weights)
         return jax.lax.dynamic_update_slice_in_dim(weight_EIO, dense(part), start * group, axis=0)
 
-    # Always 0, which the compiler does not know. XLA for GPU computes constants, such as the initial result of a loop, at
-    # the start of a program: the dense weights of all of its layers would take memory at once.
+    # Always 0, which the compiler does not know. XLA computes constants, such as the initial result of a loop, at the
+    # start of a program: the dense weights of all of its layers would take memory at once.
     zero = (x[(0,) * x.ndim] > jnp.inf).astype(one.dtype)
     initial = jnp.broadcast_to(zero, (num_experts, *one.shape))
     return jax.lax.fori_loop(0, num_experts // group, convert, initial)

@@ -20,6 +20,8 @@ from plimsoll.framework.plan.hlo.module import Module
 
 PRODUCTS = ("convolution", "dot")
 _FLOATS = ("bf16", "f16", "f32")
+# 8-bit numbers in the text of a program, and what `AcceleratorSpec.peak_flops` calls them.
+EIGHT_BIT = {"f8e4m3fn": "fp8", "f8e5m2": "fp8", "s8": "int8"}
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 
@@ -49,6 +51,14 @@ class Flops:
             float_shapes = [array.dims for kind in types for array in arrays(kind) if array.dtype in _FLOATS]
             return count_grouped_flops(instruction.op_name, float_shapes)
         return 0
+
+    def operand_dtype(self, instruction: Instruction) -> str:
+        """Return the dtype of the operands of the largest matrix product in an instruction; "" if there is none."""
+        product = self.product(instruction)
+        if product is None:
+            return ""
+        operand = self._module.instructions[product.operands[0]]
+        return arrays(operand.type)[0].dtype
 
     def product(self, instruction: Instruction) -> Instruction | None:
         """Return the largest matrix product in a fusion; None if there is none.

@@ -13,7 +13,7 @@ from plimsoll.framework.devices.accelerators import AcceleratorSpec
 from plimsoll.framework.layers.base import batch_shards
 from plimsoll.framework.layout import GROUPS, StateLayout
 from plimsoll.framework.models.causal_lm import CausalLM
-from plimsoll.framework.plan.jaxpr_analysis import LOCAL_ATTENTION, LOCAL_GROUPED_PRODUCT, inner_jaxprs
+from plimsoll.framework.plan.jaxpr_analysis import LOCAL_ATTENTION, LOCAL_GROUPED_PRODUCT, FlopCount, inner_jaxprs
 from plimsoll.framework.plan.step_time.device_rates import load_rates
 from plimsoll.framework.plan.step_time.layer_transfers import ProgramTransfers, count_layer_transfers
 from plimsoll.framework.plan.step_time.time_breakdown import StepTime
@@ -72,6 +72,7 @@ class StepWork:
 
     Attributes:
         flops: FLOPs of matrix products.
+        fp8_flops, int8_flops: the part of `flops` in products of 8-bit floats, and of 8-bit integers.
         product_bytes: bytes of the operands and results of matrix products.
         update_bytes: bytes that the update reads and writes in device memory.
         received_bytes: bytes received from other devices.
@@ -95,6 +96,8 @@ class StepWork:
     exposed_host_bytes: float = 0.0
     loop_bytes: float = 0.0
     exposed_received_bytes: float = 0.0
+    fp8_flops: float = 0.0
+    int8_flops: float = 0.0
 
     @property
     def link_bytes(self) -> float:
@@ -108,7 +111,7 @@ def count_work(
     sizes: dict[str, int],
     layout: StateLayout,
     traced: ClosedJaxpr,
-    device_flops: float,
+    step_flops: FlopCount,
     offloaded_activations: int,
 ) -> StepWork:
     """Return the work of one device in a step.
@@ -118,12 +121,14 @@ def count_work(
         sizes: {mesh axis: size}.
         layout: layout of the state during training.
         traced: traced gradients of one microbatch on one device.
-        device_flops: FLOPs of a step on one device.
+        step_flops: FLOPs of a step on all devices.
         offloaded_activations: bytes of one microbatch's offloaded activations, per device.
     """
     memory = experiment.memory
     traits = memory.traits
     accumulate = experiment.learner.accumulate
+    num_devices = math.prod(sizes.values())
+    device_flops = step_flops.flops / num_devices
     microbatch = count_traced_work(traced)
     parameter_bytes = layout.bytes_per_device("parameter")
     received = accumulate * microbatch.received_bytes
@@ -139,7 +144,6 @@ def count_work(
     loop_bytes = 0.0
     layer_transfers: tuple[ProgramTransfers, ...] = ()
     if traits.is_many_programs:
-        num_devices = math.prod(sizes.values())
         layer_transfers = count_layer_transfers(experiment, layout, num_devices, device_flops, offloaded_activations)
     else:
         # The update fetches offloaded state, and weights too unless it is part of the backward pass. It writes back no
@@ -178,7 +182,7 @@ def count_work(
         product_bytes=accumulate * microbatch.product_bytes,
         # The update reads and writes state and weights, and gradients, which have the size of the weights.
         update_bytes=2.0 * (device_bytes + parameter_bytes + layout.bytes_per_device(memory_kind="pinned_host")),
-        received_bytes=received if math.prod(sizes.values()) > 1 else 0,
+        received_bytes=received if num_devices > 1 else 0,
         host_bytes=float(host_bytes),
         hideable_share=hideable_share,
         min_exposed_share=min_exposed_share,
@@ -186,6 +190,8 @@ def count_work(
         exposed_host_bytes=exposed_host_bytes,
         loop_bytes=loop_bytes,
         exposed_received_bytes=accumulate * _expert_bytes(layout, sizes),
+        fp8_flops=step_flops.fp8 / num_devices,
+        int8_flops=step_flops.int8 / num_devices,
     )
 
 
@@ -275,7 +281,7 @@ def estimate_time(work: StepWork, spec: AcceleratorSpec, num_devices: int, dtype
         if spec.peak_bf16_flops is None or spec.hbm_bytes_per_second is None:
             return None
         reached = _PRODUCT_EFFICIENCY.get(spec.name, _DEFAULT_PRODUCT_EFFICIENCY)
-        products = work.flops / (reached * spec.peak_bf16_flops)
+        products = _weigh_flops(work, spec) / (reached * spec.peak_bf16_flops)
         memory_rate = spec.hbm_bytes_per_second
         links = spec.ici_bytes_per_second
         host_link = None if spec.pcie_bytes_per_second is None else PCIE_EFFICIENCY * spec.pcie_bytes_per_second
@@ -286,7 +292,7 @@ def estimate_time(work: StepWork, spec: AcceleratorSpec, num_devices: int, dtype
             return None
         is_half = dtype in ("bfloat16", "float16") and spec.platform == "gpu"
         largest = 1e12
-        products = work.flops / rates.curve("product bf16" if is_half else "product f32").rate(largest)
+        products = _weigh_flops(work, spec) / rates.curve("product bf16" if is_half else "product f32").rate(largest)
         memory_rate = rates.curve("memory").rate(largest)
         links = rates.links
         host_link = rates.host_link
@@ -324,6 +330,15 @@ def estimate_time(work: StepWork, spec: AcceleratorSpec, num_devices: int, dtype
         python=0.0,
         basis=_BASIS,
     )
+
+
+def _weigh_flops(work: StepWork, spec: AcceleratorSpec) -> float:
+    """Return the FLOPs of bfloat16 products that take as long as the products of a step, by the published peaks."""
+    weighed = work.flops
+    for num_flops, peak in ((work.fp8_flops, spec.peak_flops("fp8")), (work.int8_flops, spec.peak_flops("int8"))):
+        if peak is not None and spec.peak_bf16_flops is not None:
+            weighed -= num_flops * (1 - spec.peak_bf16_flops / peak)
+    return weighed
 
 
 @dataclass(frozen=True)

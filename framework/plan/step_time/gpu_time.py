@@ -19,7 +19,7 @@ from typing import Literal
 from plimsoll.framework.devices.accelerators import AcceleratorSpec
 from plimsoll.framework.plan.hlo.arrays import arrays
 from plimsoll.framework.plan.hlo.computations import Instruction, SourceLine
-from plimsoll.framework.plan.hlo.flops import Flops
+from plimsoll.framework.plan.hlo.flops import EIGHT_BIT, Flops
 from plimsoll.framework.plan.hlo.memory_traffic import Traffic
 from plimsoll.framework.plan.hlo.module import Module, iter_executed
 from plimsoll.framework.plan.hlo.transfers import Collective, collectives
@@ -72,6 +72,8 @@ class GpuRates:
                 f"{spec.name}: expected a GPU with bandwidth and bfloat16 and TF32 peaks in framework/devices/"
             )
         flops = {"bf16": spec.peak_bf16_flops, "f16": spec.peak_bf16_flops, "f32": spec.peak_tf32_flops}
+        for dtype, name in EIGHT_BIT.items():
+            flops[dtype] = spec.peak_flops(name) or spec.peak_bf16_flops
         return GpuRates(spec.name, flops, spec.hbm_bytes_per_second, spec.ici_bytes_per_second or math.nan)
 
 
@@ -177,13 +179,18 @@ def gpu_time(module: Module, spec: AcceleratorSpec, rates: DeviceRates) -> Progr
             spans.append(AsyncCollective(collective.scheduled.name, collective.last.name, collective.bytes_received))
         else:
             received[collective.scheduled.name] = collective.bytes_received
-    for kernel in iter_kernels(module, GpuRates.look_up(spec)):
+    peaks = GpuRates.look_up(spec)
+    for kernel in iter_kernels(module, peaks):
         seconds = 0.0
         if kernel.category not in TRANSFERS:
             seconds = rates.curve("memory").seconds(kernel.hbm_bytes)
             if kernel.flops:
-                kind: WorkKind = "product bf16" if kernel.dtype in _HALF_TYPES else "product f32"
+                is_half = kernel.dtype in _HALF_TYPES or kernel.dtype in EIGHT_BIT
+                kind: WorkKind = "product bf16" if is_half else "product f32"
                 product_seconds = rates.curve(kind).seconds(kernel.flops)
+                if kernel.dtype in EIGHT_BIT:
+                    # No curve was measured: as fast as the published peaks say, beside bfloat16.
+                    product_seconds *= peaks.flops["bf16"] / peaks.flops[kernel.dtype]
                 if kernel.category == "attention":
                     product_seconds /= _ATTENTION_EFFICIENCY
                 seconds = max(seconds, product_seconds)

@@ -18,13 +18,13 @@ So the estimate is accurate for matrix products and 3 to 9 times too high for th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from plimsoll.framework.devices.accelerators import AcceleratorSpec
 from plimsoll.framework.plan.hlo.arrays import HBM, VMEM, bytes_in
 from plimsoll.framework.plan.hlo.computations import Instruction, SourceLine
-from plimsoll.framework.plan.hlo.flops import Flops
+from plimsoll.framework.plan.hlo.flops import EIGHT_BIT, Flops
 from plimsoll.framework.plan.hlo.memory_traffic import Traffic
 from plimsoll.framework.plan.hlo.module import Module, iter_executed
 from plimsoll.framework.plan.step_time.work_categories import (
@@ -61,6 +61,7 @@ class TpuRates:
         all_links: bytes received from other chips over all links of a chip.
         two_links: bytes received over two links, the number that the corner of a slice without wrap-around has.
         pcie: bytes in each direction between device and host, both at the same time.
+        eight_bit_flops: FLOPs of products of 8-bit numbers, {dtype in the text of a program: FLOPs}.
     """
 
     name: str
@@ -70,6 +71,7 @@ class TpuRates:
     all_links: float
     two_links: float
     pcie: float
+    eight_bit_flops: Mapping[str, float]
 
     @property
     def cycles(self) -> float:
@@ -95,6 +97,7 @@ class TpuRates:
         if spec.platform != "tpu" or len(published) < len(figures):
             raise ValueError(f"{spec.name}: step time is counted only for TPUs whose rates are known")
         flops, flops_per_cycle, hbm, all_links, link, pcie = published
+        eight_bit = {dtype: spec.peak_flops(name) for dtype, name in EIGHT_BIT.items()}
         return TpuRates(
             name=spec.name,
             flops=flops,
@@ -103,6 +106,7 @@ class TpuRates:
             all_links=all_links,
             two_links=2 * link,
             pcie=PCIE_EFFICIENCY * pcie,
+            eight_bit_flops={dtype: peak for dtype, peak in eight_bit.items() if peak is not None},
         )
 
     def attention_flops(self, head_size: int) -> float:
@@ -166,7 +170,8 @@ def iter_operations(module: Module, rates: TpuRates) -> Iterator[TpuOperation]:
             seconds = causal_flops / rates.attention_flops(kernel.head_size)
         else:
             num_flops = flops.look_up(instruction)
-            roof = max(num_flops / rates.flops, hbm_bytes / rates.hbm)
+            peak = rates.eight_bit_flops.get(flops.operand_dtype(instruction), rates.flops)
+            roof = max(num_flops / peak, hbm_bytes / rates.hbm)
             vmem_bytes = traffic.vmem_bytes(instruction)
             if kind == "slice":
                 # Most of an array in VMEM that is sliced or updated in place is not touched.

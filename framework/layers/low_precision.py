@@ -1,0 +1,247 @@
+"""Matrix products of 8-bit numbers: the recipes of `model.precision`.
+
+    y = x W:     y_to = s_t s_o sum_i x8_ti w8_io,     x8_ti = round(x_ti / s_t),     w8_io = round(w_io / s_o)
+
+A scale s maps the largest magnitude that it covers to the largest number of the format:
+
+    recipe       x and W              cotangents           a scale covers
+    fp8_tensor   e4m3 (largest 448)   e5m2 (57344)         a whole array
+    fp8_row      e4m3                 e5m2                 a vector along the summed axis: a token of x, an output of W
+    int8_row     int8 (127)           int8, rounded        the same
+                                      stochastically
+
+The formats are those of Micikevicius et al. 2022 (arXiv 2209.05433). Scales are computed from the arrays themselves
+("current scaling"), in float32. The products of the backward pass, for the cotangent g of y, use the same x8 and w8.
+Scales along the axis that a product sums over are multiplied into g before it is rounded:
+
+    dx_ti = s'_t sum_o round(g_to s_o / s'_t) w8_io,        dW_io = s''_o sum_t x8_ti round(g_to s_t / s''_o)
+
+For the backward pass, x8 and its scales are saved instead of x, and W is rounded again. Sums are in float32, or int32
+for int8; the scaled results have the dtype of x.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import DTypeLike
+
+from plimsoll.framework.layers.custom_gradients import dense_cotangent
+
+RecipeName = Literal["fp8_tensor", "fp8_row", "int8_row"]
+# Axes of an array that a scale covers; None means all.
+Axes = tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a product is computed.
+
+    Attributes:
+        forward: dtype of activations and weights.
+        backward: dtype of cotangents.
+        by_row: whether each row has a scale, not the whole array.
+        stochastic: whether cotangents are rounded stochastically.
+    """
+
+    forward: str
+    backward: str
+    by_row: bool
+    stochastic: bool = False
+
+
+RECIPES: dict[RecipeName, Recipe] = {
+    "fp8_tensor": Recipe("float8_e4m3fn", "float8_e5m2", by_row=False),
+    "fp8_row": Recipe("float8_e4m3fn", "float8_e5m2", by_row=True),
+    "int8_row": Recipe("int8", "int8", by_row=True, stochastic=True),
+}
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The static arguments of a product.
+
+    Attributes:
+        recipe: formats and scales.
+        platform: tpu, gpu or cpu.
+    """
+
+    recipe: Recipe
+    platform: str
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rounded:
+    """An array of 8-bit numbers.
+
+    Attributes:
+        values: the numbers.
+        scale: float32, the factor on the numbers; the shape of `values`, with 1 for each axis that a scale covers.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+
+
+def round_to(x: jax.Array, dtype: DTypeLike, axes: Axes, key: jax.Array | None = None) -> Rounded:
+    """Round an array to 8-bit numbers with a scale for each vector along `axes`.
+
+    Args:
+        x: array of floats.
+        dtype: int8, float8_e4m3fn or float8_e5m2.
+        axes: axes that a scale covers; None for all.
+        key: key for stochastic rounding, of int8; None rounds to the nearest number, ties to even.
+    """
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    largest = float(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
+    wide = x.astype(jnp.float32)
+    magnitude = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
+    # The scale of zeros is 1, and that of tiny numbers must not be a subnormal, whose inverse is infinite.
+    scale = jnp.where(magnitude == 0, 1.0, jnp.maximum(magnitude / largest, jnp.finfo(jnp.float32).tiny))
+    # Conversion to float8 does not saturate, and the quotient may exceed the largest number by a rounding error.
+    quotient = jnp.clip(wide / scale, -largest, largest)
+    if not is_integer:
+        return Rounded(quotient.astype(dtype), scale)
+    if key is None:
+        return Rounded(jnp.round(quotient).astype(dtype), scale)
+    # Eight bits of noise: the expected value is exact to 2^-9 of a step.
+    noise = (jax.random.bits(key, x.shape, jnp.uint8).astype(jnp.float32) + 0.5) / 256
+    return Rounded(jnp.floor(quotient + noise).astype(dtype), scale)
+
+
+def multiply(x: jax.Array, weight: jax.Array, key: jax.Array | None, recipe: Recipe, platform: str) -> jax.Array:
+    """Return x [..., I] @ weight [I, O] in x's dtype, as a product of 8-bit numbers.
+
+    Args:
+        x: activations, with at least two axes.
+        weight: weights in x's dtype.
+        key: key for stochastic rounding in the backward pass; None rounds to the nearest number.
+        recipe: formats and scales.
+        platform: tpu, gpu or cpu.
+    """
+    return _multiply(x, weight, key, _Options(recipe, platform))
+
+
+def _compute(x: Rounded, weight: Rounded, dtype: DTypeLike, options: _Options) -> jax.Array:
+    over_inputs = (((x.values.ndim - 1,), (0,)), ((), ()))
+    y = _dot(x.values, weight.values, over_inputs, dtype, options, fast=True)
+    return _scale(y, x.scale * weight.scale.reshape(-1), dtype)
+
+
+def _dot(
+    left: jax.Array,
+    right: jax.Array,
+    dimensions: tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]],
+    dtype: DTypeLike,
+    options: _Options,
+    fast: bool = False,
+) -> jax.Array:
+    """Multiply 8-bit numbers: int32 for int8, else `dtype`.
+
+    Args:
+        left, right: the numbers.
+        dimensions: see `jax.lax.dot_general`.
+        dtype: dtype of the result of float8 numbers.
+        options: how the product is computed.
+        fast: sum in the tensor cores of a GPU with fewer bits, as usual in the forward pass.
+    """
+    if jnp.issubdtype(left.dtype, jnp.integer):
+        return jax.lax.dot_general(left, right, dimensions, preferred_element_type=jnp.int32)
+    if options.platform != "gpu":
+        return jax.lax.dot_general(left, right, dimensions, preferred_element_type=jnp.float32)
+    # Without an algorithm, XLA for GPU chooses Triton kernels that convert some of these operands to float16.
+    algorithm = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
+    if fast:
+        algorithm = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
+    return jax.lax.dot_general(left, right, dimensions, precision=algorithm, preferred_element_type=dtype)
+
+
+def _scale(y: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
+    # In this dtype, a scalar becomes an argument of cuBLAS; float32 would need another pass over the product.
+    if y.dtype == dtype and scale.size == 1:
+        return y * scale.reshape(()).astype(dtype)
+    return (y.astype(jnp.float32) * scale).astype(dtype)
+
+
+def _round_weight(weight: jax.Array, recipe: Recipe) -> Rounded:
+    if weight.ndim == 2:
+        # Otherwise XLA may store the transposed weights of all layers of a loop beside the weights.
+        weight = with_layout_constraint(weight, Layout(major_to_minor=(0, 1)))
+    return round_to(weight, recipe.forward, (0,) if recipe.by_row else None)
+
+
+def _round_input(x: jax.Array, recipe: Recipe) -> Rounded:
+    rounded = round_to(x, recipe.forward, (x.ndim - 1,) if recipe.by_row else None)
+    # `memory.remat = none` saves what has a name, but recomputes conversions from their operands, here in float32.
+    return Rounded(checkpoint_name(rounded.values, "rounded"), rounded.scale)
+
+
+def _plain(x: jax.Array, weight: jax.Array, key: jax.Array | None, options: _Options) -> jax.Array:
+    return _compute(_round_input(x, options.recipe), _round_weight(weight, options.recipe), x.dtype, options)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Residuals:
+    """What the backward pass needs: a frozen weight needs no input, an input without a gradient no weight."""
+
+    x: Rounded | None
+    weight: jax.Array | None
+    key: jax.Array | None
+
+
+def _forward(
+    x: CustomVJPPrimal, weight: CustomVJPPrimal, key: CustomVJPPrimal | None, options: _Options
+) -> tuple[jax.Array, _Residuals]:
+    rounded_x = _round_input(x.value, options.recipe)
+    y = _compute(rounded_x, _round_weight(weight.value, options.recipe), x.value.dtype, options)
+    # With symbolic_zeros, each argument has a flag that tells whether it is differentiated.
+    return y, _Residuals(
+        x=rounded_x if weight.perturbed else None,
+        weight=weight.value if x.perturbed else None,
+        key=None if key is None else key.value,
+    )
+
+
+def _backward(
+    options: _Options, residuals: _Residuals, y_grad: jax.Array | SymbolicZero
+) -> tuple[jax.Array | None, jax.Array | None, np.ndarray | None]:
+    recipe = options.recipe
+    grad = dense_cotangent(y_grad)
+    last = grad.ndim - 1
+    tokens = tuple(range(last))
+    keys: tuple[jax.Array | None, jax.Array | None] = (None, None)
+    if recipe.stochastic and residuals.key is not None:
+        first_key, second_key = jax.random.split(residuals.key)
+        keys = (first_key, second_key)
+    x_grad = None
+    weight_grad = None
+    shared = None if recipe.by_row else round_to(grad, recipe.backward, None)
+    if residuals.weight is not None:
+        weight = _round_weight(residuals.weight, recipe)
+        rounded = shared or round_to(grad * weight.scale.reshape(-1), recipe.backward, (last,), keys[0])
+        over_outputs = (((last,), (1,)), ((), ()))
+        product = _dot(rounded.values, weight.values, over_outputs, grad.dtype, options)
+        scale = rounded.scale * weight.scale if shared else rounded.scale
+        x_grad = _scale(product, scale.reshape((1,) * grad.ndim) if shared else scale, grad.dtype)
+    if residuals.x is not None:
+        x = residuals.x
+        rounded = shared or round_to(grad * x.scale, recipe.backward, tokens, keys[1])
+        over_tokens = ((tokens, tokens), ((), ()))
+        product = _dot(x.values, rounded.values, over_tokens, grad.dtype, options)
+        scale = rounded.scale * x.scale if shared else rounded.scale
+        weight_grad = _scale(product, scale.reshape(-1), grad.dtype)
+    key_grad = None if residuals.key is None else np.zeros(residuals.key.shape, jax.dtypes.float0)
+    return x_grad, weight_grad, key_grad
+
+
+_multiply = jax.custom_vjp(_plain, nondiff_argnums=(3,))
+_multiply.defvjp(_forward, _backward, symbolic_zeros=True)

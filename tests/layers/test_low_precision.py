@@ -1,0 +1,228 @@
+"""8-bit products, compared with the formulas of their rounding in NumPy's float64, and in models."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from plimsoll.framework.config import ConfigError, config_for
+from plimsoll.framework.families.decoders import mixture
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.linear import Linear
+from plimsoll.framework.layers.lora import LoRA
+from plimsoll.framework.layers.low_precision import RECIPES, multiply, round_to
+from plimsoll.framework.layout import flatten
+from tests.support import small
+
+BATCH, LENGTH, INPUTS, OUTPUTS = 2, 24, 40, 56
+# Half of the distance to the next number, relative to the number: 3 and 2 bits of mantissa.
+RELATIVE_ERROR = {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+
+
+def draw(*shape: int, seed: int = 0) -> np.ndarray:
+    """Return random numbers whose rows and columns differ in scale by factors of up to about 30."""
+    rng = np.random.default_rng(seed)
+    spread = np.exp(rng.normal(size=(*shape[:-1], 1))) * np.exp(rng.normal(size=shape[-1]))
+    return (rng.normal(size=shape) * spread).astype(np.float32)
+
+
+# --- rounding ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", [None, (0,), (1,)])
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_rounding_error_is_that_of_the_format(dtype: str, axes: Any):
+    x = draw(64, 96)
+    rounded = round_to(jnp.asarray(x), dtype, axes)
+    assert rounded.values.dtype == dtype
+    values = np.asarray(rounded.values).astype(np.float64)
+    scale = np.asarray(rounded.scale, np.float64)
+    np.testing.assert_allclose(scale, np.abs(x).max(axis=axes, keepdims=True) / LARGEST[dtype], rtol=1e-6)
+    # The largest number of the format is used, once for each scale.
+    assert (np.abs(values).max(axis=axes) == LARGEST[dtype]).all()
+    error = np.abs(values * scale - x) / scale
+    smallest_step = 1.0 if dtype == "int8" else float(ml_dtypes.finfo(dtype).smallest_subnormal)
+    relative = 0.0 if dtype == "int8" else RELATIVE_ERROR[dtype]
+    assert (error <= np.maximum(0.5 * smallest_step, relative * np.abs(x) / scale) * (1 + 1e-4)).all()
+
+
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_zeros_and_extremes(dtype: str):
+    zeros = round_to(jnp.zeros((3, 4)), dtype, (1,))
+    assert not np.asarray(zeros.values).astype(np.float32).any()
+    assert np.isfinite(zeros.scale).all()
+    for magnitude in (1e-38, 1e-30, 3e38):
+        x = np.float32(magnitude) * np.asarray([[1.0, -0.5, 0.25]], np.float32)
+        rounded = round_to(jnp.asarray(x), dtype, None)
+        restored = np.asarray(rounded.values).astype(np.float64) * np.asarray(rounded.scale, np.float64)
+        np.testing.assert_allclose(restored, x, rtol=0.1, atol=float(2 * jnp.finfo(jnp.float32).tiny))
+    # A number that is not finite must reach the loss, where the run notices it.
+    for value in (np.nan, np.inf):
+        rounded = round_to(jnp.asarray([[1.0, value]]), dtype, None)
+        assert not jnp.isfinite(rounded.values.astype(jnp.float32) * rounded.scale).all()
+
+
+def test_stochastic_rounding_is_unbiased():
+    x = jnp.asarray(draw(8, 32))
+    keys = jax.random.split(jax.random.key(3), 4000)
+    rounded = jax.vmap(lambda key: round_to(x, "int8", (1,), key).values)(keys)
+    scale = round_to(x, "int8", (1,)).scale
+    quotient = np.asarray(x / scale, np.float64)
+    mean = np.asarray(rounded, np.float64).mean(axis=0)
+    # Four standard errors of a coin's mean, and the bias of eight bits of noise.
+    fraction = quotient - np.floor(quotient)
+    assert (np.abs(mean - quotient) < 4.5 * np.sqrt(fraction * (1 - fraction) / 4000) + 2.0**-8).all()
+    assert set(np.unique(np.asarray(rounded) - np.floor(quotient))) <= {0.0, 1.0}
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+def round_by_formula(x: np.ndarray, dtype: str, axes: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return (8-bit numbers as float64, scale), with NumPy and ml_dtypes."""
+    scale = (np.abs(x).max(axis=axes, keepdims=True) / LARGEST[dtype]).astype(np.float32)
+    quotient = np.clip(x.astype(np.float32) / scale, -LARGEST[dtype], LARGEST[dtype])
+    numbers = np.round(quotient) if dtype == "int8" else quotient.astype(np.dtype(dtype))
+    return numbers.astype(np.float64), scale.astype(np.float64)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_products_equal_the_formulas(name: str):
+    recipe = RECIPES[name]
+    x, weight, grad = draw(BATCH, LENGTH, INPUTS), draw(INPUTS, OUTPUTS, seed=1), draw(BATCH, LENGTH, OUTPUTS, seed=2)
+    x8, x_scale = round_by_formula(x, recipe.forward, (2,) if recipe.by_row else None)
+    w8, w_scale = round_by_formula(weight, recipe.forward, (0,) if recipe.by_row else None)
+    if recipe.by_row:
+        g_outputs, g_outputs_scale = round_by_formula(grad * w_scale[0], recipe.backward, (2,))
+        g_tokens, g_tokens_scale = round_by_formula(grad * x_scale, recipe.backward, (0, 1))
+        x_grad = (g_outputs @ w8.T) * g_outputs_scale
+        weight_grad = np.einsum("bsi,bso->io", x8, g_tokens) * g_tokens_scale[0]
+    else:
+        g8, g_scale = round_by_formula(grad, recipe.backward, None)
+        x_grad = (g8 @ w8.T) * g_scale * w_scale
+        weight_grad = np.einsum("bsi,bso->io", x8, g8) * (g_scale * x_scale).reshape(())
+    y, pull = jax.vjp(lambda x, weight: multiply(x, weight, None, recipe, "cpu"), jnp.asarray(x), jnp.asarray(weight))
+    found = (y, *pull(jnp.asarray(grad)))
+    for one, expected in zip(found, ((x8 @ w8) * x_scale * w_scale[0], x_grad, weight_grad), strict=True):
+        # A scale that is off by a rounding error of float32 may move a number across a boundary.
+        difference = np.abs(np.asarray(one, np.float64) - expected)
+        assert np.median(difference) <= 2e-6 * np.abs(expected).max()
+        assert np.linalg.norm(difference) <= 2e-3 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(("name", "most"), [("fp8_tensor", 0.07), ("fp8_row", 0.07), ("int8_row", 0.02)])
+def test_products_are_near_the_exact_ones(name: str, most: float):
+    recipe = RECIPES[name]
+    rng = np.random.default_rng(0)
+    x, weight, grad = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((BATCH, LENGTH, INPUTS), (INPUTS, OUTPUTS), (BATCH, LENGTH, OUTPUTS))
+    )
+    key = jax.random.key(1)
+    y, pull = jax.vjp(lambda x, weight: multiply(x, weight, key, recipe, "cpu"), x, weight)
+    exact_y, exact_pull = jax.vjp(jnp.matmul, x, weight)
+    for found, exact in zip((y, *pull(grad)), (exact_y, *exact_pull(grad)), strict=True):
+        assert 1e-3 < float(jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact)) < most
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_only_8_bit_inputs_are_saved(name: str):
+    """The backward pass has the rounded input and the weight, and a frozen weight needs no input."""
+    linear = Linear(inputs=INPUTS, outputs=OUTPUTS)
+    linear.recipe = RECIPES[name]
+    weights = {"weight": jnp.asarray(draw(INPUTS, OUTPUTS), jnp.bfloat16)}
+    x = jnp.asarray(draw(BATCH, LENGTH, INPUTS), jnp.bfloat16)
+    ctx = Context({}, rng=jax.random.key(0))
+    _, pull = jax.vjp(lambda weights, x: linear(weights, x, ctx), weights, x)
+    saved = [leaf for leaf in jax.tree.leaves(pull) if leaf.size >= x.size]
+    assert sorted((leaf.shape, leaf.dtype.itemsize) for leaf in saved) == [
+        ((BATCH, LENGTH, INPUTS), 1),
+        ((INPUTS, OUTPUTS), 2),
+    ]
+    _, pull = jax.vjp(lambda x: linear(weights, x, ctx), x)
+    assert [leaf.shape for leaf in jax.tree.leaves(pull) if leaf.size >= x.size] == [(INPUTS, OUTPUTS)]
+
+
+# --- in a model -------------------------------------------------------------------------------------------------------
+
+
+def experiment(recipe: str, **options: Any) -> Any:
+    model = small.llama(precision={"mlp": recipe, "attention/(query|output)": recipe}, compute_dtype="float32")
+    return small.experiment(model, optimizer=small.STEADY_ADAMW, **options)
+
+
+def run(config: Any, steps: int = 3) -> tuple[dict[str, np.ndarray], list[float]]:
+    program = small.program(config)
+    state, metrics = small.run(program, steps)
+    return small.arrays(program.backend.to_checkpoint(state)), [one["loss"] for one in metrics]
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "memory",
+    [
+        {"remat": "full"},
+        {"update": "streamed", "optimizer_state": "pinned_host", "remat": "full"},
+        {"update": "in_backward", "optimizer_state": "pinned_host"},
+        {"update": "layer_programs", "optimizer_state": "pinned_host", "parameters": "pinned_host"},
+    ],
+    ids=["full", "streamed", "in_backward", "layer_programs"],
+)
+def test_schedules_round_the_same_numbers(name: str, memory: dict[str, str]):
+    # The clipping of in_backward differs by design.
+    _, losses = run(experiment(name, clip=None))
+    _, others = run(experiment(name, clip=None, memory=memory))
+    _, plain = run(small.experiment(small.llama(), optimizer=small.STEADY_ADAMW, clip=None))
+    np.testing.assert_allclose(others, losses, rtol=2e-5)
+    assert 1e-6 < abs(losses[-1] / plain[-1] - 1) < 1e-2
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 4}, {"fsdp": 2, "model": 2, "seq": 2}], ids=str)
+def test_meshes_round_the_same_numbers(name: str, mesh: dict[str, int]):
+    """A scale covers the whole vector or array, not a shard of it."""
+    one = small.program(experiment(name))
+    state = one.init()
+    loss, grads = small.loss_and_grads(one, state)
+    other_loss, other_grads = small.loss_and_grads(small.program(experiment(name, mesh=mesh)), state)
+    np.testing.assert_allclose(other_loss, loss, rtol=2e-6)
+    for path, grad in grads.items():
+        # Sums in another order move single numbers across a boundary; a scale of a shard would move most of them.
+        assert np.linalg.norm(other_grads[path] - grad) < 5e-3 * np.linalg.norm(grad), path
+
+
+def test_rules_that_cannot_apply_are_refused():
+    for rules, message in (
+        ({"mlp": "fp8_tensor", "mlp/up": "int8_row"}, r"'mlp/up' decides for none of 7 layers"),
+        ({"(mlp": "fp8_row"}, r"'\(mlp' is no regular expression"),
+        ({"mlp": "fp4"}, r"expected one of 'fp8_tensor', 'fp8_row', 'int8_row', given 'fp4'"),
+    ):
+        with pytest.raises((ConfigError, ValueError), match=message):
+            small.llama(precision=rules).instantiate()
+    mixed = small.llama()
+    small.block(mixed).mlp = mixture(experts=4, top_k=2, hidden=16)
+    mixed.precision = {"experts": "fp8_row"}
+    with pytest.raises(ValueError, match=re.escape("the products of experts have no 8-bit form")):
+        mixed.instantiate()
+    stored = small.llama(dim=64, lora=config_for(LoRA, base="nf4"), precision={"mlp": "fp8_row"})
+    with pytest.raises(ValueError, match=r"whose weight is stored as nf4 \(lora.base\)"):
+        stored.instantiate()
+
+
+@pytest.mark.pairs
+def test_adapters_train_beside_8_bit_products():
+    lora = config_for(LoRA, rank=4, base="bfloat16")
+    config = small.experiment(small.llama(lora=lora, precision={"mlp": "fp8_tensor"}), optimizer=small.STEADY_ADAMW)
+    program = small.program(config)
+    start = small.arrays(program.init().parameter)
+    state, metrics = small.run(program, 3)
+    assert metrics[-1]["loss"] != metrics[0]["loss"]
+    assert all("lora" in path for path in flatten(state.parameter))
+    assert any((small.arrays(state.parameter)[path] != value).any() for path, value in start.items())
