@@ -72,14 +72,16 @@ def test_import_then_export_round_trips(name, tmp_path):
     state = one.experiment.pretrained.init(one)
     one.layout.check(state)
     config = configs.load(f"hf:{source}")
+    tensor_sizes = [x.nbytes for x in tensors(source).values()]
+    limit = max(*tensor_sizes, sum(tensor_sizes) // 5)
     for published in (config.pretrained.facts, None):  # the published config.json, and our own
         facts, family = families.export_config(config.model, published)
         to = tmp_path / f"out-{published is None}"
-        export_model(to, one.experiment.model, one.weights(state), family, facts, shard_bytes=31_000)
+        export_model(to, one.experiment.model, one.weights(state), family, facts, shard_bytes=limit)
         sizes = [sum(x.nbytes for x in load_file(file).values()) for file in sorted(to.glob("*.safetensors"))]
         assert len(sizes) > 3
-        assert all(size <= 31_000 for size in sizes)
-        assert all(a + b > 31_000 for a, b in pairwise(sizes)), "two would have been one"
+        assert all(size <= limit for size in sizes)
+        assert all(a + b > limit for a, b in pairwise(sizes)), "two would have been one"
         # Without the published file, Phi-3's layers are exported as Mistral's, whose files do not fuse tensors.
         if published is not None or name != "phi3":
             assert_same_tensors(to, source)

@@ -53,8 +53,8 @@ def experiment_with_lora(memory: dict[str, str]) -> Config:
     lora = config_for(LoRA, rank=16, targets=".", base="nf4")
     model = small.llama(dim=64, stack__num_layers=4, lora=lora)
     small.block(model).mlp.hidden = 128
-    # The adapters start at zero, so they are all update: with an eps of 1e-3, AdamW makes of a gradient's rounding error
-    # of 5e-8 an error of 1e-5 of the adapter.
+    # The adapters start at zero, so they are all update: with an eps of 1e-3, AdamW makes an error of 1e-5 of the
+    # adapter from a rounding error of 5e-8 in a gradient.
     optimizer = config_for(optax.adamw, learning_rate=1e-2, eps=1e-2, weight_decay=0.1)
     return small.experiment(model, memory={"remat": "full", **memory}, optimizer=optimizer, clip=None)
 
