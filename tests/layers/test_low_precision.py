@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from plimsoll.framework.config import ConfigError, config_for
+from plimsoll.framework.families import export_config
 from plimsoll.framework.families.decoders import mixture
 from plimsoll.framework.layers.base import Context
 from plimsoll.framework.layers.linear import Linear
@@ -214,6 +215,21 @@ def test_rules_that_cannot_apply_are_refused():
     stored = small.llama(dim=64, lora=config_for(LoRA, base="nf4"), precision={"mlp": "fp8_row"})
     with pytest.raises(ValueError, match=r"whose weight is stored as nf4 \(lora.base\)"):
         stored.instantiate()
+
+
+def test_exports_do_not_depend_on_the_precision_of_products():
+    plain, _ = export_config(small.llama())
+    rounded, _ = export_config(small.llama(precision={"mlp": "int8_row"}))
+    assert rounded == plain
+
+
+def test_gpus_without_8_bit_floats_are_refused():
+    floats = small.llama(precision={"mlp": "fp8_row"}).instantiate()
+    with pytest.raises(ValueError, match=r"need compute capability 8.9 .* this GPU has 8.0; expected int8_row"):
+        floats.check_platform("gpu", "8.0")
+    for platform, capability in (("gpu", "9.0"), ("gpu", None), ("cpu", None), ("tpu", None)):
+        floats.check_platform(platform, capability)
+    small.llama(precision={"mlp": "int8_row"}).instantiate().check_platform("gpu", "8.0")
 
 
 @pytest.mark.pairs
