@@ -146,9 +146,7 @@ def test_run_with_old_field_names_resumes(
     # Only the flag of this start differs, and fields that exist since then: none was given another name or value.
     differences = [change.partition("checkpoint: ")[2] for change in changes]
     newer = [difference for difference in differences if ": (absent) -> " in difference]
-    assert [difference for difference in differences if difference not in newer] == [
-        "config.trainer.max_steps: 4 -> 5"
-    ]
+    assert [difference for difference in differences if difference not in newer] == ["config.trainer.max_steps: 4 -> 5"]
     assert "config.model.stack.pattern[0].attention.output_gate: (absent) -> false" in newer
     assert all(difference.endswith((" null", " false", " {}", ' "microbatch"')) for difference in newer), newer
     warnings = [record.getMessage() for record in caplog.records if "was renamed" in record.getMessage()]
