@@ -285,8 +285,9 @@ _TRAINING = (
     # A config.json has both factor lists of longrope.
     "rotary.scaling.use",
 )
-# The prefix of fields about the loss of a head.
-_OBJECTIVE = "head.objective"
+# The beginnings of such fields: the loss of a head, 8-bit products, and adapters, which have a file of their own or are
+# merged into the weights.
+_TRAINING_SECTIONS = ("head.objective", "precision", "lora")
 
 
 def _find_differences(model: Config, described: Config) -> list[str]:
@@ -304,9 +305,7 @@ def _select_computing_fields(config: Config) -> dict[str, object]:
     """Return {path: value} of the fields that determine a model's computation."""
     fields = {}
     for path, value in config.leaves():
-        # Adapters are written to their own file, or merged into the weights.
-        is_adapter = path.startswith("lora")
-        is_training = path.endswith(_TRAINING) or ".init" in f".{path}"
-        if not is_adapter and not is_training and not path.startswith(_OBJECTIVE):
+        is_training = path.startswith(_TRAINING_SECTIONS) or path.endswith(_TRAINING) or ".init" in f".{path}"
+        if not is_training:
             fields[path] = value
     return fields

@@ -5,7 +5,7 @@
 A scale s maps the largest magnitude that it covers to the largest number of the format:
 
     recipe       x and W              cotangents           a scale covers
-    fp8_tensor   e4m3 (largest 448)   e5m2 (57344)         a whole array
+    fp8_tensor   e4m3 (largest 448)   e5m2 (57344)         a whole array; it is a power of two
     fp8_row      e4m3                 e5m2                 a vector along the summed axis: a token of x, an output of W
     int8_row     int8 (127)           int8, rounded        the same
                                       stochastically
@@ -47,7 +47,7 @@ class Recipe:
     Attributes:
         forward: dtype of activations and weights.
         backward: dtype of cotangents.
-        by_row: whether each row has a scale, not the whole array.
+        by_row: whether each row has a scale, not the whole array, whose scale is a power of two.
         stochastic: whether cotangents are rounded stochastically.
     """
 
@@ -97,7 +97,8 @@ def round_to(x: jax.Array, dtype: DTypeLike, axes: Axes, key: jax.Array | None =
     Args:
         x: array of floats.
         dtype: int8, float8_e4m3fn or float8_e5m2.
-        axes: axes that a scale covers; None for all.
+        axes: axes that a scale covers. None for all; the scale is then the next power of two, which bfloat16 represents
+            exactly.
         key: key for stochastic rounding, of int8; None rounds to the nearest number, ties to even.
     """
     is_integer = jnp.issubdtype(dtype, jnp.integer)
@@ -106,6 +107,11 @@ def round_to(x: jax.Array, dtype: DTypeLike, axes: Axes, key: jax.Array | None =
     magnitude = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
     # The scale of zeros is 1, and that of tiny numbers must not be a subnormal, whose inverse is infinite.
     scale = jnp.where(magnitude == 0, 1.0, jnp.maximum(magnitude / largest, jnp.finfo(jnp.float32).tiny))
+    if axes is None:
+        mantissa, exponent = jnp.frexp(scale)
+        power = jnp.ldexp(jnp.float32(1), jnp.where(mantissa == 0.5, exponent - 1, exponent))
+        # An array that is not finite stays so.
+        scale = jnp.where(jnp.isfinite(scale), power, scale)
     # Conversion to float8 does not saturate, and the quotient may exceed the largest number by a rounding error.
     quotient = jnp.clip(wide / scale, -largest, largest)
     if not is_integer:
@@ -144,12 +150,12 @@ def _dot(
     options: _Options,
     fast: bool = False,
 ) -> jax.Array:
-    """Multiply 8-bit numbers: int32 for int8, else `dtype`.
+    """Multiply 8-bit numbers. The result is int32 for int8, float32 on TPU and CPU, and else `dtype`.
 
     Args:
         left, right: the numbers.
         dimensions: see `jax.lax.dot_general`.
-        dtype: dtype of the result of float8 numbers.
+        dtype: dtype of the result of float8 numbers; float32 instead of float16.
         options: how the product is computed.
         fast: sum in the tensor cores of a GPU with fewer bits, as usual in the forward pass.
     """
@@ -157,6 +163,8 @@ def _dot(
         return jax.lax.dot_general(left, right, dimensions, preferred_element_type=jnp.int32)
     if options.platform != "gpu":
         return jax.lax.dot_general(left, right, dimensions, preferred_element_type=jnp.float32)
+    # The unscaled sums may exceed the largest float16.
+    dtype = jnp.float32 if jnp.dtype(dtype) == jnp.float16 else dtype
     # Without an algorithm, XLA for GPU chooses Triton kernels that convert some of these operands to float16.
     algorithm = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
     if fast:
@@ -165,16 +173,16 @@ def _dot(
 
 
 def _scale(y: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
-    # In this dtype, a scalar becomes an argument of cuBLAS; float32 would need another pass over the product.
+    # In this dtype, a scalar becomes an argument of cuBLAS; float32 would need another pass over the product. It is a
+    # power of two, so nothing is rounded.
     if y.dtype == dtype and scale.size == 1:
         return y * scale.reshape(()).astype(dtype)
     return (y.astype(jnp.float32) * scale).astype(dtype)
 
 
 def _round_weight(weight: jax.Array, recipe: Recipe) -> Rounded:
-    if weight.ndim == 2:
-        # Otherwise XLA may store the transposed weights of all layers of a loop beside the weights.
-        weight = with_layout_constraint(weight, Layout(major_to_minor=(0, 1)))
+    # Otherwise XLA for GPU stores the transposed weights of all layers of a loop beside the weights.
+    weight = with_layout_constraint(weight, Layout(major_to_minor=(0, 1)))
     return round_to(weight, recipe.forward, (0,) if recipe.by_row else None)
 
 

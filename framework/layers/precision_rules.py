@@ -10,6 +10,8 @@ from plimsoll.framework.layers.experts.experts import Experts
 from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layers.low_precision import RECIPES, RecipeName
 
+FIRST_CAPABILITY_WITH_FP8 = 8.9
+
 
 def apply_precision_rules(rules: Mapping[str, RecipeName], layers: Mapping[str, Layer]) -> None:
     """Set the recipes of the Linears below `layers`.
@@ -41,6 +43,22 @@ def apply_precision_rules(rules: Mapping[str, RecipeName], layers: Mapping[str, 
         linears = [path for path, layer in found if isinstance(layer, Linear)]
         raise ValueError(
             f"model.precision: {next(iter(unused))!r} decides for none of {len(linears)} layers: {linears[:8]}"
+        )
+
+
+def check_formats(rules: Mapping[str, RecipeName], platform: str, capability: str | None) -> None:
+    """Raise ValueError if a rule needs 8-bit floats and the tensor cores of a GPU have none.
+
+    Args:
+        rules: recipes by regex.
+        platform: tpu, gpu or cpu.
+        capability: compute capability of a GPU, such as "8.9"; None if unknown.
+    """
+    floats = [name for name in rules.values() if RECIPES[name].forward != "int8"]
+    if platform == "gpu" and floats and capability is not None and float(capability) < FIRST_CAPABILITY_WITH_FP8:
+        raise ValueError(
+            f"model.precision has {floats[0]}, but 8-bit floats need compute capability {FIRST_CAPABILITY_WITH_FP8} "
+            f"(Ada, Hopper or newer) and this GPU has {capability}; expected int8_row, or no rule"
         )
 
 

@@ -88,6 +88,7 @@ class CausalLM(Chain):
         self.base_specs: dict[str, ParameterSpec] = flatten(self._specs())
         # A stack has no children; its layers are those of its pattern.
         layers = {**self.stages, **{name: stack.pattern for name, stack in self._stacks.items()}}
+        self.precision = precision
         apply_precision_rules(precision, layers)
         self.lora = None if lora is None else lora.instantiate()
         if self.lora is not None:

@@ -7,7 +7,7 @@ differentiates.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,8 @@ from jax.sharding import AbstractMesh, Mesh
 from plimsoll.framework.layers.base import Carry, Context, Layer, Out
 from plimsoll.framework.layers.layer_range import LayerRange
 from plimsoll.framework.layers.lora import LoRA
+from plimsoll.framework.layers.low_precision import RecipeName
+from plimsoll.framework.layers.precision_rules import check_formats
 from plimsoll.framework.layers.score_head import LABEL
 from plimsoll.framework.layers.stack import Stack
 from plimsoll.framework.layout import Nested, ParameterSpec, TensorSpec, TrainState, fetch_tree, flatten, unflatten
@@ -37,6 +39,7 @@ class Chain:
         ties: {path at which a stage reads: path at which the parameter is stored}. The gradient of a tied parameter
             is the sum over its uses.
         lora: adapters, which freeze everything else except a score head.
+        precision: recipes of 8-bit matrix products by regex, see `CausalLM`.
         param_dtype: dtype of the parameters that the forward pass reads.
         compute_dtype: dtype of weights and activations inside layers.
         calibrates: whether it has `calibrate`, which initializes parameters from the first batch (a flow's ActNorm).
@@ -46,6 +49,7 @@ class Chain:
     stages: dict[str, Layer]
     ties: dict[str, str] = {}
     lora: LoRA | None = None
+    precision: Mapping[str, RecipeName] = {}
     param_dtype: np.dtype
     compute_dtype: np.dtype
     calibrates: bool = False
@@ -115,8 +119,14 @@ class Chain:
         """Raise ValueError if model, mesh and data (a pipeline) do not fit each other."""
         raise NotImplementedError
 
-    def check_platform(self, platform: str) -> None:
-        """Raise ValueError if a layer requests a kernel for another platform (tpu, gpu or cpu) than this one."""
+    def check_platform(self, platform: str, capability: str | None = None) -> None:
+        """Raise ValueError if a layer requests a kernel or numbers that a device does not have.
+
+        Args:
+            platform: tpu, gpu or cpu.
+            capability: compute capability of a GPU, such as "8.9"; None if unknown.
+        """
+        check_formats(self.precision, platform, capability)
         for stack in self.stacks.values():
             for layer in stack.pattern.walk():
                 layer.check_platform(platform)

@@ -38,7 +38,7 @@ def check_target(experiment: Experiment, target: Target) -> dict[str, int]:
     sizes = experiment.mesh.resolve(target.num_devices)
     experiment.mesh.split(sizes, target.num_slices)
     experiment.check(AbstractMesh(tuple(sizes.values()), tuple(sizes)), update_locality=False)
-    experiment.model.check_platform(target.platform)
+    experiment.model.check_platform(target.platform, target.spec.compute_capability)
     check_platform(experiment.memory.remat, target.platform)
     return sizes
 

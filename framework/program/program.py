@@ -68,7 +68,8 @@ class Program:
             experiment.check(self.mesh)
         else:
             experiment.model.check(self.mesh, experiment.data)
-        experiment.model.check_platform(self.mesh.devices.flat[0].platform)
+        device = self.mesh.devices.flat[0]
+        experiment.model.check_platform(device.platform, getattr(device, "compute_capability", None))
         experiment.compiler.check(self.mesh)
         self.training = training
         self.calibrates = training and experiment.model.calibrates

@@ -143,13 +143,12 @@ def test_run_with_old_field_names_resumes(
     printed = capsys.readouterr().out
     assert "resumed from step 4" in printed
     changes = [line for line in printed.splitlines() if "config changed since the checkpoint: " in line]
-    # Only the flag of this start differs, and fields that exist since then.
+    # Only the flag of this start differs, and fields that exist since then: none was given another name or value.
     differences = [change.partition("checkpoint: ")[2] for change in changes]
-    assert differences == [
-        "config.model.stack.pattern[0].attention.output_gate: (absent) -> false",
-        "config.trainer.max_steps: 4 -> 5",
-        'config.memory.accumulate_by: (absent) -> "microbatch"',
-    ]
+    newer = [difference for difference in differences if ": (absent) -> " in difference]
+    assert [difference for difference in differences if difference not in newer] == ["config.trainer.max_steps: 4 -> 5"]
+    assert "config.model.stack.pattern[0].attention.output_gate: (absent) -> false" in newer
+    assert all(difference.endswith((" null", " false", " {}", ' "microbatch"')) for difference in newer), newer
     warnings = [record.getMessage() for record in caplog.records if "was renamed" in record.getMessage()]
     expected = [] if names is CURRENT_NAMES else ["companion", "prefetch = unit", "scope = unit", "canary"]
     assert all(sum(name in warning for warning in warnings) == 1 for name in expected), warnings

@@ -118,6 +118,12 @@ WHOLE = (
         replaced={"--workdir=runs/moe": f"{FEW} --workdir=runs/moe"},
         prints=(r"step +2/2\b", r"num_experts", r"verdict"),
     ),
+    Recipe(
+        "docs/precision.md",
+        ("plimsoll train --config=stdlib-tiny --workdir=runs/int8",),
+        replaced={"--workdir=runs/int8": f"{FEW} --workdir=runs/int8"},
+        prints=(r"step +2/2\b",),
+    ),
     Recipe("docs/benchmarks/optimizers.md", ("python -m tools.bench.optimizers",), prints=(r"\| AdamW \| 8 \|",)),
     Recipe(
         "docs/checkpoints.md",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from plimsoll.framework.config import ConfigError, config_for
+from plimsoll.framework.families import export_config
 from plimsoll.framework.families.decoders import mixture
 from plimsoll.framework.layers.base import Context
 from plimsoll.framework.layers.linear import Linear
@@ -42,9 +43,13 @@ def test_rounding_error_is_that_of_the_format(dtype: str, axes: Any):
     assert rounded.values.dtype == dtype
     values = np.asarray(rounded.values).astype(np.float64)
     scale = np.asarray(rounded.scale, np.float64)
-    np.testing.assert_allclose(scale, np.abs(x).max(axis=axes, keepdims=True) / LARGEST[dtype], rtol=1e-6)
-    # The largest number of the format is used, once for each scale.
-    assert (np.abs(values).max(axis=axes) == LARGEST[dtype]).all()
+    exact_scale = np.abs(x).max(axis=axes, keepdims=True) / LARGEST[dtype]
+    if axes is None:
+        assert np.log2(scale) == np.ceil(np.log2(exact_scale))
+    else:
+        np.testing.assert_allclose(scale, exact_scale, rtol=1e-6)
+        # The largest number of the format is used, once for each scale.
+        assert (np.abs(values).max(axis=axes) == LARGEST[dtype]).all()
     error = np.abs(values * scale - x) / scale
     smallest_step = 1.0 if dtype == "int8" else float(ml_dtypes.finfo(dtype).smallest_subnormal)
     relative = 0.0 if dtype == "int8" else RELATIVE_ERROR[dtype]
@@ -86,6 +91,8 @@ def test_stochastic_rounding_is_unbiased():
 def round_by_formula(x: np.ndarray, dtype: str, axes: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return (8-bit numbers as float64, scale), with NumPy and ml_dtypes."""
     scale = (np.abs(x).max(axis=axes, keepdims=True) / LARGEST[dtype]).astype(np.float32)
+    if axes is None:
+        scale = np.exp2(np.ceil(np.log2(scale)))
     quotient = np.clip(x.astype(np.float32) / scale, -LARGEST[dtype], LARGEST[dtype])
     numbers = np.round(quotient) if dtype == "int8" else quotient.astype(np.dtype(dtype))
     return numbers.astype(np.float64), scale.astype(np.float64)
@@ -214,6 +221,21 @@ def test_rules_that_cannot_apply_are_refused():
     stored = small.llama(dim=64, lora=config_for(LoRA, base="nf4"), precision={"mlp": "fp8_row"})
     with pytest.raises(ValueError, match=r"whose weight is stored as nf4 \(lora.base\)"):
         stored.instantiate()
+
+
+def test_exports_do_not_depend_on_the_precision_of_products():
+    plain, _ = export_config(small.llama())
+    rounded, _ = export_config(small.llama(precision={"mlp": "int8_row"}))
+    assert rounded == plain
+
+
+def test_gpus_without_8_bit_floats_are_refused():
+    floats = small.llama(precision={"mlp": "fp8_row"}).instantiate()
+    with pytest.raises(ValueError, match=r"need compute capability 8.9 .* this GPU has 8.0; expected int8_row"):
+        floats.check_platform("gpu", "8.0")
+    for platform, capability in (("gpu", "9.0"), ("gpu", None), ("cpu", None), ("tpu", None)):
+        floats.check_platform(platform, capability)
+    small.llama(precision={"mlp": "int8_row"}).instantiate().check_platform("gpu", "8.0")
 
 
 @pytest.mark.pairs
