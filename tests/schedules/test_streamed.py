@@ -16,7 +16,7 @@ from tests.support import small
 OPTIMIZERS = {
     "sgd": config_for(optax.sgd, learning_rate=0.3, momentum=0.9),
     # Gradients that are only rounding errors do not become full updates.
-    "adamw": config_for(optax.adamw, learning_rate=1e-2, eps=1e-5, weight_decay=0.1),
+    "adamw": small.STEADY_ADAMW,
     "adafactor": config_for(optax.adafactor, learning_rate=1e-2, min_dim_size_to_factor=8),
     "lion": config_for(optax.lion, learning_rate=1e-3),
     "muon": config_for(optax.contrib.muon, learning_rate=1e-2),
