@@ -165,6 +165,31 @@ def test_peak_is_for_the_default_precision():
     assert spec_for("rtxpro6000-server").peak_flops("float32") is None  # TF32; NVIDIA has not published its rate
 
 
+@pytest.mark.parametrize(
+    ("name", "fp8", "int8"),
+    # Dense, in TFLOP/s and TOP/s, from the makers' pages; data sheets of GPUs round them.
+    [
+        ("h100", 1979, 1979),
+        ("h100-pcie", 1513, 1513),
+        ("h200", 1979, 1979),
+        ("b200", 4500, 4500),
+        ("a100-80", None, 624),
+        ("v100-16", None, None),
+        ("v4", None, None),
+        ("v5e", None, 394),
+        ("v6e", None, 1836),
+        ("tpu7x", 2307, None),
+    ],
+)
+def test_peaks_of_8_bit_products_are_those_of_data_sheets(name, fp8, int8):
+    spec = spec_for(name)
+    for dtype, published in (("fp8", fp8), ("int8", int8)):
+        peak = spec.peak_flops(dtype)
+        assert (peak is None) == (published is None)
+        if peak is not None:
+            assert peak == pytest.approx(published * 1e12, rel=2e-3)
+
+
 @pytest.mark.parametrize("spec", ACCELERATORS, ids=lambda spec: spec.device_kinds[0])
 def test_rows_are_plausible(spec):
     if spec.platform == "cpu":

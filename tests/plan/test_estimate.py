@@ -18,6 +18,10 @@ from plimsoll.framework.plan.jaxpr_analysis import flops
 from plimsoll.framework.plan.liveness import CompilerRules, find_peak_bytes
 from plimsoll.framework.plan.plan_report import BREAKDOWN_KEYS
 from plimsoll.framework.plan.split_experiment import SplitExperiment
+from plimsoll.framework.plan.step_time.device_rates import PRODUCT_EFFICIENCY
+from plimsoll.framework.plan.step_time.estimated_time import estimate_time
+from plimsoll.framework.plan.suggest import estimate_for_target
+from plimsoll.framework.plan.targets import resolve
 from plimsoll.framework.program.program import Program
 from plimsoll.launch.cli import apply_overrides
 
@@ -222,6 +226,26 @@ def test_indivisible_sizes_are_refused():
 
 
 WORK = ("model.dim=256", "data.seq_len=128", "model.embed.max_positions=128", "data.global_batch_size=4")
+
+
+@pytest.mark.pairs
+def test_8_bit_products_take_less_time_and_memory():
+    settings = ["data.global_batch_size=8", "mesh.fsdp=8", "memory.remat=none"]
+    target = resolve("h100x8")
+    plain = load("llama3-8b", *settings)
+    rounded = load("llama3-8b", *settings, 'model.precision={"mlp|attention": "fp8_tensor"}')
+    needs = [estimate_for_target(experiment, target) for experiment in (plain, rounded)]
+    work = needs[1].work
+    # Queries and outputs, keys and values, and three matrices of the MLP; each forward and twice backward.
+    weights_per_layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    tokens_per_device = plain.data.global_batch_size * plain.data.seq_len / 8
+    assert work.fp8_flops == 3 * 2 * 32 * weights_per_layer * tokens_per_device
+    assert work.int8_flops == 0
+    assert needs[0].work.fp8_flops == 0
+    times = [estimate_time(need.work, target.spec, 8, "bfloat16") for need in needs]
+    saved = work.fp8_flops / 2 / (PRODUCT_EFFICIENCY * target.spec.peak_bf16_flops)
+    assert times[0].matrix_units - times[1].matrix_units == pytest.approx(saved, rel=0.01)
+    assert needs[1].peak_bytes < needs[0].peak_bytes
 
 
 @pytest.mark.pairs

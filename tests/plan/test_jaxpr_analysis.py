@@ -15,6 +15,7 @@ from plimsoll.framework.config import config_for
 from plimsoll.framework.layers import kernels_splash, kernels_xla
 from plimsoll.framework.layers.kernels_call import describe_call
 from plimsoll.framework.layers.linear import Linear
+from plimsoll.framework.layers.low_precision import RECIPES, multiply
 from plimsoll.framework.plan.build_report import list_zero_gradients
 from plimsoll.framework.plan.jaxpr_analysis import FlopCount, find_zero_gradients, flops
 from plimsoll.framework.program.program import Program
@@ -25,6 +26,23 @@ from tests.support import small
 
 def count(function, *shapes):
     return flops(jax.make_jaxpr(function)(*(jnp.ones(shape) for shape in shapes))).flops
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_products_of_8_bit_numbers_are_counted_by_format(name):
+    tokens, inputs, outputs = 12, 6, 10
+
+    def loss(x, weight):
+        return jnp.sum(jnp.tanh(multiply(x, weight, None, RECIPES[name], "cpu")))
+
+    found = flops(
+        jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(jnp.ones((tokens, inputs)), jnp.ones((inputs, outputs)))
+    )
+    # Forward, and one product for each gradient.
+    expected = 3 * 2 * tokens * inputs * outputs
+    is_integer = name == "int8_row"
+    assert found == FlopCount(expected, fp8=0 if is_integer else expected, int8=expected if is_integer else 0)
+    assert found.scale(4) == FlopCount(4 * expected, fp8=4 * found.fp8, int8=4 * found.int8)
 
 
 def chain(x, w):
