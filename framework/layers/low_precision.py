@@ -187,9 +187,23 @@ def _round_weight(weight: jax.Array, recipe: Recipe) -> Rounded:
 
 
 def _round_input(x: jax.Array, recipe: Recipe) -> Rounded:
-    rounded = round_to(x, recipe.forward, (x.ndim - 1,) if recipe.by_row else None)
-    # `memory.remat = none` saves what has a name, but recomputes conversions from their operands, here in float32.
-    return Rounded(checkpoint_name(rounded.values, "rounded"), rounded.scale)
+    return round_to(x, recipe.forward, (x.ndim - 1,) if recipe.by_row else None)
+
+
+def _tag_bits(rounded: Rounded) -> Rounded:
+    """Return the bits of the numbers, uint8, under a name, in the form in which the backward pass may find them.
+
+    `memory.remat = none` saves what has a name, but recomputes conversions from their operands, here in float32. JAX
+    passes saved floats through `reduce_precision`, which takes e4m3 for a format with infinities and turns all numbers
+    above 240 into NaN, so bits are saved.
+    """
+    bits = jax.lax.bitcast_convert_type(rounded.values, jnp.uint8)
+    return Rounded(checkpoint_name(bits, "rounded"), rounded.scale)
+
+
+def _read_bits(tagged: Rounded, recipe: Recipe) -> Rounded:
+    """Inverse of `_tag_bits`."""
+    return Rounded(jax.lax.bitcast_convert_type(tagged.values, recipe.forward), tagged.scale)
 
 
 def _plain(x: jax.Array, weight: jax.Array, key: jax.Array | None, options: _Options) -> jax.Array:
@@ -199,7 +213,10 @@ def _plain(x: jax.Array, weight: jax.Array, key: jax.Array | None, options: _Opt
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Residuals:
-    """What the backward pass needs: a frozen weight needs no input, an input without a gradient no weight."""
+    """What the backward pass needs: a frozen weight needs no input, an input without a gradient no weight.
+
+    The input is the result of `_tag_bits`.
+    """
 
     x: Rounded | None
     weight: jax.Array | None
@@ -209,11 +226,13 @@ class _Residuals:
 def _forward(
     x: CustomVJPPrimal, weight: CustomVJPPrimal, key: CustomVJPPrimal | None, options: _Options
 ) -> tuple[jax.Array, _Residuals]:
-    rounded_x = _round_input(x.value, options.recipe)
+    # The product reads the bits too, or the input would be saved beside them.
+    tagged_x = _tag_bits(_round_input(x.value, options.recipe))
+    rounded_x = _read_bits(tagged_x, options.recipe)
     y = _compute(rounded_x, _round_weight(weight.value, options.recipe), x.value.dtype, options)
     # With symbolic_zeros, each argument has a flag that tells whether it is differentiated.
     return y, _Residuals(
-        x=rounded_x if weight.perturbed else None,
+        x=tagged_x if weight.perturbed else None,
         weight=weight.value if x.perturbed else None,
         key=None if key is None else key.value,
     )
@@ -241,7 +260,7 @@ def _backward(
         scale = rounded.scale * weight.scale if shared else rounded.scale
         x_grad = _scale(product, scale.reshape((1,) * grad.ndim) if shared else scale, grad.dtype)
     if residuals.x is not None:
-        x = residuals.x
+        x = _read_bits(residuals.x, recipe)
         rounded = shared or round_to(grad * x.scale, recipe.backward, tokens, keys[1])
         over_tokens = ((tokens, tokens), ((), ()))
         product = _dot(x.values, rounded.values, over_tokens, grad.dtype, options)

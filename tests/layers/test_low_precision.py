@@ -155,6 +155,24 @@ def test_only_8_bit_inputs_are_saved(name: str):
     assert [leaf.shape for leaf in jax.tree.leaves(pull) if leaf.size >= x.size] == [(INPUTS, OUTPUTS)]
 
 
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "policy", [jax.checkpoint_policies.save_only_these_names("rounded"), jax.checkpoint_policies.everything_saveable]
+)
+def test_gradient_checkpointing_saves_bits(name: str, policy: Any):
+    """JAX applies `reduce_precision` to saved floats, for which numbers of e4m3 above 240 are infinite."""
+
+    def loss(weight: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(multiply(x, weight, None, RECIPES[name], "cpu")))
+
+    gradients = jax.grad(jax.checkpoint(loss, policy=policy), argnums=(0, 1))
+    arguments = jnp.asarray(draw(INPUTS, OUTPUTS)), jnp.asarray(draw(BATCH, LENGTH, INPUTS))
+    text = str(jax.make_jaxpr(gradients)(*arguments))
+    assert re.findall(r":f8_\w+\[[\d,]*\] = reduce_precision", text) == []
+    for found, expected in zip(gradients(*arguments), jax.grad(loss, argnums=(0, 1))(*arguments), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6 * float(jnp.max(jnp.abs(expected))))
+
+
 # --- in a model -------------------------------------------------------------------------------------------------------
 
 
