@@ -42,7 +42,7 @@ Axes = tuple[int, ...] | None
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a product is computed.
+    """The formats and scales of a product.
 
     Attributes:
         forward: dtype of activations and weights.
@@ -181,7 +181,7 @@ def _scale(y: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def _round_weight(weight: jax.Array, recipe: Recipe) -> Rounded:
-    # Otherwise XLA for GPU stores the transposed weights of all layers of a loop beside the weights.
+    # Otherwise XLA for GPU stores the transposed weights of all layers of a loop in addition to the weights.
     weight = with_layout_constraint(weight, Layout(major_to_minor=(0, 1)))
     return round_to(weight, recipe.forward, (0,) if recipe.by_row else None)
 
@@ -213,7 +213,7 @@ def _plain(x: jax.Array, weight: jax.Array, key: jax.Array | None, options: _Opt
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Residuals:
-    """What the backward pass needs: a frozen weight needs no input, an input without a gradient no weight.
+    """Residuals of the product: a frozen weight needs no input, an input without a gradient no weight.
 
     The input is the result of `_tag_bits`.
     """
@@ -226,7 +226,7 @@ class _Residuals:
 def _forward(
     x: CustomVJPPrimal, weight: CustomVJPPrimal, key: CustomVJPPrimal | None, options: _Options
 ) -> tuple[jax.Array, _Residuals]:
-    # The product reads the bits too, or the input would be saved beside them.
+    # The product reads the bits too, or the input would be saved in addition to them.
     tagged_x = _tag_bits(_round_input(x.value, options.recipe))
     rounded_x = _read_bits(tagged_x, options.recipe)
     y = _compute(rounded_x, _round_weight(weight.value, options.recipe), x.value.dtype, options)

@@ -189,7 +189,7 @@ def gpu_time(module: Module, spec: AcceleratorSpec, rates: DeviceRates) -> Progr
                 kind: WorkKind = "product bf16" if is_half else "product f32"
                 product_seconds = rates.curve(kind).seconds(kernel.flops)
                 if kernel.dtype in EIGHT_BIT:
-                    # No curve was measured: as fast as the published peaks say, beside bfloat16.
+                    # No curve was measured: scale that of bfloat16 by the published peaks.
                     product_seconds *= peaks.flops["bf16"] / peaks.flops[kernel.dtype]
                 if kernel.category == "attention":
                     product_seconds /= _ATTENTION_EFFICIENCY
