@@ -37,10 +37,15 @@ class LayerPattern(Reversible):
     """One repeat of a stack's pattern: its layers in order, with the names block0, block1, ...
 
     It is reversible if all of its layers are.
+
+    Attributes:
+        layers: the layers by name.
+        configs: the config of each layer, by name. Layers with equal configs compute the same function.
     """
 
-    def __init__(self, layers: list[Layer]):
+    def __init__(self, layers: list[Layer], configs: list[Config]):
         self.layers = {f"block{i}": layer for i, layer in enumerate(layers)}
+        self.configs = dict(zip(self.layers, configs, strict=True))
 
     def children(self) -> dict[str, Layer]:
         """Return the layers by name."""
@@ -162,7 +167,7 @@ class Stack(Layer):
                 raise ValueError(f"streams = {streams}: pattern.{i} is {type(layer).__name__}; expected Block")
             layers.append(layer if streams == "one" else TwoStream(layer, streams))
         self.streams: TwoStream | None = layers[0] if isinstance(layers[0], TwoStream) else None
-        self.pattern = LayerPattern(layers)
+        self.pattern = LayerPattern(layers, pattern)
         # The range of layers of the whole stack that this stack runs; None if it is the whole stack.
         self.layer_range: LayerRange | None = None
 

@@ -22,12 +22,13 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from plimsoll.framework.config import Config
 from plimsoll.framework.layers import kernels_xla, lookup
 from plimsoll.framework.layers.base import Context, Out, batch_specs, cast
 from plimsoll.framework.layers.embedding import Embedding
 from plimsoll.framework.layers.head import LMHead
 from plimsoll.framework.layers.kernels_call import SAVED_NAME, AttentionCall
-from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.layers.stack import LayerPattern, Stack
 from plimsoll.framework.layout import MeshAxes, Nested, ParameterSpec, PyTree, StateLayout, TrainState, flatten, merge
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.plan.jaxpr_analysis import LOCAL_ATTENTION, LOCAL_GROUPED_PRODUCT
@@ -108,6 +109,8 @@ class _DeviceStep:
         for pattern in patterns.values():
             for layer in pattern.walk():
                 layer.localize(sizes)
+            num_ranges = sum(stack.pattern is pattern for stack in self.model.stacks.values())
+            _trace_equal_layers_once(pattern, num_ranges)
         self.specs = self.model.parameter_specs()
 
     def gradients(self, params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> PyTree:
@@ -218,6 +221,27 @@ class _DeviceStep:
             if self.sizes["fsdp"] > 1 and "fsdp" in names:
                 weight = jax.lax.all_gather(weight, "fsdp", axis=axis, tiled=True)
         return weight
+
+
+def _trace_equal_layers_once(pattern: LayerPattern, num_ranges: int) -> None:
+    """Let layers with equal configs share one function, which JAX traces and differentiates once.
+
+    Tracing takes most of the time of an estimate, and a hybrid repeats its linear layers three times in a pattern.
+
+    Args:
+        pattern: the layers, whose `apply` is replaced.
+        num_ranges: number of layer ranges that run the pattern.
+    """
+    remaining = dict(pattern.configs)
+    while remaining:
+        config = next(iter(remaining.values()))
+        names = [name for name, other in remaining.items() if other == config]
+        if len(names) * num_ranges > 1:
+            shared = jax.jit(pattern.layers[names[0]].apply)
+            for name in names:
+                pattern.layers[name].apply = shared
+        for name in names:
+            del remaining[name]
 
 
 def _on_device(weight: jax.Array) -> jax.Array:

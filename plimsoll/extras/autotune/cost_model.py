@@ -7,6 +7,7 @@ layers in partial placements.
 
 from __future__ import annotations
 
+import gc
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -142,6 +143,9 @@ class CostModel:
         key = (rows, shards, memory.remat, memory.parameters.text, partial)
         if key not in self._traces:
             self._traces[key] = trace(split_experiment, sizes, platform)
+            # Traces stay, and have millions of objects. Without this, the garbage collector would visit all of them
+            # again and again, which took a third of the time of a long search.
+            gc.freeze()
         return self._traces[key]
 
 
