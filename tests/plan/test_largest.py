@@ -76,6 +76,38 @@ def test_key_heads_grow_in_multi_head_attention():
     assert count_parameters(family.scale_config(family.known)) == count_parameters(configs.load("gpt2-124m"))
 
 
+@pytest.mark.pairs
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3-tiny", "qwen3-moe-tiny", "gpt-oss-tiny", "deepseek-tiny", "qwen3.5-tiny", "mamba2-tiny", "qwen3.6-27b"],
+)
+def test_other_families_grow(name: str):
+    family = SizeFamily.derive(configs.load(name))
+    known = configs.load(name)
+    assert family.scale_config(family.known) == known
+    members = family.members(4)
+    parameters = [member.parameters for member in members]
+    assert parameters == sorted(parameters)
+    assert parameters[-1] > 8 * count_parameters(known)
+    for member in members[:: len(members) // 3]:
+        config = family.scale_config(member.size)
+        assert count_parameters(config) == member.parameters
+        config.instantiate()
+
+
+def test_linear_attention_and_experts_grow_with_the_width():
+    family = SizeFamily.derive(configs.load("qwen3.6-35b-a3b"))
+    assert family.known == Size(16, 40)
+    known = family.config.model.stack.pattern
+    wide = family.scale_config(Size(32, 40)).model
+    linear, attention = wide.stack.pattern[0].attention, wide.stack.pattern[3].attention
+    assert wide.dim == 2 * family.config.model.dim
+    assert (linear.num_heads, linear.num_key_heads) == (2 * known[0].attention.num_heads, 16)
+    assert (attention.num_heads, attention.num_kv_heads) == (32, 2)
+    assert wide.stack.pattern[0].mlp.num_experts == 256
+    assert wide.stack.pattern[0].mlp.experts.hidden == wide.stack.pattern[0].mlp.shared.hidden == 1024
+
+
 def test_family_without_blocks_is_refused():
     with pytest.raises(ConfigError, match="--largest requires a language model whose layers are Blocks"):
         SizeFamily.derive(configs.load("digits-nice"))

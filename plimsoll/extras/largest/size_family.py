@@ -2,8 +2,9 @@
 
 The rule is that of published families: width and depth grow together. All sizes share the head dimension, the number of
 key/value heads, the ratio of MLP width to model width and, as nearly as whole groups of heads allow, the ratio of width
-to depth. Each width is also made deeper, one repeat of the layer pattern at a time, until it has as many parameters
-as the next width.
+to depth. A mixture keeps its number of experts, whose width grows. In linear attention the heads of values grow, and
+queries and keys keep theirs. Each width is also made deeper, one repeat of the layer pattern at a time, until it has as
+many parameters as the next width.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from plimsoll.framework.config import Config, ConfigError
+from plimsoll.framework.config import Config, ConfigError, get_target
+from plimsoll.framework.layers.linear_attention import LinearAttention
 from plimsoll.framework.models.causal_lm import CausalLM
 
 # Heads come in groups of this size, which is divisible by common numbers of devices.
 _HEADS = 8
-# The width of an MLP is a multiple of this.
+# Widths of models, and of MLPs and experts, are multiples of these, or of the largest power of two that divides the known
+# width.
+_DIM = 128
 _HIDDEN = 256
 
 
@@ -26,7 +30,8 @@ class Size(NamedTuple):
     """The size of a family member.
 
     Attributes:
-        heads: number of query heads, which determines the width.
+        heads: number of heads of the stack's attention, which determines the width. If some layers have linear
+            attention and others have not, it is that of the others.
         layers: number of layers in the stack.
     """
 
@@ -79,30 +84,31 @@ class SizeFamily:
         pattern: Sequence[Any] = model.stack.pattern if has_stack else []
         if not pattern or not all(_is_block(layer) for layer in pattern):
             raise ConfigError("--largest requires a language model whose layers are Blocks with attention and an MLP")
-        heads = {layer.attention.num_heads for layer in pattern}
+        family = SizeFamily(config)
+        heads = {attention.num_heads for attention in family._attentions}
         if len(heads) > 1:
             raise ConfigError(
                 f"--largest: the pattern's layers have {sorted(heads)} heads; expected the same number in each"
             )
-        return SizeFamily(config)
+        return family
 
     @property
-    def _block(self) -> Config:
-        return self.config.model.stack.pattern[0]
+    def _attentions(self) -> list[Config]:
+        """The attention layers whose heads determine the width: those without a state, if there are any."""
+        attentions = [layer.attention for layer in self.config.model.stack.pattern]
+        return [attention for attention in attentions if not _is_linear(attention)] or attentions
 
     @property
     def known(self) -> Size:
         """The size of the config itself."""
-        return Size(self._block.attention.num_heads, self.config.model.stack.num_layers)
+        return Size(self._attentions[0].num_heads, self.config.model.stack.num_layers)
 
     @property
     def _step(self) -> int:
         """The number of heads by which widths grow."""
-        kv_heads: int | None = self._block.attention.num_kv_heads
-        # The number of query heads has to stay a multiple of the number of key/value heads.
-        if kv_heads is not None and kv_heads != self.known.heads:
-            return kv_heads
-        return min(_HEADS, self.known.heads)
+        # The number of heads has to stay a multiple of the number of heads that keys and values share.
+        counts = [_count_shared_heads(attention) for attention in self._attentions]
+        return max(filter(None, counts), default=min(_HEADS, self.known.heads))
 
     def members(self, most: int) -> list[Member]:
         """Return the sizes of up to `most` times the known width, smallest first.
@@ -143,23 +149,52 @@ class SizeFamily:
         """Return a config scaled to a size. The known size gives a copy of the config itself."""
         scaled = self.config.copy()
         model = scaled.model
-        ratio = size.heads / self.known.heads
-        for name, layer in zip(model.stack.pattern, self.config.model.stack.pattern, strict=True):
-            _scale_block(name, layer, size.heads, ratio)
-        model.dim = round(self.config.model.dim * ratio)
+        known_heads = self.known.heads
+        if size.heads != known_heads:
+            for _, part in model.walk():
+                if isinstance(part, Config):
+                    _scale_layer(part, size.heads, known_heads)
+            channels, remainder = divmod(model.dim, known_heads)
+            # Without a head dimension of their own, heads share the width.
+            model.dim = _scale(model.dim, _DIM, size.heads / known_heads) if remainder else channels * size.heads
         model.stack.num_layers = size.layers
         return scaled
 
 
-def _scale_block(scaled: Config, known: Config, heads: int, ratio: float) -> None:
-    """Set a block's number of heads, and scale the width of its MLP to `ratio` times the known one."""
-    attention = known.attention
+def _scale_layer(layer: Config, heads: int, known_heads: int) -> None:
+    """Change the heads of attention, and the width of an MLP or of experts, by heads / known_heads."""
+    ratio = heads / known_heads
+    if layer.takes("hidden"):
+        layer.hidden = _scale(layer.hidden, _HIDDEN, ratio)
+    # Projections have a field of this name too, which attention sets.
+    if not layer.takes("num_heads") or layer.num_heads is None:
+        return
+    step = _count_shared_heads(layer) or 1
+    scaled_heads = heads if layer.num_heads == known_heads else max(round(layer.num_heads * ratio), 1)
     # Without grouped queries, the key/value heads grow along. With them, their number is the same in all sizes.
-    if attention.num_kv_heads == attention.num_heads:
-        scaled.attention.num_kv_heads = heads
-    scaled.attention.num_heads = heads
-    hidden = known.mlp.hidden * ratio
-    scaled.mlp.hidden = known.mlp.hidden if ratio == 1.0 else max(round(hidden / _HIDDEN), 1) * _HIDDEN
+    if layer.takes("num_kv_heads") and layer.num_kv_heads == layer.num_heads:
+        layer.num_kv_heads = scaled_heads
+    layer.num_heads = max(round(scaled_heads / step), 1) * step
+
+
+def _scale(width: int, step: int, ratio: float) -> int:
+    """Return the width times `ratio`, rounded to a multiple of `step`, or of the largest power of two in the width."""
+    step = min(step, width & -width)
+    return max(round(width * ratio / step), 1) * step
+
+
+def _count_shared_heads(attention: Config) -> int | None:
+    """Return the number of heads of keys that several others share, the same in all sizes; None if each has its own."""
+    for name in ("num_kv_heads", "num_key_heads", "num_groups"):
+        count = attention[name] if attention.takes(name) else None
+        if count is not None and count != attention.num_heads:
+            return count
+    return None
+
+
+def _is_linear(attention: Config) -> bool:
+    target = get_target(attention)
+    return isinstance(target, type) and issubclass(target, LinearAttention)
 
 
 def _is_block(layer: Config) -> bool:
