@@ -22,7 +22,6 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from plimsoll.framework.config import Config
 from plimsoll.framework.layers import kernels_xla, lookup
 from plimsoll.framework.layers.base import Context, Out, batch_specs, cast
 from plimsoll.framework.layers.embedding import Embedding

@@ -20,8 +20,7 @@ from plimsoll.framework.models.causal_lm import CausalLM
 
 # Heads come in groups of this size, which is divisible by common numbers of devices.
 _HEADS = 8
-# Widths of models, and of MLPs and experts, are multiples of these, or of the largest power of two that divides the known
-# width.
+# Widths of models, and of MLPs and experts, are multiples of these, or of the largest power of two in the known width.
 _DIM = 128
 _HIDDEN = 256
 
