@@ -2,6 +2,7 @@
 
     python -m tools.bench.record_plans --estimate            # every fact with a nearest setting, by the estimate
     python -m tools.bench.record_plans --only v5e            # by the compilers that are here, facts that have the word
+    python -m tools.bench.record_plans --only float8         # facts of that precision
     python -m tools.bench.record_plans --missing             # by the compilers, facts that none has judged yet
     python -m tools.bench.record_plans --maxtext=PYTHON      # MaxText's recipes for TPUs, by MaxText's own steps
     python -m tools.bench.record_plans --table               # only the page, from existing plans
@@ -80,7 +81,7 @@ def plan_all(facts: list[PublicFact], words: list[str], *, estimate: bool, missi
 
 
 def _matches(fact: PublicFact, words: list[str]) -> bool:
-    text = f"{fact.line()} {fact.source.repository} {fact.source.page}".lower()
+    text = f"{fact.line()} {fact.settings.precision} {fact.source.repository} {fact.source.page}".lower()
     return all(word.lower() in text for word in words)
 
 

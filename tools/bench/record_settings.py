@@ -29,8 +29,9 @@ _LARGEST_SLICE = {"v5e": 256, "v6e": 256}
 # Machines that differ from our target only in memory: GiB that a program may use, 0.92 of the memory CUDA reports,
 # the limit when the facts were planned.
 _MEMORY_GIB = {"H100 96 GB HBM2e, 500 W": 86.1}
+# Sources whose rows are those of a group of devices that shard rows or tensors. Others count the rows of a device.
+_COUNT_ROWS_OF_A_GROUP = ("pytorch/torchtitan",)
 _NOT_OURS = {
-    "float8": "products in FP8",
     "pipeline": "layers are spread over the stages of a pipeline",
     "ZeRO-2": "gradients and state are cut, weights are not",
 }
@@ -146,6 +147,8 @@ def _refuse_others(fact: PublicFact) -> None:
     for phrase, reason in _NOT_OURS.items():
         if phrase in described:
             raise NotPlannedError(reason)
+    if "float8" in described and "B-A" in fact.model:
+        raise NotPlannedError("products of experts in FP8")
     if settings.method == "adapter":
         raise NotPlannedError("LLaMA-Adapter is not one of our methods")
     if settings.quantization == "bnb.nf4-dq":
@@ -204,7 +207,11 @@ def _global_batch(fact: PublicFact) -> int:
     # The rows computed at a time matter, not those of an update: accumulated gradients take as much memory as
     # gradients. With offloading, the update takes as long for more rows, so the rate depends on their number.
     if fact.settings.rows_per_device is not None:
-        return fact.settings.rows_per_device * _devices(fact) * _accumulation(fact.settings)
+        groups = _devices(fact)
+        if fact.source.repository in _COUNT_ROWS_OF_A_GROUP:
+            for what, count in _MESH_PART.findall(fact.settings.sharding or ""):
+                groups //= int(count) if what in ("tensors", "rows cut") else 1
+        return fact.settings.rows_per_device * groups * _accumulation(fact.settings)
     assert fact.settings.global_batch is not None
     return fact.settings.global_batch
 
@@ -235,6 +242,9 @@ def _training(settings: Settings) -> dict[str, str]:
     if "backward" in f"{settings.update} {settings.optimizer}":
         # Their recipes do not clip.
         overrides |= {"memory.update": "in_backward", "learner.clip": "none"}
+    if "float8" in (settings.precision or ""):
+        # All linear layers but the head, with a scale for each array, as torchao and Transformer Engine do by default.
+        overrides["model.precision"] = json.dumps({"attention|mlp": "fp8_tensor"})
     if settings.remat is not None:
         if settings.remat not in _REMAT:
             raise NotPlannedError(f"what a layer keeps is not one of our policies: {settings.remat}")
