@@ -20,6 +20,7 @@ from plimsoll.extras.autotune.settings import (
     find_fixed_paths,
     flags,
     get_text,
+    list_changes,
     list_variants,
     parse_allowed,
     select_changes,
@@ -29,6 +30,8 @@ from plimsoll.extras.autotune.settings import (
 from plimsoll.extras.autotune.tuner import NoProgramError, Tuner, confirm_fastest
 from plimsoll.framework.config import Config, ConfigError, config_for
 from plimsoll.framework.families.decoders import mixture
+from plimsoll.framework.layers.linear import Linear
+from plimsoll.framework.layers.low_precision import RECIPES
 from plimsoll.framework.objectives.kto import KTO
 from plimsoll.framework.plan import targets
 from plimsoll.framework.plan.estimate import estimate
@@ -337,16 +340,60 @@ def test_fixed_fields_stay():
 
 def test_allowed_changes_match_their_names():
     config = small_llama()
-    assert list_variants(config, (), ()) == [()]
-    variants = list_variants(config, parse_allowed("moments,rounding,optimizer8bit"), ())
+    h100 = targets.resolve("h100").spec
+    assert list_variants(list_changes(config, (), (), h100)) == [()]
+    changes = list_changes(config, parse_allowed("moments,rounding,optimizer8bit"), (), h100)
+    variants = list_variants(changes)
     assert len(variants) == 6
     with_8bit = with_settings(config, variants[3])
     assert with_8bit.learner.optimizer.learning_rate == config.learner.optimizer.learning_rate
     assert with_8bit.learner.optimizer.weight_decay == 0.1
     with_8bit.instantiate()
-    assert list_variants(config, ("moments",), ("learner.moment_dtype",)) == [()]
+    assert list_changes(config, ("moments",), ("learner.moment_dtype",), h100) == {}
     with pytest.raises(ConfigError, match="did you mean 'moments'"):
         parse_allowed("moment")
+
+
+def test_8_bit_products_are_allowed_where_they_are_faster():
+    config = small_llama()
+    names = parse_allowed("fp8,int8,moments")
+    by_target = {}
+    for name in ("h100", "a100-80", "v5e-1", "tpu7x-8", "cpu:2"):
+        by_target[name] = set(list_changes(config, names, (), targets.resolve(name).spec))
+    assert by_target == {
+        "h100": {"moments", "fp8", "int8"},
+        "a100-80": {"moments", "int8"},
+        "v5e-1": {"moments", "int8"},
+        "tpu7x-8": {"moments", "fp8"},
+        "cpu:2": {"moments"},
+    }
+    changes = list_changes(config, names, (), targets.resolve("h100").spec)
+    # No product has two formats.
+    assert len(list_variants(changes)) == 6
+    changed = with_settings(config, changes["fp8"])
+    stack = changed.model.instantiate().stages["stack"]
+    recipes = [layer.recipe for layer in stack.pattern.walk() if isinstance(layer, Linear)]
+    assert recipes == [RECIPES["fp8_tensor"]] * 7
+    # The user's own rules stay.
+    assert list_changes(changed, ("int8",), (), targets.resolve("h100").spec) == {}
+
+
+@pytest.mark.pairs
+def test_8_bit_products_are_chosen_if_allowed():
+    config = small_llama(2)
+    config.model.dim = 4096
+    seconds = {}
+    for allowed in ((), ("fp8",)):
+        best = Tuner(config, targets.resolve("h100"), device_bytes=None, allowed=allowed).propose()
+        assert best is not None
+        seconds[allowed] = best.cost.seconds
+        text = get_text(best.settings, "model.precision")
+        assert (text is not None and "fp8_tensor" in text) == bool(allowed)
+    assert seconds["fp8",] < 0.9 * seconds[()]
+    impossible = Tuner(config, targets.resolve("a100-80"), device_bytes=None, allowed=("fp8",))
+    best = impossible.propose()
+    assert best is not None
+    assert any("--allow=fp8: not possible" in note for note in impossible.build_choice(best).notes)
 
 
 # --- the largest batch -----------------------------------------------------------------------------------------------
@@ -390,7 +437,10 @@ def test_a_flag_is_quoted_for_a_shell():
     ("argv", "message"),
     [
         (["--auto=foo"], "invalid choice: 'foo'"),
-        (["--auto", "--allow=momentum"], "--allow=momentum: 'momentum' is not one of rounding, moments, optimizer8bit"),
+        (
+            ["--auto", "--allow=momentum"],
+            "--allow=momentum: 'momentum' is not one of rounding, moments, optimizer8bit, fp8, int8",
+        ),
         (["--allow=moments"], "--allow requires --auto"),
         (["--host_memory_gib=0"], "--host_memory_gib=0: expected more than 0"),
         (["--auto", "--host_memory_gib=0"], "--host_memory_gib=0: expected more than 0"),

@@ -186,7 +186,7 @@ def test_several_targets_are_several_lines(tmp_path: Path, capsys: pytest.Captur
     [
         (["--largest", "--auto"], "--largest cannot be combined with --auto"),
         (["--picture=x.png"], "--picture requires --largest"),
-        (["--largest", "--allow=roundng"], "'roundng' is not one of rounding, moments, optimizer8bit"),
+        (["--largest", "--allow=roundng"], "'roundng' is not one of rounding, moments, optimizer8bit, fp8, int8"),
         (["--largest", "--picture=/nowhere/x.png"], "no directory /nowhere"),
         (["--largest", "--compare", "memory.remat"], "expected PATH=A,B"),
     ],

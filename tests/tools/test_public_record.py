@@ -1,5 +1,6 @@
 """The record of published facts: its format, and that each number occurs in the words quoted for it."""
 
+import contextlib
 import json
 import re
 from statistics import median
@@ -146,7 +147,19 @@ def test_unsupported_settings_are_not_planned(tmp_path):
             nearest_setting(fact, tmp_path)
         except NotPlannedError as error:
             reasons[fact.settings.precision] = str(error)
-    assert reasons["float8 and bfloat16"] == "products in FP8"
+    assert reasons["float8 and bfloat16"] == "layers are spread over the stages of a pipeline"
+
+
+def test_fp8_facts_are_planned_with_rounded_products(tmp_path):
+    planned = {}
+    for number, fact in enumerate(FACTS, start=1):
+        if "float8" in (fact.settings.precision or ""):
+            with contextlib.suppress(NotPlannedError):
+                planned[number] = nearest_setting(fact, tmp_path).overrides
+    assert len(planned) >= 9
+    assert {overrides["model.precision"] for overrides in planned.values()} == {'{"attention|mlp": "fp8_tensor"}'}
+    # Four devices share a row of 131,072 tokens.
+    assert (planned[31]["data.global_batch_size"], planned[31]["mesh.seq"]) == ("2", "4")
 
 
 def test_page_matches_the_results():

@@ -86,8 +86,11 @@ def is_like_ours(fact: PublicFact) -> bool:
     """Return whether our plan describes a program like theirs.
 
     That requires that a compiler makes both programs, that rows have one length, and that the source or its code
-    specifies what a layer saves and what is sharded over devices.
+    specifies what a layer saves and what is sharded over devices. With FP8 products it is not alike: they gather 8-bit
+    weights, and we gather 16-bit ones.
     """
+    if "float8" in (fact.settings.precision or ""):
+        return False
     if fact.outdated is not None or fact.settings.assumed is not None:
         return False
     settings = fact.settings
@@ -209,7 +212,7 @@ def page(facts: list[PublicFact], results: dict[int, PlannedFact]) -> str:
         "## Programs like ours",
         "",
         "A compiler makes both programs (XLA or torch.compile), rows have one length, and the source, or its code,",
-        "specifies what a layer saves for the backward pass and what is sharded over devices.",
+        "specifies what a layer saves for the backward pass and what is sharded over devices. Products are not in FP8.",
         "",
         *_table(like_ours),
         "",

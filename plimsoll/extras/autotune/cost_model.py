@@ -1,8 +1,8 @@
 """Analytical estimates for many settings of one config, with shared traces.
 
 Tracing takes most of an estimate's time, but a trace depends on few settings: the rows per device and microbatch, the
-mesh axes that shard weights and positions, the remat policy, whether the weights are offloaded, and the numbers of
-layers in partial placements.
+mesh axes that shard weights and positions, the remat policy, whether the weights are offloaded, the numbers of layers
+in partial placements, and the precision of products.
 """
 
 from __future__ import annotations
@@ -78,8 +78,7 @@ class CostModel:
         settings are not possible.
         """
         config = with_settings(self.config, settings)
-        # No setting changes the model, so all experiments share one.
-        model = self._get_component("model", config.model, ())
+        model = self._get_component("model", config.model, settings)
         data = self._get_component("data", config.data, settings)
         learner_key = _component_key("learner", settings)
         if learner_key not in self._components:
@@ -140,7 +139,8 @@ class CostModel:
         # A partial placement (the first N layers) splits the stack into layer ranges, which are traced one by one.
         placements = (memory.gradients, memory.optimizer_state, memory.activations)
         partial = tuple(placement.text for placement in placements if placement.is_partial)
-        key = (rows, shards, memory.remat, memory.parameters.text, partial)
+        precision = tuple(experiment.model.precision.items())
+        key = (rows, shards, memory.remat, memory.parameters.text, partial, precision)
         if key not in self._traces:
             self._traces[key] = trace(split_experiment, sizes, platform)
             # Traces stay, and have millions of objects. Without this, the garbage collector would visit all of them

@@ -15,6 +15,7 @@ import optax
 
 from plimsoll.framework.config import Config, ConfigError, config_for, did_you_mean, diff, get_schema, get_target
 from plimsoll.framework.config.value_parsing import as_text
+from plimsoll.framework.devices.accelerators import AcceleratorSpec
 from plimsoll.framework.optimizers.quantized import adamw8bit
 from plimsoll.framework.plan import cache
 from plimsoll.framework.plan.targets import Target
@@ -152,14 +153,19 @@ MASTER = "learner.master_dtype"
 MOMENTS = "learner.moment_dtype"
 ROUNDING = "learner.rounding"
 OPTIMIZER = "learner.optimizer"
+PRECISION = "model.precision"
 # {name: description}
 ALLOWED = {
     "rounding": "no master copy: bfloat16 weights with stochastic rounding (learner.rounding=stochastic)",
     "moments": "moments in bfloat16 (learner.moment_dtype)",
     "optimizer8bit": "AdamW with 8-bit moments and the same hyperparameters (learner.optimizer)",
+    "fp8": "products of large layers in 8-bit floats, with a scale for each array (model.precision)",
+    "int8": "products of large layers in 8-bit integers, with a scale for each row (model.precision)",
 }
-# These two exclude each other: with the 8-bit optimizer the moments already have a dtype.
-_EXCLUSIVE = {"moments", "optimizer8bit"}
+# Changes that exclude each other: with the 8-bit optimizer the moments already have a dtype, and a product one format.
+_EXCLUSIVE = ({"moments", "optimizer8bit"}, {"fp8", "int8"})
+# The projections of attention and MLPs, but not those to one number per head or token.
+_LARGE_LAYERS = "/(query|key|value|output|kv_down|kv_up|gate|up|down)$"
 
 
 def parse_allowed(text: str) -> tuple[str, ...]:
@@ -180,29 +186,37 @@ def parse_allowed(text: str) -> tuple[str, ...]:
     return tuple(name for name in ALLOWED if name in names)
 
 
-def list_variants(config: Config, names: Sequence[str], fixed: Collection[str]) -> list[Settings]:
-    """Return every combination of the allowed changes, starting with no change.
+def list_changes(
+    config: Config, names: Sequence[str], fixed: Collection[str], spec: AcceleratorSpec
+) -> dict[str, Settings]:
+    """Return the settings of each allowed change that is possible, by name.
 
     Args:
         config: config, resolved for the target.
         names: allowed changes, keys of `ALLOWED`.
         fixed: paths of fields that the user has set.
+        spec: the target's accelerator.
     """
     changes = {}
     for name in names:
-        change = _build_change(config, name)
+        change = _build_change(config, name, spec)
         if change and not any(one.path in fixed for one in change):
             changes[name] = change
+    return changes
+
+
+def list_variants(changes: Mapping[str, Settings]) -> list[Settings]:
+    """Return every combination of the changes, starting with no change."""
     variants: list[Settings] = []
     for count in range(len(changes) + 1):
         for chosen in itertools.combinations(changes, count):
-            if not set(chosen) >= _EXCLUSIVE:
+            if not any(set(chosen) >= exclusive for exclusive in _EXCLUSIVE):
                 variants.append(tuple(itertools.chain.from_iterable(changes[name] for name in chosen)))
     return variants
 
 
-def _build_change(config: Config, name: str) -> Settings:
-    """Return the settings of an allowed change; empty if they would change nothing or do not suit the config."""
+def _build_change(config: Config, name: str, spec: AcceleratorSpec) -> Settings:
+    """Return the settings of an allowed change; empty if they would change nothing or do not suit config or target."""
     learner = config.learner
     if name == "rounding":
         # Stochastic rounding replaces the master copy only for weights that are stored in bfloat16.
@@ -210,6 +224,13 @@ def _build_change(config: Config, name: str) -> Settings:
         return (setting(MASTER, None), setting(ROUNDING, "stochastic")) if is_possible else ()
     if name == "moments":
         return (setting(MOMENTS, "bfloat16"),) if str(learner.moment_dtype) != "bfloat16" else ()
+    if name in ("fp8", "int8"):
+        # Other models than language models have no such field.
+        is_free = config.model.takes("precision") and not config.model.get("precision")
+        usual, faster = spec.peak_flops(), spec.peak_flops(name)
+        is_faster = faster is not None and (usual is None or faster > usual)
+        recipe = "fp8_tensor" if name == "fp8" else "int8_row"
+        return (setting(PRECISION, json.dumps({_LARGE_LAYERS: recipe})),) if is_free and is_faster else ()
     optimizer = learner.optimizer
     if get_target(optimizer) is not optax.adamw:
         return ()

@@ -27,6 +27,7 @@ from plimsoll.extras.autotune.settings import (
     TunedSettings,
     TuningRequest,
     flags,
+    list_changes,
     list_variants,
 )
 from plimsoll.framework.config import Config
@@ -111,7 +112,9 @@ class Tuner:
         self.space = SearchSpace(config, target, fixed)
         self.budget = MemoryBudget(MemoryLimits.derive(target, device_bytes))
         self._refusal = ""
-        self.variants = list_variants(config, allowed, fixed)
+        changes = list_changes(config, allowed, fixed, target.spec)
+        self.variants = list_variants(changes)
+        self._impossible_changes = [name for name in allowed if name not in changes]
 
     def propose(self) -> Candidate | None:
         """Return the fastest settings that fit, given the compilations so far; None if none do."""
@@ -187,8 +190,16 @@ class Tuner:
             moved=cost.moved,
             compiled=candidate.settings in self.budget.compiled,
             neighbors=neighbors,
-            notes=(*notes, *self._host_note(cost.host)),
+            notes=(*notes, *self._change_note(), *self._host_note(cost.host)),
         )
+
+    def _change_note(self) -> list[str]:
+        if not self._impossible_changes:
+            return []
+        names = ", ".join(self._impossible_changes)
+        return [
+            f"--allow={names}: not possible, or of no use, for this config, its fixed fields, and {self.target.name}"
+        ]
 
     def _host_note(self, host: int) -> list[str]:
         if not host or self.machine.host_bytes is not None or self.budget.limits.host is None:
