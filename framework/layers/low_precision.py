@@ -16,8 +16,8 @@ Scales along the axis that a product sums over are multiplied into g before it i
 
     dx_ti = s'_t sum_o round(g_to s_o / s'_t) w8_io,        dW_io = s''_o sum_t x8_ti round(g_to s_t / s''_o)
 
-For the backward pass, x8 and its scales are saved instead of x, and W is rounded again. Sums are in float32, or int32
-for int8; the scaled results have the dtype of x.
+For the backward pass, x8 and its scales are saved instead of x, once for all layers that share an x (`SharedInput`),
+and W is rounded again. Sums are in float32, or int32 for int8; the scaled results have the dtype of x.
 """
 
 from __future__ import annotations
@@ -123,7 +123,34 @@ def round_to(x: jax.Array, dtype: DTypeLike, axes: Axes, key: jax.Array | None =
     return Rounded(jnp.floor(quotient + noise).astype(dtype), scale)
 
 
-def multiply(x: jax.Array, weight: jax.Array, key: jax.Array | None, recipe: Recipe, platform: str) -> jax.Array:
+class SharedInput:
+    """An input that several layers share, such as query, key and value. It is rounded and saved once for all of them.
+
+    Attributes:
+        values: the input, [..., I].
+    """
+
+    def __init__(self, values: jax.Array):
+        self.values = values
+        self._rounded: dict[Recipe, Rounded] = {}
+
+    def round(self, recipe: Recipe) -> Rounded:
+        """Return the rounded input, as the result of `_tag_bits`. It has no gradient: that passes by `values`."""
+        if recipe not in self._rounded:
+            x = jax.lax.stop_gradient(self.values)
+            rounded = round_to(x, recipe.forward, (x.ndim - 1,) if recipe.by_row else None)
+            self._rounded[recipe] = _tag_bits(rounded)
+        return self._rounded[recipe]
+
+
+def get_values(x: jax.Array | SharedInput) -> jax.Array:
+    """Return the array of an input."""
+    return x.values if isinstance(x, SharedInput) else x
+
+
+def multiply(
+    x: jax.Array | SharedInput, weight: jax.Array, key: jax.Array | None, recipe: Recipe, platform: str
+) -> jax.Array:
     """Return x [..., I] @ weight [I, O] in x's dtype, as a product of 8-bit numbers.
 
     Args:
@@ -133,7 +160,8 @@ def multiply(x: jax.Array, weight: jax.Array, key: jax.Array | None, recipe: Rec
         recipe: formats and scales.
         platform: tpu, gpu or cpu.
     """
-    return _multiply(x, weight, key, _Options(recipe, platform))
+    shared = x if isinstance(x, SharedInput) else SharedInput(x)
+    return _multiply(shared.values, shared.round(recipe), weight, key, _Options(recipe, platform))
 
 
 def _compute(x: Rounded, weight: Rounded, dtype: DTypeLike, options: _Options) -> jax.Array:
@@ -186,10 +214,6 @@ def _round_weight(weight: jax.Array, recipe: Recipe) -> Rounded:
     return round_to(weight, recipe.forward, (0,) if recipe.by_row else None)
 
 
-def _round_input(x: jax.Array, recipe: Recipe) -> Rounded:
-    return round_to(x, recipe.forward, (x.ndim - 1,) if recipe.by_row else None)
-
-
 def _tag_bits(rounded: Rounded) -> Rounded:
     """Return the bits of the numbers, uint8, under a name, in the form in which the backward pass may find them.
 
@@ -206,8 +230,9 @@ def _read_bits(tagged: Rounded, recipe: Recipe) -> Rounded:
     return Rounded(jax.lax.bitcast_convert_type(tagged.values, recipe.forward), tagged.scale)
 
 
-def _plain(x: jax.Array, weight: jax.Array, key: jax.Array | None, options: _Options) -> jax.Array:
-    return _compute(_round_input(x, options.recipe), _round_weight(weight, options.recipe), x.dtype, options)
+def _plain(x: jax.Array, tagged: Rounded, weight: jax.Array, key: jax.Array | None, options: _Options) -> jax.Array:
+    rounded_weight = _round_weight(weight, options.recipe)
+    return _compute(_read_bits(tagged, options.recipe), rounded_weight, x.dtype, options)
 
 
 @jax.tree_util.register_dataclass
@@ -223,14 +248,16 @@ class _Residuals:
     key: jax.Array | None
 
 
+def _is_primal(tree: object) -> bool:
+    return isinstance(tree, CustomVJPPrimal)
+
+
 def _forward(
-    x: CustomVJPPrimal, weight: CustomVJPPrimal, key: CustomVJPPrimal | None, options: _Options
+    x: CustomVJPPrimal, tagged: Rounded, weight: CustomVJPPrimal, key: CustomVJPPrimal | None, options: _Options
 ) -> tuple[jax.Array, _Residuals]:
-    # The product reads the bits too, or the input would be saved in addition to them.
-    tagged_x = _tag_bits(_round_input(x.value, options.recipe))
-    rounded_x = _read_bits(tagged_x, options.recipe)
-    y = _compute(rounded_x, _round_weight(weight.value, options.recipe), x.value.dtype, options)
-    # With symbolic_zeros, each argument has a flag that tells whether it is differentiated.
+    # With symbolic_zeros, each array is replaced by its value and a flag that tells whether it is differentiated.
+    tagged_x: Rounded = jax.tree.map(lambda primal: primal.value, tagged, is_leaf=_is_primal)
+    y = _plain(x.value, tagged_x, weight.value, None, options)
     return y, _Residuals(
         x=tagged_x if weight.perturbed else None,
         weight=weight.value if x.perturbed else None,
@@ -240,7 +267,7 @@ def _forward(
 
 def _backward(
     options: _Options, residuals: _Residuals, y_grad: jax.Array | SymbolicZero
-) -> tuple[jax.Array | None, jax.Array | None, np.ndarray | None]:
+) -> tuple[jax.Array | None, None, jax.Array | None, np.ndarray | None]:
     recipe = options.recipe
     grad = dense_cotangent(y_grad)
     last = grad.ndim - 1
@@ -267,8 +294,8 @@ def _backward(
         scale = rounded.scale * x.scale if shared else rounded.scale
         weight_grad = _scale(product, scale.reshape(-1), grad.dtype)
     key_grad = None if residuals.key is None else np.zeros(residuals.key.shape, jax.dtypes.float0)
-    return x_grad, weight_grad, key_grad
+    return x_grad, None, weight_grad, key_grad
 
 
-_multiply = jax.custom_vjp(_plain, nondiff_argnums=(3,))
+_multiply = jax.custom_vjp(_plain, nondiff_argnums=(4,))
 _multiply.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from plimsoll import configs
 from plimsoll.framework.config import ConfigError, config_for
 from plimsoll.framework.families import export_config
 from plimsoll.framework.families.decoders import mixture
@@ -17,6 +18,8 @@ from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layers.lora import LoRA
 from plimsoll.framework.layers.low_precision import RECIPES, multiply, round_to
 from plimsoll.framework.layout import flatten
+from plimsoll.framework.plan.device_trace import trace
+from plimsoll.framework.plan.split_experiment import SplitExperiment
 from tests.support import small
 
 BATCH, LENGTH, INPUTS, OUTPUTS = 2, 24, 40, 56
@@ -153,6 +156,38 @@ def test_only_8_bit_inputs_are_saved(name: str):
     ]
     _, pull = jax.vjp(lambda x: linear(weights, x, ctx), x)
     assert [leaf.shape for leaf in jax.tree.leaves(pull) if leaf.size >= x.size] == [(INPUTS, OUTPUTS)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_input_of_several_layers_is_saved_once(recipe: str):
+    built = small.experiment(small.llama(precision={"stack/": recipe}), memory={"remat": "none"}).instantiate()
+    jaxpr = trace(SplitExperiment(built), built.mesh.resolve(1), "cpu").jaxpr
+    # The loop over layers returns what it saves, with an axis of layers.
+    loop = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    saved = [var.aval.shape[-1] for var in loop.outvars if var.aval.dtype == jnp.uint8]
+    # The inputs of query, key and value, of output, of gate and up, and of down.
+    assert sorted(saved) == [32, 32, 32, 48]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "count"),
+    [
+        # Four layers; in three, the input of query serves the gate and the rates too.
+        ("qwen3.5-tiny", "stack", 16),
+        ("mamba2-tiny", "stack", 16),
+        # The inputs of query and kv_down, of kv_up, of output, of gate and up, and of down.
+        ("deepseek-tiny", "first", 5),
+    ],
+)
+def test_layers_round_a_shared_input_once(name: str, layers: str, count: int):
+    config = configs.load(name).model
+    config.precision = {f"{layers}/": "fp8_row"}
+    model = config.instantiate()
+    pattern = model.stages[layers].pattern
+    weights = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.bfloat16), pattern.parameter_specs())
+    x = jax.ShapeDtypeStruct((2, 64, model.dim), jnp.bfloat16)
+    jaxpr = jax.make_jaxpr(lambda weights, x: pattern.apply(weights, x, Context({}), {})[0])(weights, x)
+    assert str(jaxpr).count("name[name=rounded]") == count
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -165,7 +165,7 @@ ALLOWED = {
 # Changes that exclude each other: with the 8-bit optimizer the moments already have a dtype, and a product one format.
 _EXCLUSIVE = ({"moments", "optimizer8bit"}, {"fp8", "int8"})
 # The projections of attention and MLPs, but not those to one number per head or token.
-_LARGE_LAYERS = "/(query|key|value|output|kv_down|kv_up|gate|up|down)$"
+_LARGE_LAYERS = "/(query|key|value|output|gate|up|down|(query|kv)_(up|down))$"
 
 
 def parse_allowed(text: str) -> tuple[str, ...]:
