@@ -1,0 +1,77 @@
+"""The programs that the compilers for TPUs and GPUs make of 8-bit products."""
+
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+
+from plimsoll.framework.families.decoders import llama_model
+from plimsoll.framework.plan import targets
+from plimsoll.framework.program.program import Program
+from tests.support import small
+
+LAYERS, VOCAB = 4, 64
+ROWS, LENGTH = 2, 2048
+DIM, HIDDEN = 2048, 4096
+
+
+@cache
+def compile_step(target: str, recipe: str) -> Any:
+    """Compile a step of four Llama layers that saves what its products need."""
+    targets.set_environment(target)
+    model = llama_model(layers=LAYERS, heads=16, kv_heads=8, dim=DIM, hidden=HIDDEN, vocab_size=VOCAB)
+    model.param_dtype = model.compute_dtype = "bfloat16"
+    if recipe:
+        model.precision = {"stack/": recipe}
+    experiment = small.experiment(model, seq_len=LENGTH, batch=ROWS, memory={"remat": "none"}).instantiate()
+    program = Program(experiment, targets.resolve(target).devices())
+    return program.backend.compiled_step
+
+
+def find_products(text: str, opcodes: str) -> list[str]:
+    """Return the types of the results of matrix products, such as bf16[64,2048]."""
+    return re.findall(rf"= (\w+\[[\d,]*\])\S* (?:{opcodes})\(", text)
+
+
+def find_saved_stacks(text: str) -> set[str]:
+    """Return the types of the 8-bit arrays with an axis of layers: what goes from one loop over layers to another."""
+    return set(re.findall(rf"\b(?:s8|u8|f8\w+)\[{LAYERS},[\d,]+\]", text))
+
+
+SAVED = {f"u8[{LAYERS},{ROWS},{LENGTH},{DIM}]", f"u8[{LAYERS},{ROWS},{LENGTH},{HIDDEN}]"}
+
+
+@pytest.mark.pairs
+def test_integers_on_tpus():
+    pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
+    text = compile_step("v5e-1", "int8_row").as_text()
+    products = find_products(text, "convolution|dot")
+    # Seven projections, forward and backward.
+    assert sum(product.startswith("s32") for product in products) == 3 * 7
+    others = [product for product in products if not product.startswith("s32")]
+    # The head's logits and their two gradients are the only others: attention is a kernel.
+    assert len(others) == 3
+    assert find_saved_stacks(text) == SAVED
+    plain = compile_step("v5e-1", "")
+    assert find_saved_stacks(plain.as_text()) == set()
+    assert compile_step("v5e-1", "int8_row").memory_analysis().temp_size_in_bytes < (
+        plain.memory_analysis().temp_size_in_bytes
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp8_tensor", "fp8_row"])
+def test_floats_on_gpus(recipe: str):
+    pytest.importorskip("jax_cuda12_plugin", reason="no CUDA plugin of JAX: pip install 'plimsoll-train[plan-gpu]'")
+    text = compile_step("h100", recipe).as_text()
+    # XLA joins products with the same factor: those of query, key and value and of gate and up, forward and for the
+    # gradients of their weights.
+    assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 3 * 7 - 2 * 3
+    # The head's products.
+    assert len(find_products(text, "dot")) == 3
+    assert set(re.findall(r'custom_call_target="([^"]*(?:cublas|triton)[^"]*)"', text)) == {"__cublas$lt$matmul$f8"}
+    # No transposed 8-bit array is saved for the backward pass.
+    assert find_saved_stacks(text) == SAVED
+    plain = compile_step("h100", "").memory_analysis().temp_size_in_bytes
+    assert compile_step("h100", recipe).memory_analysis().temp_size_in_bytes < plain
