@@ -21,6 +21,7 @@ from plimsoll.framework.layout import flatten
 from plimsoll.framework.plan.device_trace import trace
 from plimsoll.framework.plan.split_experiment import SplitExperiment
 from tests.support import small
+from tools import record_products
 
 BATCH, LENGTH, INPUTS, OUTPUTS = 2, 24, 40, 56
 # Half of the distance to the next number, relative to the number: 3 and 2 bits of mantissa.
@@ -123,6 +124,29 @@ def test_products_equal_the_formulas(name: str):
         difference = np.abs(np.asarray(one, np.float64) - expected)
         assert np.median(difference) <= 2e-6 * np.abs(expected).max()
         assert np.linalg.norm(difference) <= 2e-3 * np.linalg.norm(expected)
+
+
+def compare_with_torchao(recorded: Any) -> None:
+    """Compare `multiply` with the results of torchao, which round the same numbers and sum them in another order."""
+    x, weight, y_grad = (jnp.asarray(recorded[name]) for name in ("x", "weight", "y_grad"))
+    y, pull = jax.vjp(lambda x, weight: multiply(x, weight, None, RECIPES["fp8_tensor"], "cpu"), x, weight)
+    x_grad, weight_grad = pull(y_grad)
+    for name, found in (("y", y), ("x_grad", x_grad), ("weight_grad", weight_grad)):
+        expected = recorded[name]
+        np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-6 * np.abs(expected).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("case", record_products.CASES)
+def test_equals_recorded_torchao(case: str):
+    with np.load(record_products.RECORDED) as file:
+        recorded = {name.partition("/")[2]: file[name] for name in file if name.startswith(f"{case}/")}
+    compare_with_torchao(recorded)
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("case", record_products.CASES)
+def test_equals_torchao(case: str):
+    compare_with_torchao(record_products.compute(case))
 
 
 @pytest.mark.parametrize(("name", "most"), [("fp8_tensor", 0.07), ("fp8_row", 0.07), ("int8_row", 0.02)])

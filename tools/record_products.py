@@ -1,0 +1,63 @@
+"""Records 8-bit products of torchao's Float8Linear, so that `make test` needs neither torch nor torchao.
+
+    python -m tools.record_products
+
+Writes tests/layers/recorded/torchao.npz. Needs the `peers` extra.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+RECORDED = Path(__file__).parents[1] / "tests/layers/recorded/torchao.npz"
+CASES = ("normal", "spread")
+
+
+def draw_inputs(case: str) -> dict[str, np.ndarray]:
+    """Return x [B, S, I], weight [I, O] and y_grad [B, S, O] of a case, float32.
+
+    Args:
+        case: "normal" for normally distributed numbers; in "spread", rows and columns differ by factors of up to 100.
+    """
+    rng = np.random.default_rng(7)
+    arrays = {}
+    for name, shape, size in (("x", (2, 24, 64), 1.0), ("weight", (64, 96), 0.1), ("y_grad", (2, 24, 96), 1e-3)):
+        values = size * rng.normal(size=shape)
+        if case == "spread":
+            values *= np.exp(rng.normal(size=(*shape[:-1], 1))) * np.exp(rng.normal(size=shape[-1]))
+        arrays[name] = values.astype(np.float32)
+    return arrays
+
+
+def compute(case: str) -> dict[str, np.ndarray]:
+    """Return the inputs of a case and y, x_grad and weight_grad of torchao: e4m3 forward, e5m2 cotangents, a scale for
+    each array, rounded to a power of two, computed from the array ("dynamic")."""
+    import torch
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    inputs = draw_inputs(case)
+    linear = torch.nn.Linear(64, 96, bias=False)
+    linear.weight.data = torch.tensor(inputs["weight"].T.copy())
+    # The product is computed in float32 from the rounded numbers, as CPUs have none of 8 bits.
+    config = Float8LinearConfig(emulate=True, round_scales_to_power_of_2=True)
+    model = convert_to_float8_training(torch.nn.Sequential(linear), config=config)
+    x = torch.tensor(inputs["x"], requires_grad=True)
+    y = model(x)
+    y.backward(torch.tensor(inputs["y_grad"]))
+    assert x.grad is not None
+    weight_grad = model[0].weight.grad
+    return {**inputs, "y": y.detach().numpy(), "x_grad": x.grad.numpy(), "weight_grad": weight_grad.numpy().T}
+
+
+def main() -> None:
+    """Write the recorded arrays."""
+    arrays = {f"{case}/{name}": array for case in CASES for name, array in compute(case).items()}
+    RECORDED.parent.mkdir(exist_ok=True)
+    np.savez_compressed(RECORDED, **arrays)  # pyright: ignore[reportArgumentType]
+    print(f"{RECORDED.name}: {RECORDED.stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()
