@@ -24,15 +24,13 @@ _BITS = "eval/stdlib/bits_per_byte"
 _LAYERS = "train/stack/block0/mlp/"
 
 
-def train_or_load(name: str, seed: int, workdir: Path, steps: int) -> list[dict[str, Any]]:
-    """Train a config unless it is already trained; return its metrics, one dict per line of metrics.jsonl."""
-    folder = workdir / f"{name}-{seed}"
+def train_or_load(config: str, folder: Path, overrides: list[str], steps: int) -> list[dict[str, Any]]:
+    """Train a config in `folder` unless it is already trained; return its metrics, one dict per line of metrics.jsonl."""
     metrics_file = folder / "metrics.jsonl"
     rows = read_metrics(metrics_file) if metrics_file.exists() else []
     if not any(row["step"] == steps and _BITS in row for row in rows):
-        overrides = [f"--config.trainer.seed={seed}", f"--config.trainer.max_steps={steps}"]
-        command = [sys.executable, "-m", "launch", "train", f"--config={name}", f"--workdir={folder}"]
-        subprocess.run([*command, *overrides], check=True)
+        command = [sys.executable, "-m", "launch", "train", f"--config={config}", f"--workdir={folder}"]
+        subprocess.run([*command, f"--config.trainer.max_steps={steps}", *overrides], check=True)
         rows = read_metrics(metrics_file)
     return rows
 
@@ -84,8 +82,9 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     table = [["seed", DENSE, MIXTURE, "mixture / dense"]]
     for seed in args.seeds:
-        dense_rows = train_or_load(DENSE, seed, args.workdir, args.steps)
-        mixture_rows = train_or_load(MIXTURE, seed, args.workdir, args.steps)
+        seed_flag = [f"--config.trainer.seed={seed}"]
+        dense_rows = train_or_load(DENSE, args.workdir / f"{DENSE}-{seed}", seed_flag, args.steps)
+        mixture_rows = train_or_load(MIXTURE, args.workdir / f"{MIXTURE}-{seed}", seed_flag, args.steps)
         if seed == args.seeds[0]:
             draw_balance(mixture_rows, args.workdir / "balance.png")
         dense_bits = last_bits(dense_rows)
