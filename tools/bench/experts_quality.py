@@ -25,7 +25,7 @@ _LAYERS = "train/stack/block0/mlp/"
 
 
 def train_or_load(config: str, folder: Path, overrides: list[str], steps: int) -> list[dict[str, Any]]:
-    """Train a config in `folder` unless it is already trained; return its metrics, one dict per line of metrics.jsonl."""
+    """Train a config in `folder` unless it is already trained; return its metrics, a dict per line of metrics.jsonl."""
     metrics_file = folder / "metrics.jsonl"
     rows = read_metrics(metrics_file) if metrics_file.exists() else []
     if not any(row["step"] == steps and _BITS in row for row in rows):

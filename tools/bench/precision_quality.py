@@ -1,6 +1,6 @@
 """Compare the losses of runs with 8-bit products with those of runs without: small models, several seeds.
 
-    python -m tools.bench.precision_quality --workdir=runs/precision [--seeds 0 1 2] [--steps=1500] [--models llama qwen]
+    python -m tools.bench.precision_quality --workdir=runs/precision [--seeds 0 1 2] [--models llama qwen]
 
 Trains a Llama and a Qwen3 of 1.8M parameters (`stdlib-tiny`, with half of its rows' length) with `plimsoll train`, in
 WORKDIR/MODEL-RECIPE-SEED. Finished runs are not repeated, and interrupted ones resume. Prints a table. Takes 3 to 6
