@@ -1,6 +1,8 @@
 """8-bit products, compared with the formulas of their rounding in NumPy's float64, and in models."""
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ from plimsoll.framework.layout import flatten
 from plimsoll.framework.plan.device_trace import trace
 from plimsoll.framework.plan.split_experiment import SplitExperiment
 from tests.support import small
+from tests.support.runs import losses, train, write_text
 from tools import record_products
 
 BATCH, LENGTH, INPUTS, OUTPUTS = 2, 24, 40, 56
@@ -280,6 +283,23 @@ def test_meshes_round_the_same_numbers(name: str, mesh: dict[str, int]):
     for path, grad in grads.items():
         # Sums in another order move single numbers across a boundary; a scale of a shard would move most of them.
         assert np.linalg.norm(other_grads[path] - grad) < 5e-3 * np.linalg.norm(grad), path
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("recipe", ["fp8_tensor", "int8_row"])
+def test_resumes_to_the_bit(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Scales come from the arrays and noise from the step, so a checkpoint has nothing to keep."""
+    monkeypatch.setenv("TINY_TEXT", "")
+    write_text(tmp_path / "text")
+    rules = json.dumps({"mlp|attention": recipe})
+    flags = [f"--config.model.precision={rules}", "--config.trainer.max_steps=8"]
+    assert train(tmp_path / "whole", *flags) == 0
+    assert train(tmp_path / "parts", *flags, "--config.trainer.max_steps=4") == 0
+    assert train(tmp_path / "parts", *flags, "--resume=must") == 0
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert len(losses(tmp_path / "parts")) == 8
+    assert train(tmp_path / "plain", "--config.trainer.max_steps=8") == 0
+    assert losses(tmp_path / "plain") != losses(tmp_path / "whole")
 
 
 def test_rules_that_cannot_apply_are_refused():
