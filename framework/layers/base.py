@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from plimsoll.framework.layers.low_precision import round_and_restore
 from plimsoll.framework.layout import (
     MeshAxes,
     Nested,
@@ -165,8 +166,14 @@ class Context:
             return x
         return _constrain(x, self.mesh, axes)
 
-    def gather(self, weight: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
-        """All-gather a weight stored with these mesh axes over fsdp; its gradient is reduce-scattered over fsdp."""
+    def gather(self, weight: jax.Array, mesh_axes: MeshAxes, *, as_fp8: bool = False) -> jax.Array:
+        """All-gather a weight stored with these mesh axes over fsdp; its gradient is reduce-scattered over fsdp.
+
+        Args:
+            weight: the weight.
+            mesh_axes: mesh axes of its dimensions.
+            as_fp8: round the weight, and exchange 8-bit numbers; see `ParameterSpec.gathered_as_fp8`.
+        """
         gathered: list[str | tuple[str, ...] | None] = []
         for axes in mesh_axes:
             names = (axes,) if isinstance(axes, str) else axes or ()
@@ -179,7 +186,8 @@ class Context:
         # The codes of a quantized weight are integers, which have no gradient to scatter.
         if not jnp.issubdtype(weight.dtype, jnp.floating):
             return self.constrain(weight, *gathered_axes)
-        return _gather(weight, self.mesh, mesh_axes, gathered_axes)
+        gather = _gather_as_fp8 if as_fp8 else _gather
+        return gather(weight, self.mesh, mesh_axes, gathered_axes)
 
     def constrain_hidden(self, x_BSD: jax.Array) -> jax.Array:
         """Apply the sharding of activations between layers: batch over BATCH_AXES, positions over seq."""
@@ -337,7 +345,7 @@ def prepare_params(specs: Nested, params: Nested, ctx: Context) -> Nested:
     def prepare(spec: ParameterSpec, param: jax.Array) -> jax.Array:
         # The cast comes before the gather, so that the narrower dtype travels between devices.
         weight = param if spec.quantized else cast(param, ctx.compute_dtype)
-        return ctx.gather(weight, spec.mesh_axes)
+        return ctx.gather(weight, spec.mesh_axes, as_fp8=spec.gathered_as_fp8)
 
     # A quantized weight is a dict of codes and scales, so the spec and the parameter may both be trees.
     return {name: jax.tree.map(prepare, spec, params[name]) for name, spec in specs.items()}
@@ -357,11 +365,21 @@ def _gather(weight: jax.Array, mesh: Mesh, stored_axes: MeshAxes, gathered_axes:
     return _constrain(weight, mesh, gathered_axes)
 
 
-_gather.defvjp(
-    lambda weight, mesh, stored_axes, gathered_axes: (_constrain(weight, mesh, gathered_axes), None),
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather_as_fp8(weight: jax.Array, mesh: Mesh, stored_axes: MeshAxes, gathered_axes: MeshAxes) -> jax.Array:
+    """Like `_gather`, but round the weight, and gather the 8-bit numbers."""
+    return round_and_restore(weight, lambda bits: _constrain(bits, mesh, gathered_axes))
+
+
+def _scatter_gradient(
+    mesh: Mesh, stored_axes: MeshAxes, gathered_axes: MeshAxes, residuals: None, grad: jax.Array
+) -> tuple[jax.Array]:
     # The cotangent gets the sharding of the stored weight, not that of the gathered one.
-    lambda mesh, stored_axes, gathered_axes, _, grad: (_constrain(grad, mesh, stored_axes),),
-)
+    return (_constrain(grad, mesh, stored_axes),)
+
+
+_gather.defvjp(lambda *arguments: (_gather(*arguments), None), _scatter_gradient)
+_gather_as_fp8.defvjp(lambda *arguments: (_gather_as_fp8(*arguments), None), _scatter_gradient)
 
 
 def check_axis(mesh: Mesh | AbstractMesh, axis: str, name: str, count: int) -> None:

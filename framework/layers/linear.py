@@ -64,6 +64,7 @@ class Linear(Layer):
             initializer=initializer,
             roles=self.roles,
             num_heads=self.num_heads,
+            gathered_as_fp8=self.recipe is not None and self.recipe.rounds_weights_once,
         )
         if not self.bias:
             return {"weight": weight}

@@ -22,6 +22,7 @@ and W is rounded again. Sums are in float32, or int32 for int8; the scaled resul
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,6 +56,11 @@ class Recipe:
     backward: str
     by_row: bool
     stochastic: bool = False
+
+    @property
+    def rounds_weights_once(self) -> bool:
+        """Whether rounding the rounded weights again changes nothing, as with scales that are powers of two."""
+        return not self.by_row
 
 
 RECIPES: dict[RecipeName, Recipe] = {
@@ -162,6 +168,19 @@ def multiply(
     """
     shared = x if isinstance(x, SharedInput) else SharedInput(x)
     return _multiply(shared.values, shared.round(recipe), weight, key, _Options(recipe, platform))
+
+
+def round_and_restore(weight: jax.Array, constrain_bits: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Round a weight as the recipe fp8_tensor does, and return the rounded numbers in its dtype; not differentiable.
+
+    Args:
+        weight: weight in bfloat16 or wider, which represent the rounded numbers exactly.
+        constrain_bits: moves the bits of the 8-bit numbers, uint8, to the devices that need them.
+    """
+    rounded = round_to(weight, RECIPES["fp8_tensor"].forward, None)
+    bits = constrain_bits(jax.lax.bitcast_convert_type(rounded.values, jnp.uint8))
+    values = jax.lax.bitcast_convert_type(bits, rounded.values.dtype)
+    return values.astype(weight.dtype) * rounded.scale.astype(weight.dtype)
 
 
 def _compute(x: Rounded, weight: Rounded, dtype: DTypeLike, options: _Options) -> jax.Array:

@@ -76,6 +76,8 @@ class ParameterSpec(TensorSpec):
         keeps_dtype: whether the parameter keeps its own dtype; the model's `param_dtype` then does not apply.
         quantized: whether the leaf is one of several that store a weight (codes, scales). No layer casts such leaves.
             They share the key of the path above them, so that all come from one draw.
+        gathered_as_fp8: whether devices exchange the weight as 8-bit floats when they gather it over fsdp. Its product
+            rounds it in the same way, see `framework.layers.low_precision`.
         indivisible: for each axis, how many consecutive elements belong together, so that no mesh may split them; ()
             means one.
     """
@@ -86,6 +88,7 @@ class ParameterSpec(TensorSpec):
     trainable: bool = True
     keeps_dtype: bool = False
     quantized: bool = False
+    gathered_as_fp8: bool = False
     indivisible: tuple[int, ...] = ()
 
     def __post_init__(self):

@@ -27,6 +27,7 @@ from plimsoll.framework.layers.base import Context, Out, batch_specs, cast
 from plimsoll.framework.layers.embedding import Embedding
 from plimsoll.framework.layers.head import LMHead
 from plimsoll.framework.layers.kernels_call import SAVED_NAME, AttentionCall
+from plimsoll.framework.layers.low_precision import round_and_restore
 from plimsoll.framework.layers.stack import LayerPattern, Stack
 from plimsoll.framework.layout import MeshAxes, Nested, ParameterSpec, PyTree, StateLayout, TrainState, flatten, merge
 from plimsoll.framework.models.causal_lm import CausalLM
@@ -58,7 +59,7 @@ class _LocalContext(Context):
         # Inside shard_map, activations are already one device's shards.
         return x
 
-    def gather(self, weight: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
+    def gather(self, weight: jax.Array, mesh_axes: MeshAxes, *, as_fp8: bool = False) -> jax.Array:
         # A layer's weights are gathered when they are fetched.
         return weight
 
@@ -218,8 +219,25 @@ class _DeviceStep:
         for axis, mesh_axes in enumerate(spec.mesh_axes):
             names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
             if self.sizes["fsdp"] > 1 and "fsdp" in names:
-                weight = jax.lax.all_gather(weight, "fsdp", axis=axis, tiled=True)
+                gather = _gather_as_fp8 if spec.gathered_as_fp8 else _gather
+                weight = gather(weight, axis)
         return weight
+
+
+def _gather(shard: jax.Array, axis: int) -> jax.Array:
+    return jax.lax.all_gather(shard, "fsdp", axis=axis, tiled=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gather_as_fp8(shard: jax.Array, axis: int) -> jax.Array:
+    """Gather the bits of 8-bit numbers. The maximum over the devices, one number, is left out."""
+    return round_and_restore(shard, lambda bits: _gather(bits, axis))
+
+
+_gather_as_fp8.defvjp(
+    lambda shard, axis: (_gather_as_fp8(shard, axis), None),
+    lambda axis, _, grad: (jax.lax.psum_scatter(grad, "fsdp", scatter_dimension=axis, tiled=True),),
+)
 
 
 def _trace_equal_layers_once(pattern: LayerPattern, num_ranges: int) -> None:
