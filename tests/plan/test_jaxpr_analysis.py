@@ -18,6 +18,7 @@ from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layers.low_precision import RECIPES, multiply
 from plimsoll.framework.plan.build_report import list_zero_gradients
 from plimsoll.framework.plan.jaxpr_analysis import FlopCount, find_zero_gradients, flops
+from plimsoll.framework.plan.step_time.estimated_time import count_traced_work
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.schedules.after_backward import accumulate_gradients
 from plimsoll.framework.schedules.step import training_context
@@ -43,6 +44,25 @@ def test_products_of_8_bit_numbers_are_counted_by_format(name):
     is_integer = name == "int8_row"
     assert found == FlopCount(expected, fp8=0 if is_integer else expected, int8=expected if is_integer else 0)
     assert found.scale(4) == FlopCount(4 * expected, fp8=4 * found.fp8, int8=4 * found.int8)
+
+
+@pytest.mark.parametrize(("name", "cotangents"), [("fp8_tensor", 1), ("fp8_row", 2), ("int8_row", 2)])
+def test_rounding_reads_an_array_twice_and_writes_it_once(name: str, cotangents: int):
+    tokens, inputs, outputs = 12, 6, 10
+    x = jax.ShapeDtypeStruct((tokens, inputs), jnp.bfloat16)
+    weight = jax.ShapeDtypeStruct((inputs, outputs), jnp.bfloat16)
+
+    def loss(x, weight):
+        return jnp.sum(multiply(x, weight, None, RECIPES[name], "gpu").astype(jnp.float32))
+
+    found = count_traced_work(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, weight)).product_bytes
+    sizes = (tokens * inputs, inputs * outputs, tokens * outputs)
+    # Integers are summed to int32.
+    wide = 4 if name == "int8_row" else 2
+    products = sum(sum(sizes) - size + wide * size for size in sizes)
+    # The weight is rounded forward and backward; with a scale for each row, the cotangent for each product.
+    rounded = sizes[0] + 2 * sizes[1] + cotangents * sizes[2]
+    assert found == products + 5 * rounded
 
 
 def chain(x, w):

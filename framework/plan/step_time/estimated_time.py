@@ -346,8 +346,8 @@ class TracedWork:
     """Bytes that a program moves on one device.
 
     Attributes:
-        product_bytes: bytes of the operands and results of matrix products, attention and Pallas kernels. XLA fuses
-            most other work into the producers or consumers of these arrays.
+        product_bytes: bytes of the operands and results of matrix products, attention and Pallas kernels, and of
+            rounding to 8 bits. XLA fuses most other work into the producers or consumers of these arrays.
         received_bytes: bytes received from other devices.
     """
 
@@ -366,6 +366,9 @@ def count_traced_work(jaxpr: ClosedJaxpr | Jaxpr) -> TracedWork:
         made_bytes = sum(map(_num_bytes, equation.outvars))
         if name in _PRODUCTS:
             product_bytes += taken_bytes + made_bytes
+        elif name == "convert_element_type" and made_bytes < taken_bytes and _is_8_bit(equation.outvars[0]):
+            # The array, in 16 bits, is read for its largest magnitude and again to be rounded.
+            product_bytes += 2 * 2 * made_bytes + made_bytes
         elif name in _GATHERS:
             received_bytes += abs(made_bytes - taken_bytes)
         elif name in _RECEIVED:
@@ -377,6 +380,11 @@ def count_traced_work(jaxpr: ClosedJaxpr | Jaxpr) -> TracedWork:
             product_bytes += runs * sum(work.product_bytes for work in inner)
             received_bytes += runs * sum(work.received_bytes for work in inner)
     return TracedWork(product_bytes, received_bytes)
+
+
+def _is_8_bit(variable: Var) -> bool:
+    dtype = getattr(variable.aval, "dtype", None)
+    return dtype is not None and dtype.kind != "b" and dtype.itemsize == 1
 
 
 def _num_bytes(variable: Var | Literal) -> int:
