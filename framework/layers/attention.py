@@ -22,7 +22,6 @@ from plimsoll.framework.layers.base import BATCH_AXES, Context, Layer, Out, chec
 from plimsoll.framework.layers.custom_gradients import save_inputs
 from plimsoll.framework.layers.kernels_call import SplashBlocks
 from plimsoll.framework.layers.linear import Linear
-from plimsoll.framework.layers.low_precision import SharedInput
 from plimsoll.framework.layers.norm import LayerNorm, RMSNorm
 from plimsoll.framework.layers.rotary import Rotary
 from plimsoll.framework.layout import Nested, ParameterSpec, nearest_divisors
@@ -196,8 +195,8 @@ class Attention(KernelAttention):
         in, it is the cache of the tokens before x_BSD; see attention_cache.
         """
         batch, length, _ = carry.shape
-        x_BSD = SharedInput(carry)
-        q_BSNH, k_BSKH, v_BSKH = self._queries_keys_values(weights, x_BSD, ctx)
+        ctx = ctx.share_inputs()
+        q_BSNH, k_BSKH, v_BSKH = self._queries_keys_values(weights, carry, ctx)
         sinks_N = weights.get("sinks")
         if layer_state:
             y_BSNH = attend_with_cache(
@@ -217,7 +216,7 @@ class Attention(KernelAttention):
         heads_BSE = y_BSNH.reshape(batch, length, -1)
         if self.gate is not None:
             with jax.named_scope("gate"):
-                gate_BSE = ctx.constrain(self.gate(weights["gate"], x_BSD, ctx), BATCH_AXES, "seq", "model")
+                gate_BSE = ctx.constrain(self.gate(weights["gate"], carry, ctx), BATCH_AXES, "seq", "model")
                 heads_BSE = save_inputs(lambda y, gate: y * jax.nn.sigmoid(gate))(heads_BSE, gate_BSE)
         with jax.named_scope("output"):
             y_BSD = checkpoint_name(self.output(weights["output"], heads_BSE, ctx), "output")
@@ -225,9 +224,9 @@ class Attention(KernelAttention):
         cache = {"key": k_BSKH, "value": v_BSKH} if ctx.cache else {}
         return ctx.constrain_hidden(y_BSD), Out(layer_state=cache)
 
-    def _queries_keys_values(self, weights: Nested, x_BSD: SharedInput, ctx: Context) -> Heads:
+    def _queries_keys_values(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> Heads:
         """Return q [B, S, N, H], k and v [B, S, K, H]: projected, normed, rotated, and named for remat policies."""
-        batch, length, _ = x_BSD.values.shape
+        batch, length, _ = x_BSD.shape
 
         def heads(layer: Linear, name: str, count: int) -> jax.Array:
             with jax.named_scope(name):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from plimsoll.framework.layers.low_precision import round_and_restore
+from plimsoll.framework.layers.low_precision import RoundedInputs, round_and_restore
 from plimsoll.framework.layout import (
     MeshAxes,
     Nested,
@@ -105,6 +105,7 @@ class Context:
         compute_dtype: dtype of weights and activations inside layers.
         remat: which activations the backward pass recomputes, see framework.layers.remat.
         kernels: operations that replace those for the mesh's devices; None means no replacement.
+        rounded_inputs: inputs that were rounded for 8-bit products, see `share_inputs`; None shares none.
     """
 
     batch: dict[str, jax.Array]
@@ -119,6 +120,7 @@ class Context:
     compute_dtype: DTypeLike = field(default=jnp.float32, metadata={"static": True})
     remat: str = field(default="none", metadata={"static": True})
     kernels: Kernels | None = field(default=None, metadata={"static": True})
+    rounded_inputs: RoundedInputs | None = field(default=None, metadata={"static": True})
 
     @property
     def platform(self) -> str:
@@ -126,6 +128,10 @@ class Context:
         if self.mesh is None:
             return jax.default_backend()
         return self.mesh.devices.flat[0].platform
+
+    def share_inputs(self) -> Context:
+        """Return a context for one function: the Linears that get it and have the same input round it once."""
+        return replace(self, rounded_inputs=RoundedInputs())
 
     def fold(self, name: str) -> Context:
         """Return the context of a child: its random stream depends on its name, not on its siblings."""

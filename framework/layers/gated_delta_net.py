@@ -18,7 +18,6 @@ from plimsoll.framework.layers.custom_gradients import save_inputs
 from plimsoll.framework.layers.gated_delta_rule import CHUNK
 from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layers.linear_attention import LinearAttention
-from plimsoll.framework.layers.low_precision import SharedInput
 from plimsoll.framework.layers.norm import RMSNorm
 from plimsoll.framework.layout import Nested, ParameterSpec
 
@@ -98,7 +97,7 @@ class GatedDeltaNet(LinearAttention):
         """Return the projections query, key, value, gate, output, beta and decay, and the norm."""
         return {**super().children(), "beta": self.beta, "decay": self.decay, "norm": self.norm}
 
-    def _compute_rates(self, weights: Nested, x_BSD: SharedInput, ctx: Context) -> tuple[jax.Array, jax.Array]:
+    def _compute_rates(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """See `LinearAttention._compute_rates`."""
         wide = jnp.promote_types(ctx.compute_dtype, jnp.float32)
         beta_BSN = self.beta(weights["beta"], x_BSD, ctx).astype(wide)

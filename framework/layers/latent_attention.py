@@ -24,7 +24,6 @@ from plimsoll.framework.layers.attention_kernels import Implementation
 from plimsoll.framework.layers.base import BATCH_AXES, Context, Layer, Out, check_axis
 from plimsoll.framework.layers.kernels_call import SplashBlocks
 from plimsoll.framework.layers.linear import Linear
-from plimsoll.framework.layers.low_precision import SharedInput
 from plimsoll.framework.layers.norm import RMSNorm
 from plimsoll.framework.layers.rotary import Rotary
 from plimsoll.framework.layout import Nested
@@ -146,11 +145,11 @@ class LatentAttention(KernelAttention):
         batch, length, _ = carry.shape
         # Batches of packed documents carry positions, which restart at 0 with each document.
         positions_BS = ctx.batch.get("positions", jnp.arange(length)[None])
-        x_BSD = SharedInput(carry)
-        query_BSNH = self._queries(weights, x_BSD, positions_BS, ctx)
+        ctx = ctx.share_inputs()
+        query_BSNH = self._queries(weights, carry, positions_BS, ctx)
         # The latent, and the rotary key that all heads share.
         with jax.named_scope("kv_down"):
-            both_BSC = self.kv_down(weights["kv_down"], x_BSD, ctx)
+            both_BSC = self.kv_down(weights["kv_down"], carry, ctx)
             latent_BSR, key_BSP = jnp.split(both_BSC, [self.kv_rank], axis=-1)
             latent_BSR = self.kv_norm(weights["kv_norm"], latent_BSR, ctx)
             rotary_key_BS1P = self._rotate(positions_BS, key_BSP[:, :, None])
@@ -175,9 +174,9 @@ class LatentAttention(KernelAttention):
         cache = {} if cached_BS1C is None else {"latent": cached_BS1C}
         return ctx.constrain_hidden(y_BSD), Out(layer_state=cache)
 
-    def _queries(self, weights: Nested, x_BSD: SharedInput, positions_BS: jax.Array, ctx: Context) -> jax.Array:
+    def _queries(self, weights: Nested, x_BSD: jax.Array, positions_BS: jax.Array, ctx: Context) -> jax.Array:
         """Return queries [B, S, N, H]: projected, the last P channels rotated, and named for remat policies."""
-        batch, length, _ = x_BSD.values.shape
+        batch, length, _ = x_BSD.shape
         with jax.named_scope("query"):
             if self.query is not None:
                 heads_BSE = self.query(weights["query"], x_BSD, ctx)

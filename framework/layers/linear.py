@@ -8,7 +8,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from plimsoll.framework.config import Config, PositiveInt, component, config_for
 from plimsoll.framework.layers.base import Context, Layer, add_shared
 from plimsoll.framework.layers.custom_gradients import dense_cotangent
-from plimsoll.framework.layers.low_precision import Recipe, SharedInput, get_values, multiply
+from plimsoll.framework.layers.low_precision import Recipe, multiply
 from plimsoll.framework.layout import MeshAxes, ParameterSpec, fold_in_name
 
 
@@ -71,15 +71,15 @@ class Linear(Layer):
         bias = ParameterSpec((self.outputs,), "float32", self.mesh_axes[1:], roles=self.roles[1:])
         return {"weight": weight, "bias": bias}
 
-    def __call__(self, weights: dict[str, jax.Array], x: jax.Array | SharedInput, ctx: Context) -> jax.Array:
+    def __call__(self, weights: dict[str, jax.Array], x: jax.Array, ctx: Context) -> jax.Array:
         """Map x [..., inputs] to [..., outputs], in x's dtype."""
         if self.recipe is None:
-            y = project(get_values(x), weights["weight"], ctx)
+            y = project(x, weights["weight"], ctx)
         else:
             key = None
             if self.recipe.stochastic and ctx.rng is not None:
                 key = fold_in_name(ctx.rng, self.path)
-            y = multiply(x, weights["weight"], key, self.recipe, ctx.platform)
+            y = multiply(x, weights["weight"], key, self.recipe, ctx.platform, ctx.rounded_inputs)
         return add_shared(y, weights["bias"]) if self.bias else y
 
     def flops_per_token(self, seq_len: int) -> float:

@@ -23,7 +23,6 @@ from plimsoll.framework.layers.base import BATCH_AXES, Context, Layer, Out, chec
 from plimsoll.framework.layers.custom_gradients import save_inputs
 from plimsoll.framework.layers.gated_delta_rule import gated_delta_rule
 from plimsoll.framework.layers.linear import Linear
-from plimsoll.framework.layers.low_precision import SharedInput
 from plimsoll.framework.layout import Nested, ParameterSpec, nearest_divisors
 
 # The mesh axes that shard the heads. Along `seq`, each device has all positions of some heads during the recurrence.
@@ -147,7 +146,7 @@ class LinearAttention(Layer):
         the cache of the tokens before x_BSD.
         """
         B, S, _ = carry.shape
-        x_BSD = SharedInput(carry)
+        ctx = ctx.share_inputs()
         # In generation, tokens after a cache are of one document, and padding on the right follows them.
         segments_BS = None if layer_state else ctx.batch.get("segments")
         counts_BS = ctx.batch.get("segments") if layer_state else None
@@ -156,7 +155,7 @@ class LinearAttention(Layer):
         # A projection may have been replaced by one with an adapter.
         for name, layer in {"query": self.query, "key": self.key, "value": self.value}.items():
             with jax.named_scope(name):
-                x_BSE = layer(weights[name], x_BSD, ctx)
+                x_BSE = layer(weights[name], carry, ctx)
                 x_BSE = ctx.constrain(x_BSE, BATCH_AXES, None, HEAD_AXES if self._conv_axes[name] else None)
                 earlier_BTE = self._get_earlier(x_BSE, layer_state.get(f"{name}_inputs"))
                 bias_E = weights.get(f"{name}_conv_bias")
@@ -168,7 +167,7 @@ class LinearAttention(Layer):
                     cache[f"{name}_inputs"] = self._get_last_inputs(x_BSE, earlier_BTE, counts_BS)
             convolved[name] = checkpoint_name(y_BSE, name)
         with jax.named_scope("decay"):
-            beta_BSN, log_decay_BSN = self._compute_rates(weights, x_BSD, ctx)
+            beta_BSN, log_decay_BSN = self._compute_rates(weights, carry, ctx)
             beta_BSN = ctx.constrain(beta_BSN, BATCH_AXES, None, HEAD_AXES)
             log_decay_BSN = ctx.constrain(log_decay_BSN, BATCH_AXES, None, HEAD_AXES)
         if counts_BS is not None:
@@ -194,7 +193,7 @@ class LinearAttention(Layer):
             if ctx.cache:
                 cache["state"] = state_BNHV
         with jax.named_scope("gate"):
-            gate_BSE = self.gate(weights["gate"], x_BSD, ctx)
+            gate_BSE = self.gate(weights["gate"], carry, ctx)
             gate_BSE = ctx.constrain(gate_BSE, BATCH_AXES, None, HEAD_AXES)
         with jax.named_scope("norm"):
             y_BSE = self._complete(weights, y_BSNV, value_BSNV, gate_BSE, ctx)
@@ -202,7 +201,7 @@ class LinearAttention(Layer):
             y_BSD = checkpoint_name(self.output(weights["output"], y_BSE, ctx), "output")
         return ctx.constrain_hidden(y_BSD), Out(layer_state=cache)
 
-    def _compute_rates(self, weights: Nested, x_BSD: SharedInput, ctx: Context) -> tuple[jax.Array, jax.Array]:
+    def _compute_rates(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """Return the rate b of the recurrence, and the log of its decay, [B, S, N] each, in float32 or wider."""
         raise NotImplementedError(f"{type(self).__name__}._compute_rates")
 

@@ -22,7 +22,6 @@ from plimsoll.framework.layers.base import Context, Layer, add_shared
 from plimsoll.framework.layers.experts.expert_storage import StoredMatrix
 from plimsoll.framework.layers.experts.experts import Experts
 from plimsoll.framework.layers.linear import Linear
-from plimsoll.framework.layers.low_precision import SharedInput, get_values
 from plimsoll.framework.layers.quantize import Storage, dequantize, matmul
 from plimsoll.framework.layout import Nested
 
@@ -167,19 +166,18 @@ class LoRALinear(Layer):
         stored = StoredMatrix(self.path, self.lora.base, self.rank, self.lora.scale, self.lora.dtype)
         return {**specs, **stored.specs("weight", specs["weight"])}
 
-    def __call__(self, weights: Nested, x: jax.Array | SharedInput, ctx: Context) -> jax.Array:
+    def __call__(self, weights: Nested, x: jax.Array, ctx: Context) -> jax.Array:
         """Map x [batch, ..., inputs] to [batch, ..., outputs], in x's dtype."""
-        values = get_values(x)
         if self.lora.storage is None:
             y = self.linear(weights, x, ctx)
         else:
-            y = matmul(self.lora.storage, values, weights["weight"])
+            y = matmul(self.lora.storage, x, weights["weight"])
             if self.linear.bias:
                 y = add_shared(y, weights["bias"])
         if self.rank is None:
             return y
         # The path gives each adapter its own mask: the layers of a block share a random stream.
-        dropped = ctx.dropout(values, self.lora.dropout, self.path)
+        dropped = ctx.dropout(x, self.lora.dropout, self.path)
         low = dropped @ weights["lora_a"]
         # Scaled in float32: the compute dtype would round a scale that is not a power of two.
         wide = jnp.promote_types(low.dtype, jnp.float32)

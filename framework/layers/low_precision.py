@@ -16,7 +16,7 @@ Scales along the axis that a product sums over are multiplied into g before it i
 
     dx_ti = s'_t sum_o round(g_to s_o / s'_t) w8_io,        dW_io = s''_o sum_t x8_ti round(g_to s_t / s''_o)
 
-For the backward pass, x8 and its scales are saved instead of x, once for all layers that share an x (`SharedInput`),
+For the backward pass, x8 and its scales are saved instead of x, once for all layers that share an x (`RoundedInputs`),
 and W is rounded again. Sums are in float32, or int32 for int8; the scaled results have the dtype of x.
 """
 
@@ -129,33 +129,31 @@ def round_to(x: jax.Array, dtype: DTypeLike, axes: Axes, key: jax.Array | None =
     return Rounded(jnp.floor(quotient + noise).astype(dtype), scale)
 
 
-class SharedInput:
-    """An input that several layers share, such as query, key and value. It is rounded and saved once for all of them.
+class RoundedInputs:
+    """The rounded inputs of the layers that run in a function, so that those with the same input round it once.
 
-    Attributes:
-        values: the input, [..., I].
+    It holds traced arrays, so it must not outlive the function.
     """
 
-    def __init__(self, values: jax.Array):
-        self.values = values
-        self._rounded: dict[Recipe, Rounded] = {}
+    def __init__(self) -> None:
+        # With the input itself, whose id could belong to another one otherwise.
+        self._rounded: dict[tuple[int, Recipe], tuple[jax.Array, Rounded]] = {}
 
-    def round(self, recipe: Recipe) -> Rounded:
-        """Return the rounded input, as the result of `_tag_bits`. It has no gradient: that passes by `values`."""
-        if recipe not in self._rounded:
-            x = jax.lax.stop_gradient(self.values)
-            rounded = round_to(x, recipe.forward, (x.ndim - 1,) if recipe.by_row else None)
-            self._rounded[recipe] = _tag_bits(rounded)
-        return self._rounded[recipe]
-
-
-def get_values(x: jax.Array | SharedInput) -> jax.Array:
-    """Return the array of an input."""
-    return x.values if isinstance(x, SharedInput) else x
+    def round(self, x: jax.Array, recipe: Recipe) -> Rounded:
+        """Return the rounded input, as the result of `_tag_bits`."""
+        key = (id(x), recipe)
+        if key not in self._rounded:
+            self._rounded[key] = (x, _round_input(x, recipe))
+        return self._rounded[key][1]
 
 
 def multiply(
-    x: jax.Array | SharedInput, weight: jax.Array, key: jax.Array | None, recipe: Recipe, platform: str
+    x: jax.Array,
+    weight: jax.Array,
+    key: jax.Array | None,
+    recipe: Recipe,
+    platform: str,
+    rounded_inputs: RoundedInputs | None = None,
 ) -> jax.Array:
     """Return x [..., I] @ weight [I, O] in x's dtype, as a product of 8-bit numbers.
 
@@ -165,9 +163,16 @@ def multiply(
         key: key for stochastic rounding in the backward pass; None rounds to the nearest number.
         recipe: formats and scales.
         platform: tpu, gpu or cpu.
+        rounded_inputs: inputs that were rounded for other products.
     """
-    shared = x if isinstance(x, SharedInput) else SharedInput(x)
-    return _multiply(shared.values, shared.round(recipe), weight, key, _Options(recipe, platform))
+    tagged = _round_input(x, recipe) if rounded_inputs is None else rounded_inputs.round(x, recipe)
+    return _multiply(x, tagged, weight, key, _Options(recipe, platform))
+
+
+def _round_input(x: jax.Array, recipe: Recipe) -> Rounded:
+    # Its cotangent is that of x, see `_backward`.
+    rounded = round_to(jax.lax.stop_gradient(x), recipe.forward, (x.ndim - 1,) if recipe.by_row else None)
+    return _tag_bits(rounded)
 
 
 def round_and_restore(weight: jax.Array, constrain_bits: Callable[[jax.Array], jax.Array]) -> jax.Array:

@@ -30,7 +30,6 @@ from plimsoll.framework.layers.custom_gradients import save_inputs
 from plimsoll.framework.layers.gated_delta_rule import CHUNK
 from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layers.linear_attention import LinearAttention
-from plimsoll.framework.layers.low_precision import SharedInput
 from plimsoll.framework.layout import Nested, ParameterSpec
 
 # The initial step sizes and rates are those of the authors' code (state-spaces/mamba, modules/mamba2.py).
@@ -121,7 +120,7 @@ class Mamba2(LinearAttention):
         """Return the projections query, key, value, gate, output and step, and the norm."""
         return {**super().children(), "step": self.step, "norm": self.norm}
 
-    def _compute_rates(self, weights: Nested, x_BSD: SharedInput, ctx: Context) -> tuple[jax.Array, jax.Array]:
+    def _compute_rates(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """See `LinearAttention._compute_rates`: the rate is the step size."""
         wide = jnp.promote_types(ctx.compute_dtype, jnp.float32)
         step_BSN = self.step(weights["step"], x_BSD, ctx).astype(wide)

@@ -13,7 +13,6 @@ from plimsoll.framework.config import Config, PositiveInt, component, config_for
 from plimsoll.framework.layers.base import BATCH_AXES, Context, Layer, Out
 from plimsoll.framework.layers.custom_gradients import save_inputs
 from plimsoll.framework.layers.linear import Linear
-from plimsoll.framework.layers.low_precision import SharedInput
 from plimsoll.framework.layout import Nested
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -64,11 +63,11 @@ class MLP(Layer):
 
     def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
         """Apply the block to x_BSD and return [B, S, D]."""
-        x_BSD = SharedInput(carry)
+        ctx = ctx.share_inputs()
 
         def hidden(layer: Linear, name: str) -> jax.Array:
             with jax.named_scope(name):
-                h_BSF = layer(weights[name], x_BSD, ctx)
+                h_BSF = layer(weights[name], carry, ctx)
                 h_BSF = ctx.constrain(h_BSF, BATCH_AXES, "seq", "model")
             return checkpoint_name(h_BSF, f"mlp_{name}")
 
