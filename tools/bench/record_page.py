@@ -86,8 +86,8 @@ def is_like_ours(fact: PublicFact) -> bool:
     """Return whether our plan describes a program like theirs.
 
     That requires that a compiler makes both programs, that rows have one length, and that the source or its code
-    specifies what a layer saves and what is sharded over devices. With FP8 products it is not alike: they gather 8-bit
-    weights, and we gather 16-bit ones.
+    specifies what a layer saves and what is sharded over devices. With FP8 products it is not alike: torchao
+    saves 16-bit inputs for the backward pass, and we save the 8-bit ones.
     """
     if "float8" in (fact.settings.precision or ""):
         return False
