@@ -1,4 +1,4 @@
-"""Records 8-bit products of torchao's Float8Linear, so that `make test` needs neither torch nor torchao.
+"""Records 8-bit products and MXFP8 blocks of torchao, so that `make test` needs neither torch nor torchao.
 
     python -m tools.record_products
 
@@ -51,9 +51,23 @@ def compute(case: str) -> dict[str, np.ndarray]:
     return {**inputs, "y": y.detach().numpy(), "x_grad": x.grad.numpy(), "weight_grad": weight_grad.numpy().T}
 
 
+def compute_blocks() -> dict[str, np.ndarray]:
+    """Return x [M, K], and torchao's MXFP8 form of it: the bits of values [M, K] and of scales [M, K / 32], uint8."""
+    import torch
+    from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
+
+    x = draw_inputs("spread")["x"].reshape(48, 64)
+    x[1, 5] = 1e-30
+    x[2] = 2.0**-100
+    x[3, 7] = 448.0 * 2.0**9
+    scales, values = to_mx(torch.tensor(x), torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
+    return {"x": x, "values": values.view(torch.uint8).numpy(), "scales": scales.view(torch.uint8).numpy()}
+
+
 def main() -> None:
     """Write the recorded arrays."""
     arrays = {f"{case}/{name}": array for case in CASES for name, array in compute(case).items()}
+    arrays |= {f"blocks/{name}": array for name, array in compute_blocks().items()}
     RECORDED.parent.mkdir(exist_ok=True)
     np.savez_compressed(RECORDED, **arrays)  # pyright: ignore[reportArgumentType]
     print(f"{RECORDED.name}: {RECORDED.stat().st_size / 1000:.0f} kB")

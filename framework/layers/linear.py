@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import jax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.sharding import AbstractMesh, Mesh
 
 from plimsoll.framework.config import Config, PositiveInt, component, config_for
 from plimsoll.framework.layers.base import Context, Layer, add_shared
 from plimsoll.framework.layers.custom_gradients import dense_cotangent
 from plimsoll.framework.layers.low_precision import Recipe, multiply
+from plimsoll.framework.layers.microscaling import BLOCK
 from plimsoll.framework.layout import MeshAxes, ParameterSpec, fold_in_name
 
 
@@ -70,6 +72,22 @@ class Linear(Layer):
             return {"weight": weight}
         bias = ParameterSpec((self.outputs,), "float32", self.mesh_axes[1:], roles=self.roles[1:])
         return {"weight": weight, "bias": bias}
+
+    def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
+        """Raise ValueError if the mesh splits a block of numbers that share a scale."""
+        if self.recipe is None or not self.recipe.by_block:
+            return
+        # A matrix of tokens has one axis for rows and positions, of which `seq` would divide the inner part.
+        if mesh.shape["seq"] > 1:
+            raise ValueError(f"mesh.seq = {mesh.shape['seq']}: expected 1 with model.precision = mxfp8")
+        for axes, size in zip(self.mesh_axes, (self.inputs, self.outputs), strict=True):
+            names = (axes,) if isinstance(axes, str) else axes or ()
+            for name in names:
+                if size // mesh.shape[name] % BLOCK:
+                    raise ValueError(
+                        f"mesh.{name} = {mesh.shape[name]} splits the blocks of {BLOCK} numbers of {self.path}, which "
+                        f"has an axis of {size} (model.precision = mxfp8)"
+                    )
 
     def __call__(self, weights: dict[str, jax.Array], x: jax.Array, ctx: Context) -> jax.Array:
         """Map x [..., inputs] to [..., outputs], in x's dtype."""

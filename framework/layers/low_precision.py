@@ -9,6 +9,7 @@ A scale s maps the largest magnitude that it covers to the largest number of the
     fp8_row      e4m3                 e5m2                 a vector along the summed axis: a token of x, an output of W
     int8_row     int8 (127)           int8, rounded        the same
                                       stochastically
+    mxfp8        e4m3                 e4m3                 32 numbers along the summed axis, see `microscaling`
 
 The formats are those of Micikevicius et al. 2022 (arXiv 2209.05433). Scales are computed from the arrays themselves
 ("current scaling"), in float32. The products of the backward pass, for the cotangent g of y, use the same x8 and w8.
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +36,9 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from plimsoll.framework.layers.custom_gradients import dense_cotangent
+from plimsoll.framework.layers.microscaling import BlockInput, multiply_blocks, round_input
 
-RecipeName = Literal["fp8_tensor", "fp8_row", "int8_row"]
+RecipeName = Literal["fp8_tensor", "fp8_row", "int8_row", "mxfp8"]
 # Axes of an array that a scale covers; None means all.
 Axes = tuple[int, ...] | None
 
@@ -50,23 +52,26 @@ class Recipe:
         backward: dtype of cotangents.
         by_row: whether each row has a scale, not the whole array, whose scale is a power of two.
         stochastic: whether cotangents are rounded stochastically.
+        by_block: whether each block of 32 numbers has a scale, see `framework.layers.microscaling`.
     """
 
     forward: str
     backward: str
     by_row: bool
     stochastic: bool = False
+    by_block: bool = False
 
     @property
     def rounds_weights_once(self) -> bool:
         """Whether rounding the rounded weights again changes nothing, as with scales that are powers of two."""
-        return not self.by_row
+        return not self.by_row and not self.by_block
 
 
 RECIPES: dict[RecipeName, Recipe] = {
     "fp8_tensor": Recipe("float8_e4m3fn", "float8_e5m2", by_row=False),
     "fp8_row": Recipe("float8_e4m3fn", "float8_e5m2", by_row=True),
     "int8_row": Recipe("int8", "int8", by_row=True, stochastic=True),
+    "mxfp8": Recipe("float8_e4m3fn", "float8_e4m3fn", by_row=False, by_block=True),
 }
 
 
@@ -137,10 +142,10 @@ class RoundedInputs:
 
     def __init__(self) -> None:
         # With the input itself, whose id could belong to another one otherwise.
-        self._rounded: dict[tuple[int, Recipe], tuple[jax.Array, Rounded]] = {}
+        self._rounded: dict[tuple[int, Recipe], tuple[jax.Array, Any]] = {}
 
-    def round(self, x: jax.Array, recipe: Recipe) -> Rounded:
-        """Return the rounded input, as the result of `_tag_bits`."""
+    def round(self, x: jax.Array, recipe: Recipe) -> Any:
+        """Return the rounded input: a Rounded as the result of `_tag_bits`, or a BlockInput."""
         key = (id(x), recipe)
         if key not in self._rounded:
             self._rounded[key] = (x, _round_input(x, recipe))
@@ -165,11 +170,15 @@ def multiply(
         platform: tpu, gpu or cpu.
         rounded_inputs: inputs that were rounded for other products.
     """
-    tagged = _round_input(x, recipe) if rounded_inputs is None else rounded_inputs.round(x, recipe)
-    return _multiply(x, tagged, weight, key, _Options(recipe, platform))
+    rounded = (rounded_inputs or RoundedInputs()).round(x, recipe)
+    if recipe.by_block:
+        return multiply_blocks(x, rounded, weight, platform)
+    return _multiply(x, rounded, weight, key, _Options(recipe, platform))
 
 
-def _round_input(x: jax.Array, recipe: Recipe) -> Rounded:
+def _round_input(x: jax.Array, recipe: Recipe) -> Rounded | BlockInput:
+    if recipe.by_block:
+        return round_input(x)
     # Its cotangent is that of x, see `_backward`.
     rounded = round_to(jax.lax.stop_gradient(x), recipe.forward, (x.ndim - 1,) if recipe.by_row else None)
     return _tag_bits(rounded)

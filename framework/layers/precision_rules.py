@@ -9,8 +9,10 @@ from plimsoll.framework.layers.base import Layer
 from plimsoll.framework.layers.experts.experts import Experts
 from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layers.low_precision import RECIPES, RecipeName
+from plimsoll.framework.layers.microscaling import BLOCK
 
 FIRST_CAPABILITY_WITH_FP8 = 8.9
+FIRST_CAPABILITY_WITH_MXFP8 = 10.0
 
 
 def apply_precision_rules(rules: Mapping[str, RecipeName], layers: Mapping[str, Layer]) -> None:
@@ -21,7 +23,8 @@ def apply_precision_rules(rules: Mapping[str, RecipeName], layers: Mapping[str, 
         layers: layers by name.
 
     Raises:
-        ValueError: a rule is no regex, matches no layer, or names the products of experts.
+        ValueError: a rule is no regex, matches no layer, names the products of experts, or divides a layer into blocks
+            that it does not have.
     """
     found = [site for name, layer in layers.items() for site in _iter_products(layer, name)]
     unused = dict(rules)
@@ -30,6 +33,11 @@ def apply_precision_rules(rules: Mapping[str, RecipeName], layers: Mapping[str, 
             if not _search(pattern, path):
                 continue
             if isinstance(layer, Linear):
+                if RECIPES[name].by_block and (layer.inputs % BLOCK or layer.outputs % BLOCK):
+                    raise ValueError(
+                        f"model.precision[{pattern!r}] = {name!r}: {path} has {layer.inputs} inputs and "
+                        f"{layer.outputs} outputs; expected multiples of {BLOCK}"
+                    )
                 layer.recipe = RECIPES[name]
                 layer.path = path
                 unused.pop(pattern, None)
@@ -47,13 +55,22 @@ def apply_precision_rules(rules: Mapping[str, RecipeName], layers: Mapping[str, 
 
 
 def check_formats(rules: Mapping[str, RecipeName], platform: str, capability: str | None) -> None:
-    """Raise ValueError if a rule needs 8-bit floats and the tensor cores of a GPU have none.
+    """Raise ValueError if a rule needs a format that the device has not.
 
     Args:
         rules: recipes by regex.
         platform: tpu, gpu or cpu.
         capability: compute capability of a GPU, such as "8.9"; None if unknown.
     """
+    blocks = [name for name in rules.values() if RECIPES[name].by_block]
+    if blocks and platform == "tpu":
+        raise ValueError(f"model.precision has {blocks[0]}, which TPUs do not compute; expected another recipe")
+    has_blocks = capability is None or float(capability) >= FIRST_CAPABILITY_WITH_MXFP8
+    if blocks and platform == "gpu" and not has_blocks:
+        raise ValueError(
+            f"model.precision has {blocks[0]}, which needs compute capability {FIRST_CAPABILITY_WITH_MXFP8} "
+            f"(Blackwell) and this GPU has {capability}; expected another recipe"
+        )
     floats = [name for name in rules.values() if RECIPES[name].forward != "int8"]
     if platform == "gpu" and floats and capability is not None and float(capability) < FIRST_CAPABILITY_WITH_FP8:
         raise ValueError(

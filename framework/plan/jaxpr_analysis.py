@@ -83,6 +83,8 @@ _CUDNN = {
 # Primitives that represent kernels in framework.plan.device_trace.
 LOCAL_ATTENTION = "attention_kernel"
 LOCAL_GROUPED_PRODUCT = "grouped_products"
+# The primitive of `jax.nn.scaled_matmul`.
+SCALED_PRODUCT = "scaled_matmul_wrapper"
 
 
 def _count_flops(eqn: JaxprEqn) -> FlopCount:
@@ -118,6 +120,10 @@ def _count_flops(eqn: JaxprEqn) -> FlopCount:
         value_products = 2 if is_backward else 1
         channels = key_products * key_dim + value_products * value_dim
         return FlopCount(2 * math.prod(rows) * key_length * channels)
+    if name == SCALED_PRODUCT:
+        # [B, M, K] and [B, N, K].
+        num_flops = 2 * math.prod(shapes[-1]) * shapes[0][-1]
+        return FlopCount(num_flops, fp8=num_flops)
     if name == LOCAL_GROUPED_PRODUCT:
         return FlopCount(params["flops"])
     if name == "ragged_dot_general":

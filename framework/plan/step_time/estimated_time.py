@@ -13,7 +13,13 @@ from plimsoll.framework.devices.accelerators import AcceleratorSpec
 from plimsoll.framework.layers.base import batch_shards
 from plimsoll.framework.layout import GROUPS, StateLayout
 from plimsoll.framework.models.causal_lm import CausalLM
-from plimsoll.framework.plan.jaxpr_analysis import LOCAL_ATTENTION, LOCAL_GROUPED_PRODUCT, FlopCount, inner_jaxprs
+from plimsoll.framework.plan.jaxpr_analysis import (
+    LOCAL_ATTENTION,
+    LOCAL_GROUPED_PRODUCT,
+    SCALED_PRODUCT,
+    FlopCount,
+    inner_jaxprs,
+)
 from plimsoll.framework.plan.step_time.device_rates import load_rates
 from plimsoll.framework.plan.step_time.layer_transfers import ProgramTransfers, count_layer_transfers
 from plimsoll.framework.plan.step_time.time_breakdown import StepTime
@@ -61,7 +67,7 @@ _GATHERS = ("all_gather", "reduce_scatter", "psum_scatter")
 _RECEIVED = {"psum": 2, "psum_invariant": 2, "all_to_all": 1, "ppermute": 1}
 _PRODUCTS = (
     *("dot_general", "conv_general_dilated", "ragged_dot_general", "pallas_call"),
-    *(LOCAL_ATTENTION, LOCAL_GROUPED_PRODUCT),
+    *(LOCAL_ATTENTION, LOCAL_GROUPED_PRODUCT, SCALED_PRODUCT),
 )
 _BASIS = "estimate: products at a fraction of the peak, bytes at published rates; compile for a more exact time"
 

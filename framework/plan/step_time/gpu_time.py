@@ -264,6 +264,10 @@ def _product(module: Module, flops: Flops, instruction: Instruction) -> tuple[in
     """Return (FLOPs of an instruction's matrix products, dtype of their operands)."""
     if "__cudnn$fmha" in instruction.attributes:
         return _attention_flops(instruction), arrays(instruction.type)[0].dtype
+    if "__cudnn$blockScaledDot" in instruction.attributes:
+        # [B, M, K] and [B, N, K].
+        left = arrays(module.instructions[instruction.operands[0]].type)[0]
+        return 2 * math.prod(arrays(instruction.type)[0].dims) * left.dims[-1], left.dtype
     if "__cublas$" in instruction.attributes:
         contracted = _CONTRACTED.search(instruction.attributes)
         left = arrays(module.instructions[instruction.operands[0]].type)[0]
