@@ -64,10 +64,10 @@ def round_blocks(x: jax.Array) -> Blocks:
     exponent = jnp.clip(jnp.where(mantissa == 0.5, exponent - 1, exponent), _LEAST_EXPONENT, _MOST_EXPONENT)
     # The scale of zeros is 1.
     exponent = jnp.where(magnitude == 0, 0, exponent)
-    # A factor for each block: XLA for GPU would write an exponent for each number to memory.
-    quotient = blocks * jnp.ldexp(jnp.float32(1), -exponent)[..., None]
-    # Numbers that are not finite must reach the loss, where the run notices them.
-    values = jnp.where(jnp.isfinite(blocks), jnp.clip(quotient, -_LARGEST, _LARGEST), jnp.nan)
+    # A number that is not finite makes its block NaN: it must reach the loss, where the run notices it. This is a
+    # factor for each block, because XLA for GPU writes what is computed for each number before a transposition.
+    factor = jnp.where(jnp.isfinite(magnitude), jnp.ldexp(jnp.float32(1), -exponent), jnp.nan)
+    values = jnp.clip(blocks * factor[..., None], -_LARGEST, _LARGEST)
     bits = jax.lax.bitcast_convert_type(values.reshape(x.shape).astype(jnp.float8_e4m3fn), jnp.uint8)
     return Blocks(bits, (exponent - _LEAST_EXPONENT).astype(jnp.uint8))
 
