@@ -11,6 +11,7 @@ from plimsoll.framework.plan import targets
 from plimsoll.framework.program.program import Program
 from tests.support import small
 
+NO_CUDA = "no CUDA plugin of JAX: pip install 'plimsoll-train[plan-gpu]'"
 LAYERS, VOCAB = 4, 64
 ROWS, LENGTH = 2, 2048
 DIM, HIDDEN = 2048, 4096
@@ -61,9 +62,22 @@ def test_integers_on_tpus():
 
 
 @pytest.mark.slow
+def test_blocks_on_gpus():
+    pytest.importorskip("jax_cuda12_plugin", reason=NO_CUDA)
+    text = compile_step("b200", "mxfp8").as_text()
+    # At least once for each product: XLA may unroll a loop.
+    assert text.count('custom_call_target="__cudnn$blockScaledDot"') >= 3 * 7
+    # The head's products.
+    assert len(find_products(text, "dot")) == 3
+    assert not re.findall(r'custom_call_target="[^"]*cublas[^"]*"', text)
+    plain = compile_step("b200", "").memory_analysis().temp_size_in_bytes
+    assert compile_step("b200", "mxfp8").memory_analysis().temp_size_in_bytes < plain
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp8_tensor", "fp8_row"])
 def test_floats_on_gpus(recipe: str):
-    pytest.importorskip("jax_cuda12_plugin", reason="no CUDA plugin of JAX: pip install 'plimsoll-train[plan-gpu]'")
+    pytest.importorskip("jax_cuda12_plugin", reason=NO_CUDA)
     text = compile_step("h100", recipe).as_text()
     # XLA joins products with the same factor: those of query, key and value and of gate and up, forward and for the
     # gradients of their weights.
