@@ -70,8 +70,6 @@ def test_blocks_on_gpus():
     # The head's products.
     assert len(find_products(text, "dot")) == 3
     assert not re.findall(r'custom_call_target="[^"]*cublas[^"]*"', text)
-    plain = compile_step("b200", "").memory_analysis().temp_size_in_bytes
-    assert compile_step("b200", "mxfp8").memory_analysis().temp_size_in_bytes < plain
 
 
 @pytest.mark.slow
