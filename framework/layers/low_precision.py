@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -142,10 +142,10 @@ class RoundedInputs:
 
     def __init__(self) -> None:
         # With the input itself, whose id could belong to another one otherwise.
-        self._rounded: dict[tuple[int, Recipe], tuple[jax.Array, Any]] = {}
+        self._rounded: dict[tuple[int, Recipe], tuple[jax.Array, Rounded | BlockInput]] = {}
 
-    def round(self, x: jax.Array, recipe: Recipe) -> Any:
-        """Return the rounded input: a Rounded as the result of `_tag_bits`, or a BlockInput."""
+    def round(self, x: jax.Array, recipe: Recipe) -> Rounded | BlockInput:
+        """Return the rounded input; a Rounded is the result of `_tag_bits`."""
         key = (id(x), recipe)
         if key not in self._rounded:
             self._rounded[key] = (x, _round_input(x, recipe))
@@ -171,7 +171,7 @@ def multiply(
         rounded_inputs: inputs that were rounded for other products.
     """
     rounded = (rounded_inputs or RoundedInputs()).round(x, recipe)
-    if recipe.by_block:
+    if isinstance(rounded, BlockInput):
         return multiply_blocks(x, rounded, weight, platform)
     return _multiply(x, rounded, weight, key, _Options(recipe, platform))
 

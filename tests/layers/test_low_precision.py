@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from plimsoll import configs
 from plimsoll.framework.config import ConfigError, config_for
@@ -299,6 +300,37 @@ def test_meshes_round_the_same_numbers(name: str, mesh: dict[str, int]):
     for path, grad in grads.items():
         # Sums in another order move single numbers across a boundary; a scale of a shard would move most of them.
         assert np.linalg.norm(other_grads[path] - grad) < 5e-3 * np.linalg.norm(grad), path
+
+
+def test_fsdp_gathers_8_bit_weights():
+    """Rounding a rounded weight again changes nothing, so the products are the same."""
+    mesh = jax.make_mesh((4, 2), ("fsdp", "model"), devices=jax.devices()[:8])
+    stored = NamedSharding(mesh, PartitionSpec("fsdp", "model"))
+    weight = jax.device_put(jnp.asarray(draw(INPUTS, OUTPUTS), jnp.bfloat16), stored)
+
+    def gather(weight: jax.Array) -> jax.Array:
+        return Context({}, mesh=mesh).gather(weight, ("fsdp", "model"), as_fp8=True)
+
+    gathered, pull = jax.vjp(jax.jit(gather), weight)
+    assert gathered.sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(None, "model")), 2)
+    rounded = round_to(weight, "float8_e4m3fn", None)
+    exact = rounded.values.astype(jnp.float32) * rounded.scale
+    np.testing.assert_array_equal(gathered.astype(jnp.float32), exact)
+    again = round_to(gathered, "float8_e4m3fn", None)
+    np.testing.assert_array_equal(again.values.astype(jnp.float32) * again.scale, exact)
+    # The gradient passes unrounded, and is scattered.
+    (grad,) = pull(gathered)
+    assert grad.sharding.is_equivalent_to(stored, 2)
+    np.testing.assert_array_equal(grad, gathered)
+    assert re.search(rf"u8\[{INPUTS},{OUTPUTS}\] = sharding_constraint", str(jax.make_jaxpr(gather)(weight)))
+
+
+def test_only_weights_with_one_power_of_two_are_gathered_rounded():
+    for name, recipe in RECIPES.items():
+        linear = Linear(inputs=INPUTS, outputs=OUTPUTS)
+        assert not linear.param_specs()["weight"].gathered_as_fp8
+        linear.recipe = recipe
+        assert linear.param_specs()["weight"].gathered_as_fp8 == (name == "fp8_tensor")
 
 
 @pytest.mark.pairs

@@ -19,15 +19,16 @@ DIM, HIDDEN = 2048, 4096
 
 @cache
 def compile_step(target: str, recipe: str) -> Any:
-    """Compile a step of four Llama layers that saves what its products need."""
+    """Compile a step of four Llama layers that saves what its products need, with two rows for each device."""
     targets.set_environment(target)
     model = llama_model(layers=LAYERS, heads=16, kv_heads=8, dim=DIM, hidden=HIDDEN, vocab_size=VOCAB)
     model.param_dtype = model.compute_dtype = "bfloat16"
     if recipe:
         model.precision = {"stack/": recipe}
-    experiment = small.experiment(model, seq_len=LENGTH, batch=ROWS, memory={"remat": "none"}).instantiate()
-    program = Program(experiment, targets.resolve(target).devices())
-    return program.backend.compiled_step
+    devices = targets.resolve(target).devices()
+    options: dict[str, Any] = {"batch": ROWS * len(devices), "mesh": {"fsdp": len(devices)}}
+    experiment = small.experiment(model, seq_len=LENGTH, memory={"remat": "none"}, **options).instantiate()
+    return Program(experiment, devices).backend.compiled_step
 
 
 def find_products(text: str, opcodes: str) -> list[str]:
@@ -87,3 +88,16 @@ def test_floats_on_gpus(recipe: str):
     assert find_saved_stacks(text) == SAVED
     plain = compile_step("h100", "").memory_analysis().temp_size_in_bytes
     assert compile_step("h100", recipe).memory_analysis().temp_size_in_bytes < plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "dtype"), [("fp8_tensor", "u8"), ("fp8_row", "bf16")])
+def test_what_gpus_gather(recipe: str, dtype: str):
+    pytest.importorskip("jax_cuda12_plugin", reason=NO_CUDA)
+    text = compile_step("h100x8", recipe).as_text()
+    # Each gather returns its operands, of one device, and the whole arrays.
+    gathers = " ".join(re.findall(r"= (\S.*?) all-gather(?:-start)?\(", text))
+    for shape in (f"{DIM},{HIDDEN}", f"{DIM},{DIM}", f"{DIM},{DIM // 2}"):
+        assert f"{dtype}[{shape}]" in gathers
+    assert ("u8[" in gathers) == (dtype == "u8")
+    assert f"bf16[{DIM},{HIDDEN}]" not in gathers or dtype == "bf16"
