@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from plimsoll import configs
 from plimsoll.framework.config import ConfigError, config_for
@@ -304,7 +304,7 @@ def test_meshes_round_the_same_numbers(name: str, mesh: dict[str, int]):
 
 def test_fsdp_gathers_8_bit_weights():
     """Rounding a rounded weight again changes nothing, so the products are the same."""
-    mesh = jax.make_mesh((4, 2), ("fsdp", "model"), devices=jax.devices()[:8])
+    mesh = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("fsdp", "model"))
     stored = NamedSharding(mesh, PartitionSpec("fsdp", "model"))
     weight = jax.device_put(jnp.asarray(draw(INPUTS, OUTPUTS), jnp.bfloat16), stored)
 
