@@ -243,7 +243,11 @@ def _get_layer(model: CausalLM, flat_params: dict[str, jax.Array], path: str, in
     adapter = "lora" if name == "weight" else f"{name}_lora"
     names = {name, f"{adapter}_a", f"{adapter}_b"}
     leaves = {key: x for key, x in leaves.items() if key.partition("/")[0] in names}
-    merged = merge_adapters(model, unflatten({key: _fetch_part(x, indices) for key, x in leaves.items()}))
+    parts = {key: _fetch_part(x, indices) for key, x in leaves.items()}
+    if f"{adapter}_a" in parts:
+        # On one device, the product of an adapter has the same bits wherever its matrices were.
+        parts = jax.device_put(parts, jax.local_devices()[0])
+    merged = merge_adapters(model, unflatten(parts))
     return np.asarray(merged[name].astype(_stored_dtype(model, path)))
 
 
