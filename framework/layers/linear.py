@@ -66,7 +66,7 @@ class Linear(Layer):
             initializer=initializer,
             roles=self.roles,
             num_heads=self.num_heads,
-            gathered_as_fp8=self.recipe is not None and self.recipe.rounds_weights_once,
+            gathered_as_fp8=self.recipe is not None and self.recipe.is_idempotent,
         )
         if not self.bias:
             return {"weight": weight}
@@ -77,7 +77,7 @@ class Linear(Layer):
         """Raise ValueError if the mesh splits a block of numbers that share a scale."""
         if self.recipe is None or not self.recipe.by_block:
             return
-        # A matrix of tokens has one axis for rows and positions, of which `seq` would divide the inner part.
+        # Rows and positions become one axis of tokens, which JAX can only shard by rows.
         if mesh.shape["seq"] > 1:
             raise ValueError(f"mesh.seq = {mesh.shape['seq']}: expected 1 with model.precision = mxfp8")
         for axes, size in zip(self.mesh_axes, (self.inputs, self.outputs), strict=True):

@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from plimsoll.framework.config import DType, Fraction, PositiveFloat, PositiveInt, component
 from plimsoll.framework.layers.base import Context, Layer, add_shared
@@ -165,6 +166,10 @@ class LoRALinear(Layer):
         specs = self.linear.param_specs()
         stored = StoredMatrix(self.path, self.lora.base, self.rank, self.lora.scale, self.lora.dtype)
         return {**specs, **stored.specs("weight", specs["weight"])}
+
+    def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
+        """See `Linear.check_mesh`."""
+        self.linear.check_mesh(mesh)
 
     def __call__(self, weights: Nested, x: jax.Array, ctx: Context) -> jax.Array:
         """Map x [batch, ..., inputs] to [batch, ..., outputs], in x's dtype."""

@@ -62,8 +62,8 @@ class Recipe:
     by_block: bool = False
 
     @property
-    def rounds_weights_once(self) -> bool:
-        """Whether rounding the rounded weights again changes nothing, as with scales that are powers of two."""
+    def is_idempotent(self) -> bool:
+        """True if rounding a rounded array again changes nothing, because the scale is a power of two."""
         return not self.by_row and not self.by_block
 
 
@@ -281,15 +281,11 @@ class _Residuals:
     key: jax.Array | None
 
 
-def _is_primal(tree: object) -> bool:
-    return isinstance(tree, CustomVJPPrimal)
-
-
 def _forward(
     x: CustomVJPPrimal, tagged: Rounded, weight: CustomVJPPrimal, key: CustomVJPPrimal | None, options: _Options
 ) -> tuple[jax.Array, _Residuals]:
     # With symbolic_zeros, each array is replaced by its value and a flag that tells whether it is differentiated.
-    tagged_x: Rounded = jax.tree.map(lambda primal: primal.value, tagged, is_leaf=_is_primal)
+    tagged_x: Rounded = jax.tree.map(lambda primal: primal.value, tagged)
     y = _plain(x.value, tagged_x, weight.value, None, options)
     return y, _Residuals(
         x=tagged_x if weight.perturbed else None,

@@ -130,7 +130,7 @@ def _forward(
     x: CustomVJPPrimal, rounded: BlockInput, weight: CustomVJPPrimal, platform: str
 ) -> tuple[jax.Array, _Residuals]:
     # With symbolic_zeros, each array is replaced by its value and a flag that tells whether it is differentiated.
-    values: BlockInput = jax.tree.map(lambda primal: primal.value, rounded, is_leaf=_is_primal)
+    values: BlockInput = jax.tree.map(lambda primal: primal.value, rounded)
     if weight.perturbed and values.by_channel is None:
         tokens = values.by_token.values.shape[0]
         raise ValueError(f"mxfp8 needs a multiple of {BLOCK} tokens in a microbatch, given {tokens}")
@@ -138,10 +138,6 @@ def _forward(
     return y, _Residuals(
         x=values.by_channel if weight.perturbed else None, weight=weight.value if x.perturbed else None
     )
-
-
-def _is_primal(tree: object) -> bool:
-    return isinstance(tree, CustomVJPPrimal)
 
 
 def _backward(

@@ -190,7 +190,7 @@ def test_only_8_bit_inputs_are_saved(name: str):
 
 
 @pytest.mark.parametrize("recipe", SCALED)
-def test_an_input_of_several_layers_is_saved_once(recipe: str):
+def test_shared_inputs_are_saved_once(recipe: str):
     built = small.experiment(small.llama(precision={"stack/": recipe}), memory={"remat": "none"}).instantiate()
     jaxpr = trace(SplitExperiment(built), built.mesh.resolve(1), "cpu").jaxpr
     # The loop over layers returns what it saves, with an axis of layers.
@@ -322,10 +322,14 @@ def test_fsdp_gathers_8_bit_weights():
     (grad,) = pull(gathered)
     assert grad.sharding.is_equivalent_to(stored, 2)
     np.testing.assert_array_equal(grad, gathered)
-    assert re.search(rf"u8\[{INPUTS},{OUTPUTS}\] = sharding_constraint", str(jax.make_jaxpr(gather)(weight)))
+    linear = Linear(inputs=INPUTS, outputs=OUTPUTS, mesh_axes=("fsdp", "model"))
+    linear.recipe = RECIPES["fp8_tensor"]
+    ctx = Context({}, mesh=mesh, compute_dtype=jnp.bfloat16)
+    jaxpr = jax.make_jaxpr(lambda weight: linear.prepare({"weight": weight}, ctx))(weight)
+    assert re.search(rf"u8\[{INPUTS},{OUTPUTS}\] = sharding_constraint", str(jaxpr))
 
 
-def test_only_weights_with_one_power_of_two_are_gathered_rounded():
+def test_only_fp8_tensor_weights_are_gathered_rounded():
     for name, recipe in RECIPES.items():
         linear = Linear(inputs=INPUTS, outputs=OUTPUTS)
         assert not linear.param_specs()["weight"].gathered_as_fp8

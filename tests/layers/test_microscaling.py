@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
+from plimsoll.framework.config import config_for
 from plimsoll.framework.layers.base import Context
 from plimsoll.framework.layers.linear import Linear
+from plimsoll.framework.layers.lora import LoRA
 from plimsoll.framework.layers.low_precision import RECIPES, multiply
 from plimsoll.framework.layers.microscaling import round_blocks
 from plimsoll.framework.plan.jaxpr_analysis import FlopCount, flops
@@ -110,7 +112,7 @@ def test_the_input_rounded_by_channel_is_saved():
     assert [leaf.shape for leaf in jax.tree.leaves(pull) if leaf.size > 1] == [(INPUTS, OUTPUTS)]
 
 
-def test_a_single_token_has_a_product_but_no_gradient_of_the_weight():
+def test_one_token_has_a_product_but_no_weight_gradient():
     x, weight, _ = draw()
     token = x[:1, :1]
     whole = multiply(x, weight, None, MXFP8, "cpu")
@@ -140,6 +142,10 @@ def test_unsuitable_layers_meshes_and_devices_are_refused():
         check(seq=2)
     with pytest.raises(ValueError, match=r"mesh.fsdp = 2 splits the blocks of 32 numbers of stack/block0/attention/"):
         check(fsdp=2)
+    config.model.lora = config_for(LoRA, base="bfloat16")
+    experiment = config.instantiate()
+    with pytest.raises(ValueError, match=r"mesh.seq = 2: expected 1 with model.precision = mxfp8"):
+        check(seq=2)
     model = experiment.model
     with pytest.raises(ValueError, match=r"needs compute capability 10.0 \(Blackwell\) and this GPU has 9.0"):
         model.check_platform("gpu", "9.0")

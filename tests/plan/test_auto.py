@@ -1,5 +1,6 @@
 """Autotuning: the fastest settings that fit, the fields that it may change, and how it reports them."""
 
+import gc
 import itertools
 import json
 import math
@@ -11,12 +12,14 @@ import jax.numpy as jnp
 import pytest
 
 from plimsoll import configs
-from plimsoll.extras.autotune.autotune import BATCH_MODE_FIXED, describe_largest_batch
+from plimsoll.extras.autotune.autotune import BATCH_MODE_FIXED, autotune, describe_largest_batch
 from plimsoll.extras.autotune.cost_model import Candidate, CostModel, MemoryBudget, MemoryLimits
 from plimsoll.extras.autotune.search import SettingsSearch
 from plimsoll.extras.autotune.search_space import SearchSpace
 from plimsoll.extras.autotune.settings import (
+    Machine,
     TunedSettings,
+    TuningRequest,
     find_fixed_paths,
     flags,
     get_text,
@@ -412,6 +415,15 @@ def test_the_largest_microbatch_fits_and_the_next_does_not():
     microbatch, whole = describe_largest_batch(asking, candidate)
     assert f"{8 // int(count)} rows per device" in microbatch
     assert "data.global_batch_size=" in whole
+
+
+def test_a_search_returns_its_traces_to_the_garbage_collector():
+    config = small_llama()
+    machine = Machine("v5e-1", 1, 1024 * MIB, None)
+    frozen = gc.get_freeze_count()
+    result = autotune(TuningRequest(config, machine, "memory", [], (), True), targets.resolve("v5e-1"), fresh=True)
+    assert result.choice is not None
+    assert gc.get_freeze_count() <= frozen
 
 
 # --- output ----------------------------------------------------------------------------------------------------------

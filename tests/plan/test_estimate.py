@@ -1,6 +1,7 @@
 """The estimate, compared with hand-computed sums, XLA's count where fusion is predictable, and compiled steps."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from plimsoll import configs
 from plimsoll.framework.config import config_for
 from plimsoll.framework.devices.accelerators import spec_for
 from plimsoll.framework.layers import attention
+from plimsoll.framework.layers.block import Block
 from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layers.stack import Stack
 from plimsoll.framework.plan.device_trace import trace
@@ -215,6 +217,22 @@ def test_tracing_user_layers_leaves_the_experiment_unchanged():
     assert [layer.num_heads for layer in layers] == num_heads
     assert "concatenate" in str(jaxpr)
     assert estimate(experiment, experiment.mesh.resolve(1), spec_for("cpu")).peak_bytes > 0
+
+
+def test_equal_layers_are_traced_once(monkeypatch: pytest.MonkeyPatch):
+    applied = []
+    apply = Block.apply
+
+    def record(self: Block, *arguments: Any) -> Any:
+        applied.append(self)
+        return apply(self, *arguments)
+
+    monkeypatch.setattr(Block, "apply", record)
+    experiment = configs.load("qwen3.5-tiny").instantiate()
+    assert len(experiment.model.stages["stack"].pattern.layers) == 4
+    trace(SplitExperiment(experiment), experiment.mesh.resolve(1), "cpu")
+    # Three linear layers are equal, and there is one layer of attention.
+    assert len(applied) == 2
 
 
 @pytest.mark.pairs

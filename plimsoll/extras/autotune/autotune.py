@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from plimsoll.extras.autotune.cost_model import Candidate
+from plimsoll.extras.autotune.cost_model import Candidate, thawing_traces
 from plimsoll.extras.autotune.settings import (
     ACCUMULATE,
     BATCH,
@@ -65,6 +65,7 @@ class TuningResult(NamedTuple):
     failure: str = ""
 
 
+@thawing_traces()
 def autotune(
     request: TuningRequest, target: Target, *, host_bytes: int | None = None, fresh: bool = False
 ) -> TuningResult:
@@ -106,6 +107,7 @@ def autotune(
     return TuningResult(choice, compiled_step)
 
 
+@thawing_traces()
 def explain_misfit(request: TuningRequest, target: Target, host_bytes: int | None = None) -> str:
     """Return the reason why no settings fit by the estimate, in one line; "" if some do.
 

@@ -7,8 +7,10 @@ in partial placements, and the precision of products.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -49,6 +51,15 @@ class SettingsCost(NamedTuple):
     seconds: float
     moved: float
     time: StepTime | None = None
+
+
+@contextlib.contextmanager
+def thawing_traces() -> Iterator[None]:
+    """Return traces to the garbage collector at the end, from which `CostModel` keeps them."""
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class CostModel:
@@ -143,8 +154,8 @@ class CostModel:
         key = (rows, shards, memory.remat, memory.parameters.text, partial, precision)
         if key not in self._traces:
             self._traces[key] = trace(split_experiment, sizes, platform)
-            # Traces stay, and have millions of objects. Without this, the garbage collector would visit all of them
-            # again and again, which took a third of the time of a long search.
+            # Traces stay until the search is over (`thawing_traces`), and have millions of objects. Without this, the
+            # garbage collector visits all of them again and again, which took a third of the time of a long search.
             gc.freeze()
         return self._traces[key]
 
