@@ -168,7 +168,7 @@ def multiply(
         key: key for stochastic rounding in the backward pass; None rounds to the nearest number.
         recipe: formats and scales.
         platform: tpu, gpu or cpu.
-        rounded_inputs: inputs that were rounded for other products.
+        rounded_inputs: inputs that were rounded for other products of the same function; None shares none.
     """
     rounded = (rounded_inputs or RoundedInputs()).round(x, recipe)
     if isinstance(rounded, BlockInput):
