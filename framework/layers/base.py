@@ -346,11 +346,11 @@ def _nest(layer_specs: Mapping[str, TensorSpec | Nested], child_specs: dict[str,
 
 
 def prepare_params(specs: Nested, params: Nested, ctx: Context) -> Nested:
-    """Cast a layer's own parameters to the compute dtype (quantized ones stay as they are) and gather them."""
+    """Cast a layer's own parameters to the compute dtype, except quantized ones and histories, and gather them."""
 
     def prepare(spec: ParameterSpec, param: jax.Array) -> jax.Array:
         # The cast comes before the gather, so that the narrower dtype travels between devices.
-        weight = param if spec.quantized else cast(param, ctx.compute_dtype)
+        weight = param if spec.quantized or spec.is_history else cast(param, ctx.compute_dtype)
         return ctx.gather(weight, spec.mesh_axes, as_fp8=spec.gathered_as_fp8)
 
     # A quantized weight is a dict of codes and scales, so the spec and the parameter may both be trees.

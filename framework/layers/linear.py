@@ -11,6 +11,7 @@ from plimsoll.framework.layers.base import Context, Layer, add_shared
 from plimsoll.framework.layers.custom_gradients import dense_cotangent
 from plimsoll.framework.layers.low_precision import Recipe, multiply
 from plimsoll.framework.layers.microscaling import BLOCK
+from plimsoll.framework.layers.scale_history import HISTORY, history_spec
 from plimsoll.framework.layout import MeshAxes, ParameterSpec, fold_in_name
 
 
@@ -54,7 +55,7 @@ class Linear(Layer):
         self.path = ""
 
     def param_specs(self) -> dict[str, ParameterSpec]:
-        """Return the specs of weight [inputs, outputs] and bias [outputs]."""
+        """Return the specs of weight [inputs, outputs], bias [outputs] and, with delayed scaling, the history."""
 
         def initializer(key, shape, dtype):
             return self._scale * self._init(key, shape, dtype)
@@ -68,10 +69,12 @@ class Linear(Layer):
             num_heads=self.num_heads,
             gathered_as_fp8=self.recipe is not None and self.recipe.is_idempotent,
         )
-        if not self.bias:
-            return {"weight": weight}
-        bias = ParameterSpec((self.outputs,), "float32", self.mesh_axes[1:], roles=self.roles[1:])
-        return {"weight": weight, "bias": bias}
+        specs = {"weight": weight}
+        if self.bias:
+            specs["bias"] = ParameterSpec((self.outputs,), "float32", self.mesh_axes[1:], roles=self.roles[1:])
+        if self.recipe is not None and self.recipe.delayed:
+            specs[HISTORY] = history_spec()
+        return specs
 
     def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
         """Raise ValueError if the mesh splits a block of numbers that share a scale."""
@@ -97,7 +100,9 @@ class Linear(Layer):
             key = None
             if self.recipe.stochastic and ctx.rng is not None:
                 key = fold_in_name(ctx.rng, self.path)
-            y = multiply(x, weights["weight"], key, self.recipe, ctx.platform, ctx.rounded_inputs)
+            y = multiply(
+                x, weights["weight"], key, self.recipe, ctx.platform, ctx.rounded_inputs, weights.get(HISTORY)
+            )
         return add_shared(y, weights["bias"]) if self.bias else y
 
     def flops_per_token(self, seq_len: int) -> float:

@@ -6,13 +6,14 @@ A scale s maps the largest magnitude that it covers to the largest number of the
 
     recipe       x and W              cotangents           a scale covers
     fp8_tensor   e4m3 (largest 448)   e5m2 (57344)         a whole array; it is a power of two
+    fp8_delayed  e4m3                 e5m2                 the same, from earlier steps, see `scale_history`
     fp8_row      e4m3                 e5m2                 a vector along the summed axis: a token of x, an output of W
     int8_row     int8 (127)           int8, rounded        the same
                                       stochastically
     mxfp8        e4m3                 e4m3                 32 numbers along the summed axis, see `microscaling`
 
 The formats are those of Micikevicius et al. 2022 (arXiv 2209.05433). Scales are computed from the arrays themselves
-("current scaling"), in float32. The products of the backward pass, for the cotangent g of y, use the same x8 and w8.
+("current scaling"), in float32; those of weights also with `fp8_delayed`. The products of the backward pass, for the cotangent g of y, use the same x8 and w8.
 Scales along the axis that a product sums over are multiplied into g before it is rounded:
 
     dx_ti = s'_t sum_o round(g_to s_o / s'_t) w8_io,        dW_io = s''_o sum_t x8_ti round(g_to s_t / s''_o)
@@ -24,7 +25,7 @@ and W is rounded again. Sums are in float32, or int32 for int8; the scaled resul
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
@@ -37,8 +38,9 @@ from jax.typing import DTypeLike
 
 from plimsoll.framework.layers.custom_gradients import dense_cotangent
 from plimsoll.framework.layers.microscaling import BlockInput, multiply_blocks, round_input
+from plimsoll.framework.layers.scale_history import pack_scales, read_scales
 
-RecipeName = Literal["fp8_tensor", "fp8_row", "int8_row", "mxfp8"]
+RecipeName = Literal["fp8_tensor", "fp8_delayed", "fp8_row", "int8_row", "mxfp8"]
 # Axes of an array that a scale covers; None means all.
 Axes = tuple[int, ...] | None
 
@@ -53,6 +55,7 @@ class Recipe:
         by_row: whether each row has a scale, not the whole array, whose scale is a power of two.
         stochastic: whether cotangents are rounded stochastically.
         by_block: whether each block of 32 numbers has a scale, see `framework.layers.microscaling`.
+        delayed: whether scales of inputs and cotangents come from earlier steps, see `framework.layers.scale_history`.
     """
 
     forward: str
@@ -60,15 +63,17 @@ class Recipe:
     by_row: bool
     stochastic: bool = False
     by_block: bool = False
+    delayed: bool = False
 
     @property
     def is_idempotent(self) -> bool:
-        """True if rounding a rounded array again changes nothing, because the scale is a power of two."""
+        """True if rounding a rounded weight again changes nothing, because the scale is a power of two."""
         return not self.by_row and not self.by_block
 
 
 RECIPES: dict[RecipeName, Recipe] = {
     "fp8_tensor": Recipe("float8_e4m3fn", "float8_e5m2", by_row=False),
+    "fp8_delayed": Recipe("float8_e4m3fn", "float8_e5m2", by_row=False, delayed=True),
     "fp8_row": Recipe("float8_e4m3fn", "float8_e5m2", by_row=True),
     "int8_row": Recipe("int8", "int8", by_row=True, stochastic=True),
     "mxfp8": Recipe("float8_e4m3fn", "float8_e4m3fn", by_row=False, by_block=True),
@@ -96,26 +101,25 @@ class Rounded:
     Attributes:
         values: the numbers.
         scale: float32, the factor on the numbers; the shape of `values`, with 1 for each axis that a scale covers.
+        current_scale: with delayed scaling, the scale that the array needs, a float32 scalar; else None.
     """
 
     values: jax.Array
     scale: jax.Array
+    current_scale: jax.Array | None = None
 
 
-def round_to(x: jax.Array, dtype: DTypeLike, axes: Axes, key: jax.Array | None = None) -> Rounded:
-    """Round an array to 8-bit numbers with a scale for each vector along `axes`.
+def fit_scale(x: jax.Array, dtype: DTypeLike, axes: Axes) -> jax.Array:
+    """Return the scale that maps the largest magnitude along `axes` to the largest number of a format, float32.
 
     Args:
         x: array of floats.
         dtype: int8, float8_e4m3fn or float8_e5m2.
-        axes: axes that a scale covers. None for all; the scale is then the next power of two, which bfloat16 represents
-            exactly.
-        key: key for stochastic rounding, of int8; None rounds to the nearest number, ties to even.
+        axes: axes that a scale covers, which become 1. None for all; the scale is then the next power of two, which
+            bfloat16 represents exactly.
     """
-    is_integer = jnp.issubdtype(dtype, jnp.integer)
-    largest = float(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
-    wide = x.astype(jnp.float32)
-    magnitude = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
+    largest = _get_largest(dtype)
+    magnitude = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=axes, keepdims=True)
     # The scale of zeros is 1, and that of tiny numbers must not be a subnormal, whose inverse is infinite.
     scale = jnp.where(magnitude == 0, 1.0, jnp.maximum(magnitude / largest, jnp.finfo(jnp.float32).tiny))
     if axes is None:
@@ -123,15 +127,41 @@ def round_to(x: jax.Array, dtype: DTypeLike, axes: Axes, key: jax.Array | None =
         power = jnp.ldexp(jnp.float32(1), jnp.where(mantissa == 0.5, exponent - 1, exponent))
         # An array that is not finite stays so.
         scale = jnp.where(jnp.isfinite(scale), power, scale)
+    return scale
+
+
+def _get_largest(dtype: DTypeLike) -> float:
+    return float(jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).max)
+
+
+def round_to(x: jax.Array, dtype: DTypeLike, axes: Axes, key: jax.Array | None = None) -> Rounded:
+    """Round an array to 8-bit numbers with a scale for each vector along `axes`.
+
+    Args:
+        x, dtype, axes: see `fit_scale`.
+        key: key for stochastic rounding, of int8; None rounds to the nearest number, ties to even.
+    """
+    scale = fit_scale(x, dtype, axes)
     # Conversion to float8 does not saturate, and the quotient may exceed the largest number by a rounding error.
-    quotient = jnp.clip(wide / scale, -largest, largest)
-    if not is_integer:
+    largest = _get_largest(dtype)
+    quotient = jnp.clip(x.astype(jnp.float32) / scale, -largest, largest)
+    if not jnp.issubdtype(dtype, jnp.integer):
         return Rounded(quotient.astype(dtype), scale)
     if key is None:
         return Rounded(jnp.round(quotient).astype(dtype), scale)
     # Eight bits of noise: the expected value is exact to 2^-9 of a step.
     noise = (jax.random.bits(key, x.shape, jnp.uint8).astype(jnp.float32) + 0.5) / 256
     return Rounded(jnp.floor(quotient + noise).astype(dtype), scale)
+
+
+def _round_delayed(x: jax.Array, dtype: DTypeLike, scale: jax.Array) -> Rounded:
+    """Round an array to float8 numbers with a scalar scale of earlier steps."""
+    largest = _get_largest(dtype)
+    wide = x.astype(jnp.float32)
+    # Clipping would hide a number that is not finite from the loss.
+    quotient = jnp.where(jnp.isfinite(wide), jnp.clip(wide / scale, -largest, largest), jnp.nan)
+    scale = scale.reshape((1,) * x.ndim)
+    return Rounded(quotient.astype(dtype), scale, fit_scale(x, dtype, None).reshape(()))
 
 
 class RoundedInputs:
@@ -144,11 +174,12 @@ class RoundedInputs:
         # With the input itself, whose id could belong to another one otherwise.
         self._rounded: dict[tuple[int, Recipe], tuple[jax.Array, Rounded | BlockInput]] = {}
 
-    def round(self, x: jax.Array, recipe: Recipe) -> Rounded | BlockInput:
+    def round(self, x: jax.Array, recipe: Recipe, history: jax.Array | None) -> Rounded | BlockInput:
         """Return the rounded input; a Rounded is the result of `_tag_bits`."""
         key = (id(x), recipe)
         if key not in self._rounded:
-            self._rounded[key] = (x, _round_input(x, recipe))
+            # Layers that always have the same input have the same history of it.
+            self._rounded[key] = (x, _round_input(x, recipe, history))
         return self._rounded[key][1]
 
 
@@ -159,6 +190,7 @@ def multiply(
     recipe: Recipe,
     platform: str,
     rounded_inputs: RoundedInputs | None = None,
+    history: jax.Array | None = None,
 ) -> jax.Array:
     """Return x [..., I] @ weight [I, O] in x's dtype, as a product of 8-bit numbers.
 
@@ -169,19 +201,24 @@ def multiply(
         recipe: formats and scales.
         platform: tpu, gpu or cpu.
         rounded_inputs: inputs that were rounded for other products of the same function; None shares none.
+        history: the layer's history of scales, for delayed scaling; its gradient is the scales that this step needs.
     """
-    rounded = (rounded_inputs or RoundedInputs()).round(x, recipe)
+    rounded = (rounded_inputs or RoundedInputs()).round(x, recipe, history)
     if isinstance(rounded, BlockInput):
         return multiply_blocks(x, rounded, weight, platform)
-    return _multiply(x, rounded, weight, key, _Options(recipe, platform))
+    return _multiply(x, rounded, weight, key, history, _Options(recipe, platform))
 
 
-def _round_input(x: jax.Array, recipe: Recipe) -> Rounded | BlockInput:
+def _round_input(x: jax.Array, recipe: Recipe, history: jax.Array | None) -> Rounded | BlockInput:
     if recipe.by_block:
         return round_input(x)
     # Its cotangent is that of x, see `_backward`.
-    rounded = round_to(jax.lax.stop_gradient(x), recipe.forward, (x.ndim - 1,) if recipe.by_row else None)
-    return _tag_bits(rounded)
+    x = jax.lax.stop_gradient(x)
+    if recipe.delayed:
+        assert history is not None, "delayed scaling needs a history"
+        scale, _ = read_scales(jax.lax.stop_gradient(history))
+        return _tag_bits(_round_delayed(x, recipe.forward, scale))
+    return _tag_bits(round_to(x, recipe.forward, (x.ndim - 1,) if recipe.by_row else None))
 
 
 def round_and_restore(weight: jax.Array, constrain_bits: Callable[[jax.Array], jax.Array]) -> jax.Array:
@@ -255,15 +292,22 @@ def _tag_bits(rounded: Rounded) -> Rounded:
     above 240 into NaN, so bits are saved.
     """
     bits = jax.lax.bitcast_convert_type(rounded.values, jnp.uint8)
-    return Rounded(checkpoint_name(bits, "rounded"), rounded.scale)
+    return replace(rounded, values=checkpoint_name(bits, "rounded"))
 
 
 def _read_bits(tagged: Rounded, recipe: Recipe) -> Rounded:
     """Inverse of `_tag_bits`."""
-    return Rounded(jax.lax.bitcast_convert_type(tagged.values, recipe.forward), tagged.scale)
+    return replace(tagged, values=jax.lax.bitcast_convert_type(tagged.values, recipe.forward))
 
 
-def _plain(x: jax.Array, tagged: Rounded, weight: jax.Array, key: jax.Array | None, options: _Options) -> jax.Array:
+def _plain(
+    x: jax.Array,
+    tagged: Rounded,
+    weight: jax.Array,
+    key: jax.Array | None,
+    history: jax.Array | None,
+    options: _Options,
+) -> jax.Array:
     rounded_weight = _round_weight(weight, options.recipe)
     return _compute(_read_bits(tagged, options.recipe), rounded_weight, x.dtype, options)
 
@@ -273,30 +317,40 @@ def _plain(x: jax.Array, tagged: Rounded, weight: jax.Array, key: jax.Array | No
 class _Residuals:
     """Residuals of the product: a frozen weight needs no input, an input without a gradient no weight.
 
-    The input is the result of `_tag_bits`.
+    The input is the result of `_tag_bits`. The other two are the scale of the cotangent, with delayed scaling, and the
+    one that the input needs, if the history is to record it.
     """
 
     x: Rounded | None
     weight: jax.Array | None
     key: jax.Array | None
+    grad_scale: jax.Array | None
+    x_scale: jax.Array | None
 
 
 def _forward(
-    x: CustomVJPPrimal, tagged: Rounded, weight: CustomVJPPrimal, key: CustomVJPPrimal | None, options: _Options
+    x: CustomVJPPrimal,
+    tagged: Rounded,
+    weight: CustomVJPPrimal,
+    key: CustomVJPPrimal | None,
+    history: CustomVJPPrimal | None,
+    options: _Options,
 ) -> tuple[jax.Array, _Residuals]:
     # With symbolic_zeros, each array is replaced by its value and a flag that tells whether it is differentiated.
     tagged_x: Rounded = jax.tree.map(lambda primal: primal.value, tagged)
-    y = _plain(x.value, tagged_x, weight.value, None, options)
+    y = _plain(x.value, tagged_x, weight.value, None, None, options)
     return y, _Residuals(
-        x=tagged_x if weight.perturbed else None,
+        x=replace(tagged_x, current_scale=None) if weight.perturbed else None,
         weight=weight.value if x.perturbed else None,
         key=None if key is None else key.value,
+        grad_scale=None if history is None else read_scales(history.value)[1],
+        x_scale=tagged_x.current_scale if history is not None and history.perturbed else None,
     )
 
 
 def _backward(
     options: _Options, residuals: _Residuals, y_grad: jax.Array | SymbolicZero
-) -> tuple[jax.Array | None, None, jax.Array | None, np.ndarray | None]:
+) -> tuple[jax.Array | None, None, jax.Array | None, np.ndarray | None, jax.Array | None]:
     recipe = options.recipe
     grad = dense_cotangent(y_grad)
     last = grad.ndim - 1
@@ -307,7 +361,11 @@ def _backward(
         keys = (first_key, second_key)
     x_grad = None
     weight_grad = None
-    shared = None if recipe.by_row else round_to(grad, recipe.backward, None)
+    shared = None
+    if residuals.grad_scale is not None:
+        shared = _round_delayed(grad, recipe.backward, residuals.grad_scale)
+    elif not recipe.by_row:
+        shared = round_to(grad, recipe.backward, None)
     if residuals.weight is not None:
         weight = _round_weight(residuals.weight, recipe)
         rounded = shared or round_to(grad * weight.scale.reshape(-1), recipe.backward, (last,), keys[0])
@@ -323,8 +381,12 @@ def _backward(
         scale = rounded.scale * x.scale if shared else rounded.scale
         weight_grad = _scale(product, scale.reshape(-1), grad.dtype)
     key_grad = None if residuals.key is None else np.zeros(residuals.key.shape, jax.dtypes.float0)
-    return x_grad, None, weight_grad, key_grad
+    history_grad = None
+    if residuals.x_scale is not None:
+        assert shared is not None and shared.current_scale is not None
+        history_grad = pack_scales(residuals.x_scale, shared.current_scale)
+    return x_grad, None, weight_grad, key_grad, history_grad
 
 
-_multiply = jax.custom_vjp(_plain, nondiff_argnums=(4,))
+_multiply = jax.custom_vjp(_plain, nondiff_argnums=(5,))
 _multiply.defvjp(_forward, _backward, symbolic_zeros=True)

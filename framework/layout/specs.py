@@ -78,6 +78,8 @@ class ParameterSpec(TensorSpec):
             They share the key of the path above them, so that all come from one draw.
         gathered_as_fp8: whether devices exchange the weight as 8-bit floats when they gather it over fsdp. Its product
             rounds it in the same way, see `framework.layers.low_precision`.
+        is_history: whether it records what the steps found, such as the scales of 8-bit arrays, instead of being
+            optimized: neither rules of the learner nor clipping apply, and it is never cast.
         indivisible: for each axis, how many consecutive elements belong together, so that no mesh may split them; ()
             means one.
     """
@@ -89,6 +91,7 @@ class ParameterSpec(TensorSpec):
     keeps_dtype: bool = False
     quantized: bool = False
     gathered_as_fp8: bool = False
+    is_history: bool = False
     indivisible: tuple[int, ...] = ()
 
     def __post_init__(self):

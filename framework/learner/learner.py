@@ -21,6 +21,7 @@ import optax
 
 from plimsoll.framework.config import Config, DType, Fraction, PositiveFloat, PositiveInt, component
 from plimsoll.framework.layers.layer_range import LayerRange
+from plimsoll.framework.layers.scale_history import HISTORY
 from plimsoll.framework.layout import Nested, OptStateSpec, ParameterSpec, PyTree, TensorSpec, flatten, unflatten
 from plimsoll.framework.learner.decisions import ClipMode, Clipping, Decision, SpikeDetector
 from plimsoll.framework.learner.group_optimizer import GroupOptimizer, Precision, fit_optimizers, unflatten_like
@@ -144,10 +145,10 @@ class Learner:
         learning_rates = {name: get_learning_rate(config) for name, config in configs.items()}
         labels_in_use = {group.label for group in self.groups}
         self.learning_rates = distinct_learning_rates(configs, learning_rates, labels_in_use)
-        keeps_norms = self.clip_mode == "norm_growth"
         fitted: list[GroupOptimizer] = []
         for name, config in configs.items():
             specs_by_group = {group: self.select(self.specs, group) for group in self.groups if group.label == name}
+            keeps_norms = self.clip_mode == "norm_growth" and name != HISTORY
             fitted += fit_optimizers(
                 config, learning_rates[name], specs_by_group, self._precision, keeps_norms=keeps_norms
             )
@@ -156,7 +157,11 @@ class Learner:
         self._updates: dict[tuple[str, str], LayerUpdateFn] = {}
         for group_optimizer in fitted:
             group = group_optimizer.group
-            self._updates[group.stage, group.label] = LayerUpdateFn(group_optimizer, self.clipping, ema, self.draws)
+            update = LayerUpdateFn(group_optimizer, self.clipping, ema, self.draws)
+            if group.label == HISTORY:
+                # Scales are not gradients, and their averages would be too small for the arrays.
+                update = replace(update, clipping=Clipping(None, None), ema=None if ema is None else 0.0)
+            self._updates[group.stage, group.label] = update
 
     def split_into_ranges(self, layer_ranges: Iterable[LayerRange]) -> Learner:
         """Return the learner for stacks that are split into layer ranges, which keep the stack's optimizers.
@@ -359,8 +364,11 @@ class Learner:
 
     @staticmethod
     def norm(grads: Nested) -> jax.Array:
-        """Return the norm of all gradients together, f32 or wider."""
-        wide_grads = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
+        """Return the norm of all gradients together, f32 or wider; the scales of histories are none."""
+        wide_grads = []
+        for path, grad in flatten(grads).items():
+            if path.rpartition("/")[2] != HISTORY:
+                wide_grads.append(grad.astype(jnp.promote_types(grad.dtype, jnp.float32)))
         return optax.tree.norm(wide_grads)
 
     def decide(self, loss: jax.Array, norm: jax.Array, counter: Nested) -> Decision:

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from plimsoll.framework.config import Config, component
+from plimsoll.framework.config import Config, component, config_for
 from plimsoll.framework.config.schema import ShortNames
 from plimsoll.framework.layers.layer_range import LayerRange
+from plimsoll.framework.layers.scale_history import HISTORY, record_scales
 from plimsoll.framework.layout import Nested, ParameterSpec, flatten, unflatten
 from plimsoll.framework.optimizers.arguments import check_arguments
 from plimsoll.framework.optimizers.named import OPTIMIZERS
@@ -79,6 +80,11 @@ def label(specs: Nested, optimizer: Config, rules: list[Rule]) -> tuple[dict[str
     labels = {}
     for path, spec in flat_specs.items():
         labels[path] = DEFAULT if spec.trainable else FROZEN
+    # Rules decide about what is optimized. A frozen layer, too, needs the scales of its input and output.
+    for path in [path for path, spec in flat_specs.items() if spec.is_history]:
+        labels[path] = HISTORY
+        configs[HISTORY] = config_for(record_scales)
+        del flat_specs[path]
     # For each parameter, the index of the rule that decides.
     decided_by: dict[str, int] = {}
     for index, rule in enumerate(rules):

@@ -20,6 +20,8 @@ from plimsoll.framework.layers.base import Context
 from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layers.lora import LoRA
 from plimsoll.framework.layers.low_precision import RECIPES, multiply, round_to
+from plimsoll.framework.layers.scale_history import HISTORY
+from plimsoll.framework.layers.scale_history import LENGTH as LENGTH_OF_HISTORY
 from plimsoll.framework.layout import flatten
 from plimsoll.framework.plan.device_trace import trace
 from plimsoll.framework.plan.split_experiment import SplitExperiment
@@ -30,8 +32,9 @@ from tools import record_products
 BATCH, LENGTH, INPUTS, OUTPUTS = 2, 24, 40, 56
 # Half of the distance to the next number, relative to the number: 3 and 2 bits of mantissa.
 RELATIVE_ERROR = {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}
-# Recipes whose scales do not belong to blocks.
+# Recipes whose scales do not belong to blocks, and those of them whose scales are of the same step.
 SCALED = [name for name, recipe in RECIPES.items() if not recipe.by_block]
+CURRENT = [name for name in SCALED if not RECIPES[name].delayed]
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 
 
@@ -108,7 +111,7 @@ def round_by_formula(x: np.ndarray, dtype: str, axes: Any) -> tuple[np.ndarray, 
     return numbers.astype(np.float64), scale.astype(np.float64)
 
 
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("name", CURRENT)
 def test_products_equal_the_formulas(name: str):
     recipe = RECIPES[name]
     x, weight, grad = draw(BATCH, LENGTH, INPUTS), draw(INPUTS, OUTPUTS, seed=1), draw(BATCH, LENGTH, OUTPUTS, seed=2)
@@ -177,6 +180,8 @@ def test_only_8_bit_inputs_are_saved(name: str):
     linear = Linear(inputs=INPUTS, outputs=OUTPUTS)
     linear.recipe = RECIPES[name]
     weights = {"weight": jnp.asarray(draw(INPUTS, OUTPUTS), jnp.bfloat16)}
+    if RECIPES[name].delayed:
+        weights[HISTORY] = jnp.zeros((2, LENGTH_OF_HISTORY))
     x = jnp.asarray(draw(BATCH, LENGTH, INPUTS), jnp.bfloat16)
     ctx = Context({}, rng=jax.random.key(0))
     _, pull = jax.vjp(lambda weights, x: linear(weights, x, ctx), weights, x)
@@ -221,7 +226,7 @@ def test_layers_round_a_shared_input_once(name: str, layers: str, count: int):
     assert str(jaxpr).count("name[name=rounded]") == count
 
 
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("name", CURRENT)
 @pytest.mark.parametrize(
     "policy", [jax.checkpoint_policies.save_only_these_names("rounded"), jax.checkpoint_policies.everything_saveable]
 )
@@ -329,18 +334,18 @@ def test_fsdp_gathers_8_bit_weights():
     assert re.search(rf"u8\[{INPUTS},{OUTPUTS}\] = sharding_constraint", str(jaxpr))
 
 
-def test_only_fp8_tensor_weights_are_gathered_rounded():
+def test_only_weights_with_one_scale_are_gathered_rounded():
     for name, recipe in RECIPES.items():
         linear = Linear(inputs=INPUTS, outputs=OUTPUTS)
         assert not linear.param_specs()["weight"].gathered_as_fp8
         linear.recipe = recipe
-        assert linear.param_specs()["weight"].gathered_as_fp8 == (name == "fp8_tensor")
+        assert linear.param_specs()["weight"].gathered_as_fp8 == (name in ("fp8_tensor", "fp8_delayed"))
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("recipe", ["fp8_tensor", "int8_row"])
+@pytest.mark.parametrize("recipe", ["fp8_tensor", "fp8_delayed", "int8_row"])
 def test_resumes_to_the_bit(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Scales come from the arrays and noise from the step, so a checkpoint has nothing to keep."""
+    """Scales come from the arrays or from histories in the checkpoint, and noise from the step."""
     monkeypatch.setenv("TINY_TEXT", "")
     write_text(tmp_path / "text")
     rules = json.dumps({"mlp|attention": recipe})
@@ -358,7 +363,7 @@ def test_rules_that_cannot_apply_are_refused():
     for rules, message in (
         ({"mlp": "fp8_tensor", "mlp/up": "int8_row"}, r"'mlp/up' decides for none of 7 layers"),
         ({"(mlp": "fp8_row"}, r"'\(mlp' is no regular expression"),
-        ({"mlp": "fp4"}, r"expected one of 'fp8_tensor', 'fp8_row', 'int8_row', 'mxfp8', given 'fp4'"),
+        ({"mlp": "fp4"}, r"expected one of 'fp8_tensor', 'fp8_delayed', 'fp8_row', 'int8_row', 'mxfp8', given 'fp4'"),
     ):
         with pytest.raises((ConfigError, ValueError), match=message):
             small.llama(precision=rules).instantiate()
