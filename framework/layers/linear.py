@@ -100,9 +100,7 @@ class Linear(Layer):
             key = None
             if self.recipe.stochastic and ctx.rng is not None:
                 key = fold_in_name(ctx.rng, self.path)
-            y = multiply(
-                x, weights["weight"], key, self.recipe, ctx.platform, ctx.rounded_inputs, weights.get(HISTORY)
-            )
+            y = multiply(x, weights["weight"], key, self.recipe, ctx.platform, ctx.rounded_inputs, weights.get(HISTORY))
         return add_shared(y, weights["bias"]) if self.bias else y
 
     def flops_per_token(self, seq_len: int) -> float:

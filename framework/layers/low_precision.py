@@ -13,8 +13,9 @@ A scale s maps the largest magnitude that it covers to the largest number of the
     mxfp8        e4m3                 e4m3                 32 numbers along the summed axis, see `microscaling`
 
 The formats are those of Micikevicius et al. 2022 (arXiv 2209.05433). Scales are computed from the arrays themselves
-("current scaling"), in float32; those of weights also with `fp8_delayed`. The products of the backward pass, for the cotangent g of y, use the same x8 and w8.
-Scales along the axis that a product sums over are multiplied into g before it is rounded:
+("current scaling"), in float32; those of weights also with `fp8_delayed`. The products of the backward pass, for the
+cotangent g of y, use the same x8 and w8. Scales along the axis that a product sums over are multiplied into g before it
+is rounded:
 
     dx_ti = s'_t sum_o round(g_to s_o / s'_t) w8_io,        dW_io = s''_o sum_t x8_ti round(g_to s_t / s''_o)
 
@@ -383,7 +384,8 @@ def _backward(
     key_grad = None if residuals.key is None else np.zeros(residuals.key.shape, jax.dtypes.float0)
     history_grad = None
     if residuals.x_scale is not None:
-        assert shared is not None and shared.current_scale is not None
+        assert shared is not None
+        assert shared.current_scale is not None
         history_grad = pack_scales(residuals.x_scale, shared.current_scale)
     return x_grad, None, weight_grad, key_grad, history_grad
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from plimsoll.framework.layout import ParameterSpec, PyTree
+from plimsoll.framework.layout import ParameterSpec
 
 # The name of the parameter, and the label of its optimizer.
 HISTORY = "scale_history"
@@ -65,7 +65,4 @@ def record_scales() -> optax.GradientTransformation:
         # The sum with the history is exact, because both are integers.
         return appended - history
 
-    def update(scales: PyTree, state: optax.EmptyState, histories: PyTree) -> tuple[PyTree, optax.EmptyState]:
-        return jax.tree.map(append, scales, histories), state
-
-    return optax.GradientTransformation(lambda histories: optax.EmptyState(), update)
+    return optax.stateless(lambda scales, histories: jax.tree.map(append, scales, histories))
