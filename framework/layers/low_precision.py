@@ -9,7 +9,8 @@ A scale s maps the largest magnitude that it covers to the largest number of the
     fp8_row      e4m3                 e5m2                 a vector along the summed axis: a token of x, an output of W
     int8_row     int8 (127)           int8, rounded        the same
                                       stochastically
-    mxfp8        e4m3                 e4m3                 32 numbers along the summed axis, see `microscaling`
+    mxfp8        e4m3                 e4m3                 32 numbers along the summed axis, see `block_scaling`
+    fp8_block    e4m3                 e4m3                 128 numbers along it, or 128 x 128 of W, see there
 
 The formats are those of Micikevicius et al. 2022 (arXiv 2209.05433). Scales are computed from the arrays themselves
 ("current scaling"), in float32. The products of the backward pass, for the cotangent g of y, use the same x8 and w8.
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +36,19 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
+from plimsoll.framework.layers.block_scaling import (
+    FP8_BLOCK,
+    MXFP8,
+    BlockInput,
+    BlockOptions,
+    BlockScaling,
+    Partition,
+    multiply_blocks,
+    round_input,
+)
 from plimsoll.framework.layers.custom_gradients import dense_cotangent
-from plimsoll.framework.layers.microscaling import BlockInput, multiply_blocks, round_input
 
-RecipeName = Literal["fp8_tensor", "fp8_row", "int8_row", "mxfp8"]
+RecipeName = Literal["fp8_tensor", "fp8_row", "int8_row", "mxfp8", "fp8_block"]
 # Axes of an array that a scale covers; None means all.
 Axes = tuple[int, ...] | None
 
@@ -52,26 +62,27 @@ class Recipe:
         backward: dtype of cotangents.
         by_row: whether each row has a scale, not the whole array, whose scale is a power of two.
         stochastic: whether cotangents are rounded stochastically.
-        by_block: whether each block of 32 numbers has a scale, see `framework.layers.microscaling`.
+        blocks: the blocks whose numbers share a scale; None for recipes without blocks.
     """
 
     forward: str
     backward: str
     by_row: bool
     stochastic: bool = False
-    by_block: bool = False
+    blocks: BlockScaling | None = None
 
     @property
     def is_idempotent(self) -> bool:
         """True if rounding a rounded array again changes nothing, because the scale is a power of two."""
-        return not self.by_row and not self.by_block
+        return not self.by_row and self.blocks is None
 
 
 RECIPES: dict[RecipeName, Recipe] = {
     "fp8_tensor": Recipe("float8_e4m3fn", "float8_e5m2", by_row=False),
     "fp8_row": Recipe("float8_e4m3fn", "float8_e5m2", by_row=True),
     "int8_row": Recipe("int8", "int8", by_row=True, stochastic=True),
-    "mxfp8": Recipe("float8_e4m3fn", "float8_e4m3fn", by_row=False, by_block=True),
+    "mxfp8": Recipe("float8_e4m3fn", "float8_e4m3fn", by_row=False, blocks=MXFP8),
+    "fp8_block": Recipe("float8_e4m3fn", "float8_e4m3fn", by_row=False, blocks=FP8_BLOCK),
 }
 
 
@@ -142,13 +153,15 @@ class RoundedInputs:
 
     def __init__(self) -> None:
         # With the input itself, whose id could belong to another one otherwise.
-        self._rounded: dict[tuple[int, Recipe], tuple[jax.Array, Rounded | BlockInput]] = {}
+        self._rounded: dict[tuple[Any, ...], tuple[jax.Array, Rounded | BlockInput]] = {}
 
-    def round(self, x: jax.Array, recipe: Recipe) -> Rounded | BlockInput:
+    def round(
+        self, x: jax.Array, recipe: Recipe, platform: str, partition: Partition | None = None
+    ) -> Rounded | BlockInput:
         """Return the rounded input; a Rounded is the result of `_tag_bits`."""
-        key = (id(x), recipe)
+        key = (id(x), recipe, None if partition is None else partition.inputs)
         if key not in self._rounded:
-            self._rounded[key] = (x, _round_input(x, recipe))
+            self._rounded[key] = (x, _round_input(x, recipe, platform, partition))
         return self._rounded[key][1]
 
 
@@ -159,6 +172,7 @@ def multiply(
     recipe: Recipe,
     platform: str,
     rounded_inputs: RoundedInputs | None = None,
+    partition: Partition | None = None,
 ) -> jax.Array:
     """Return x [..., I] @ weight [I, O] in x's dtype, as a product of 8-bit numbers.
 
@@ -169,16 +183,18 @@ def multiply(
         recipe: formats and scales.
         platform: tpu, gpu or cpu.
         rounded_inputs: inputs that were rounded for other products of the same function; None shares none.
+        partition: the devices that share a product of `BlockScaling.in_shards`; None for one.
     """
-    rounded = (rounded_inputs or RoundedInputs()).round(x, recipe)
+    rounded = (rounded_inputs or RoundedInputs()).round(x, recipe, platform, partition)
     if isinstance(rounded, BlockInput):
-        return multiply_blocks(x, rounded, weight, platform)
+        assert recipe.blocks is not None
+        return multiply_blocks(x, rounded, weight, BlockOptions(recipe.blocks, platform, partition))
     return _multiply(x, rounded, weight, key, _Options(recipe, platform))
 
 
-def _round_input(x: jax.Array, recipe: Recipe) -> Rounded | BlockInput:
-    if recipe.by_block:
-        return round_input(x)
+def _round_input(x: jax.Array, recipe: Recipe, platform: str, partition: Partition | None) -> Rounded | BlockInput:
+    if recipe.blocks is not None:
+        return round_input(x, BlockOptions(recipe.blocks, platform, partition))
     # Its cotangent is that of x, see `_backward`.
     rounded = round_to(jax.lax.stop_gradient(x), recipe.forward, (x.ndim - 1,) if recipe.by_row else None)
     return _tag_bits(rounded)

@@ -31,7 +31,7 @@ BATCH, LENGTH, INPUTS, OUTPUTS = 2, 24, 40, 56
 # Half of the distance to the next number, relative to the number: 3 and 2 bits of mantissa.
 RELATIVE_ERROR = {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}
 # Recipes whose scales do not belong to blocks.
-SCALED = [name for name, recipe in RECIPES.items() if not recipe.by_block]
+SCALED = [name for name, recipe in RECIPES.items() if recipe.blocks is None]
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 
 

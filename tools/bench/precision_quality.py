@@ -31,7 +31,7 @@ _MODELS = {
 }
 _PLAIN = "float32"
 # Blocks of 32 do not divide the width of this model's MLP.
-_RECIPES = [name for name, recipe in RECIPES.items() if not recipe.by_block]
+_RECIPES = [name for name, recipe in RECIPES.items() if recipe.blocks is None]
 
 
 def measure_bits(model: str, recipe: str, seed: int, workdir: Path, steps: int) -> float:
