@@ -23,6 +23,8 @@ from jax.interpreters import mlir
 from jax.typing import DTypeLike
 
 BLOCK = 128
+# The kernel's name in traced and compiled programs.
+NAME = "fp8_block_product"
 # Rows and columns of the result that a program computes.
 _TILE_ROWS = _TILE_COLUMNS = 128
 # Programs that run at the same time read the rows of this many tiles, and share them in the L2 cache.
@@ -69,7 +71,7 @@ def multiply_blocks(
             flops=2 * num_rows * num_columns * summed, transcendentals=0, bytes_accessed=num_bytes
         ),
         interpret=interpret,
-        name="fp8_block_product",
+        name=NAME,
     )(left_MK, left_scales_MB.T, right_NK, right_scales if is_square else right_scales.T)
 
 
