@@ -22,7 +22,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.typing import DTypeLike
 
-BLOCK = 128
+from plimsoll.framework.layers.block_rounding import TILE, check_size
+
 # The kernel's name in traced and compiled programs.
 NAME = "fp8_block_product"
 # Rows and columns of the result that a program computes.
@@ -51,12 +52,7 @@ def multiply_blocks(
     """
     num_rows, summed = left_MK.shape
     num_columns = right_NK.shape[0]
-    largest = max(left_MK.size, right_NK.size, num_rows * num_columns)
-    if largest >= 2**31:
-        raise ValueError(
-            f"a product of fp8_block has an array of {largest} elements, but its GPU kernel supports fewer than 2^31: "
-            "raise learner.accumulate"
-        )
+    check_size(max(left_MK.size, right_NK.size, num_rows * num_columns))
     is_square = right_scales.shape[0] < num_columns
     num_tiles = pl.cdiv(num_rows, _TILE_ROWS) * (num_columns // _TILE_COLUMNS)
     out_shape = jax.ShapeDtypeStruct((num_rows, num_columns), dtype)
@@ -104,7 +100,7 @@ def _multiply_tile(
     zeros = jnp.zeros((_TILE_ROWS, _TILE_COLUMNS), jnp.float32)
 
     def add_block(block: jax.Array, total: jax.Array) -> jax.Array:
-        numbers = pl.ds(block * BLOCK, BLOCK)
+        numbers = pl.ds(block * TILE, TILE)
         row_mask = None if is_row is None else is_row[:, None]
         left = plgpu.load(left_ref.at[rows, numbers], mask=row_mask)
         right = plgpu.load(right_ref.at[columns, numbers])
@@ -115,7 +111,7 @@ def _multiply_tile(
         right_scales = plgpu.load(right_scales_ref.at[block, columns])
         return total + product * (left_scales[:, None] * right_scales[None, :])
 
-    total = jax.lax.fori_loop(0, left_ref.shape[1] // BLOCK, add_block, zeros)
+    total = jax.lax.fori_loop(0, left_ref.shape[1] // TILE, add_block, zeros)
     row_mask = None if is_row is None else is_row[:, None]
     plgpu.store(y_ref.at[rows, columns], total.astype(y_ref.dtype), mask=row_mask)
 
@@ -128,7 +124,7 @@ def _dot(left: jax.Array, right: jax.Array, start: jax.Array) -> jax.Array:
 
 def _lower_dot(ctx: Any, left: Any, right: Any, start: Any) -> Any:
     triton = lowering.tt_dialect
-    return triton.dot(left, triton.trans(right, (1, 0)), start, max_num_imprecise_acc=BLOCK)
+    return triton.dot(left, triton.trans(right, (1, 0)), start, max_num_imprecise_acc=TILE)
 
 
 # `plgpu.dot` has no option for this attribute. Without it, Triton for Hopper expects all sums to have the bits of

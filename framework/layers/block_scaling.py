@@ -32,12 +32,16 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from plimsoll.framework.layers import block_products_gpu
+from plimsoll.framework.layers.block_rounding import (
+    TILE,
+    Blocks,
+    round_along_both_axes,
+    round_blocks,
+    round_square_blocks,
+    round_square_tiles,
+)
 from plimsoll.framework.layers.custom_gradients import dense_cotangent
 from plimsoll.framework.layout import MeshAxes
-
-_LARGEST = 448.0
-# Exponents of e8m0.
-_LEAST_EXPONENT, _MOST_EXPONENT = -127, 127
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class BlockScaling:
 
 
 MXFP8 = BlockScaling("mxfp8", 32, has_square_weights=False, in_shards=False)
-FP8_BLOCK = BlockScaling("fp8_block", block_products_gpu.BLOCK, has_square_weights=True, in_shards=True)
+FP8_BLOCK = BlockScaling("fp8_block", TILE, has_square_weights=True, in_shards=True)
 
 
 @dataclass(frozen=True)
@@ -122,19 +126,10 @@ class BlockOptions:
     partition: Partition | None = None
     interpret: bool = False
 
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Blocks:
-    """A matrix of 8-bit numbers, as its bits, so that JAX may save it: see `low_precision._tag_bits`.
-
-    Attributes:
-        values: uint8[M, K], the bits of e4m3 numbers.
-        scales: uint8[M, K / size], the bits of e8m0 scales of blocks along K; [M / size, K / size] for square blocks.
-    """
-
-    values: jax.Array
-    scales: jax.Array
+    @property
+    def uses_our_kernels(self) -> bool:
+        """True on GPUs for blocks that XLA has no products for."""
+        return self.platform == "gpu" and self.scaling == FP8_BLOCK
 
 
 @jax.tree_util.register_dataclass
@@ -151,44 +146,14 @@ class BlockInput:
     by_channel: Blocks | None
 
 
-def round_blocks(x: jax.Array, size: int) -> Blocks:
-    """Round a matrix [M, K] of floats in blocks of `size` numbers along K, which `size` divides."""
-    rows, channels = x.shape
-    return _round(x, (rows, 1, channels // size, size))
-
-
-def round_weight(weight: jax.Array, scaling: BlockScaling) -> Blocks:
-    """Round a weight, or its transpose, for a product that sums over its second axis."""
-    if not scaling.has_square_weights:
-        return round_blocks(weight, scaling.size)
-    rows, channels = weight.shape
-    return _round(weight, (rows // scaling.size, scaling.size, channels // scaling.size, scaling.size))
-
-
-def _round(x: jax.Array, shape: tuple[int, int, int, int]) -> Blocks:
-    """Round a matrix in blocks, given its shape (rows of blocks, rows of a block, columns of blocks, ...)."""
-    blocks = x.astype(jnp.float32).reshape(shape)
-    magnitude = jnp.max(jnp.abs(blocks), axis=(1, 3))
-    mantissa, exponent = jnp.frexp(magnitude / _LARGEST)
-    exponent = jnp.clip(jnp.where(mantissa == 0.5, exponent - 1, exponent), _LEAST_EXPONENT, _MOST_EXPONENT)
-    # The scale of zeros is 1.
-    exponent = jnp.where(magnitude == 0, 0, exponent)
-    # A number that is not finite makes its block NaN: it must reach the loss, where the run notices it. This is a
-    # factor for each block, because XLA for GPU writes what is computed for each number before a transposition.
-    factor = jnp.where(jnp.isfinite(magnitude), jnp.ldexp(jnp.float32(1), -exponent), jnp.nan)
-    values = jnp.clip(blocks * factor[:, None, :, None], -_LARGEST, _LARGEST)
-    bits = jax.lax.bitcast_convert_type(values.reshape(x.shape).astype(jnp.float8_e4m3fn), jnp.uint8)
-    return Blocks(bits, (exponent - _LEAST_EXPONENT).astype(jnp.uint8))
-
-
 def round_input(x: jax.Array, options: BlockOptions) -> BlockInput:
     """Round an input [..., I] for its products. It has no gradient: that passes by x itself."""
-    size = options.scaling.size
 
     def run(x: jax.Array) -> BlockInput:
         x_TI = x.reshape(-1, x.shape[-1])
-        by_channel = None if x_TI.shape[0] % size else round_blocks(x_TI.T, size)
-        return BlockInput(round_blocks(x_TI, size), by_channel)
+        if x_TI.shape[0] % options.scaling.size:
+            return BlockInput(round_blocks(x_TI, options.scaling.size), None)
+        return BlockInput(*_round_both(x_TI, options))
 
     specs = _Specs.make(options.partition)
     rounded = _on_each_device(run, options, (specs.x,), specs.rounded_x)(jax.lax.stop_gradient(x))
@@ -206,6 +171,22 @@ def multiply_blocks(x: jax.Array, rounded: BlockInput, weight: jax.Array, option
         options: how the product is computed.
     """
     return _multiply(x, rounded, weight, options)
+
+
+def _round_both(x_MK: jax.Array, options: BlockOptions) -> tuple[Blocks, Blocks]:
+    """Round a matrix for the products that sum over its second axis, and its transpose for those over its first."""
+    if options.uses_our_kernels:
+        return round_along_both_axes(x_MK, options.interpret)
+    return round_blocks(x_MK, options.scaling.size), round_blocks(x_MK.T, options.scaling.size)
+
+
+def _round_weight(weight_IO: jax.Array, options: BlockOptions, transpose: bool) -> Blocks:
+    """Round a weight for dx or, transposed, for y."""
+    if options.uses_our_kernels:
+        return round_square_tiles(weight_IO, transpose, options.interpret)
+    factor = weight_IO.T if transpose else weight_IO
+    rounding = round_square_blocks if options.scaling.has_square_weights else round_blocks
+    return rounding(factor, options.scaling.size)
 
 
 def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -275,11 +256,7 @@ def _dot(left: Blocks, right: Blocks, dtype: DTypeLike, options: BlockOptions) -
         scales = jax.lax.bitcast_convert_type(blocks.scales, jnp.float8_e8m0fnu)
         factors.append((values, scales))
     (left_values, left_scales), (right_values, right_scales) = factors
-    if options.platform == "gpu" and options.scaling == MXFP8:
-        # Its operands have a batch axis.
-        arrays = (array[None] for array in (left_values, right_values, left_scales, right_scales))
-        return jax.nn.scaled_matmul(*arrays, preferred_element_type=dtype)[0]
-    if options.platform == "gpu":
+    if options.uses_our_kernels:
         return block_products_gpu.multiply_blocks(
             left_values,
             left_scales.astype(jnp.float32),
@@ -288,6 +265,10 @@ def _dot(left: Blocks, right: Blocks, dtype: DTypeLike, options: BlockOptions) -
             dtype,
             interpret=options.interpret,
         )
+    if options.platform == "gpu":
+        # Its operands have a batch axis.
+        arrays = (array[None] for array in (left_values, right_values, left_scales, right_scales))
+        return jax.nn.scaled_matmul(*arrays, preferred_element_type=dtype)[0]
     wide = []
     for values, scales in factors:
         for axis in (0, 1):
@@ -324,7 +305,7 @@ def _plain(x: jax.Array, rounded: BlockInput, weight: jax.Array, options: BlockO
     input_axes = () if partition is None else partition.inputs
 
     def run(by_token: Blocks, weight: jax.Array) -> jax.Array:
-        right = round_weight(weight.T, options.scaling)
+        right = _round_weight(weight, options, transpose=True)
         y_TO = _dot_over_channels(by_token, right, input_axes, x.dtype, options)
         return y_TO.reshape(*leading, weight.shape[1])
 
@@ -362,23 +343,33 @@ def _forward(
     )
 
 
+def _round_grad(
+    grad_TO: jax.Array, residuals: _Residuals, options: BlockOptions
+) -> tuple[Blocks | None, Blocks | None]:
+    """Round a cotangent for the gradients of x and of the weight; None for one that is not needed."""
+    if residuals.weight is not None and residuals.x is not None:
+        return _round_both(grad_TO, options)
+    size = options.scaling.size
+    if residuals.weight is not None:
+        return round_blocks(grad_TO, size), None
+    return None, round_blocks(grad_TO.T, size)
+
+
 def _backward(
     options: BlockOptions, residuals: _Residuals, y_grad: jax.Array | SymbolicZero
 ) -> tuple[jax.Array | None, None, jax.Array | None]:
-    scaling = options.scaling
     output_axes = () if options.partition is None else options.partition.outputs
 
     def run(residuals: _Residuals, grad: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
-        grad_TO = grad.reshape(-1, grad.shape[-1])
+        by_token, by_channel = _round_grad(grad.reshape(-1, grad.shape[-1]), residuals, options)
         x_grad = None
         weight_grad = None
-        if residuals.weight is not None:
-            left = round_blocks(grad_TO, scaling.size)
-            right = round_weight(residuals.weight, scaling)
-            x_grad = _dot_over_channels(left, right, output_axes, grad.dtype, options).reshape(*grad.shape[:-1], -1)
-        if residuals.x is not None:
-            right = round_blocks(grad_TO.T, scaling.size)
-            weight_grad = _sum_over_tokens(_dot(residuals.x, right, grad.dtype, options), options)
+        if residuals.weight is not None and by_token is not None:
+            right = _round_weight(residuals.weight, options, transpose=False)
+            x_grad_TI = _dot_over_channels(by_token, right, output_axes, grad.dtype, options)
+            x_grad = x_grad_TI.reshape(*grad.shape[:-1], -1)
+        if residuals.x is not None and by_channel is not None:
+            weight_grad = _sum_over_tokens(_dot(residuals.x, by_channel, grad.dtype, options), options)
         return x_grad, weight_grad
 
     specs = _Specs.make(options.partition)

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh
 
 from plimsoll.framework.config import config_for
 from plimsoll.framework.layers.base import Context
-from plimsoll.framework.layers.block_scaling import round_blocks
+from plimsoll.framework.layers.block_rounding import round_blocks
 from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layers.lora import LoRA
 from plimsoll.framework.layers.low_precision import RECIPES, multiply
