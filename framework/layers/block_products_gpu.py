@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src.lib.triton import dialect as triton
 from jax._src.pallas.triton import lowering
 from jax.core import ShapedArray
 from jax.experimental import pallas as pl
@@ -123,7 +124,6 @@ def _dot(left: jax.Array, right: jax.Array, start: jax.Array) -> jax.Array:
 
 
 def _lower_dot(ctx: Any, left: Any, right: Any, start: Any) -> Any:
-    triton = lowering.tt_dialect
     return triton.dot(left, triton.trans(right, (1, 0)), start, max_num_imprecise_acc=TILE)
 
 

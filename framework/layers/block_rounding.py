@@ -150,7 +150,8 @@ def _round_tile_along_both_axes(
     column_tile, row_tile = pl.program_id(0), pl.program_id(1)
     rows = pl.ds(row_tile * TILE, TILE)
     columns = pl.ds(column_tile * TILE, TILE)
-    x, magnitude_bits = _load_tile(x_ref, rows, columns)
+    x = plgpu.load(x_ref.at[rows, columns]).astype(jnp.float32)
+    magnitude_bits = _find_magnitude_bits(x)
     scales, factor = _find_scales(jnp.max(magnitude_bits, axis=1))
     plgpu.store(values_MK_ref.at[rows, columns], (x * factor[:, None]).astype(jnp.float8_e4m3fn))
     plgpu.store(scales_BM_ref.at[column_tile, rows], scales.astype(jnp.uint8))
@@ -163,7 +164,8 @@ def _round_square_tile(x_ref: jax.Ref, values_ref: jax.Ref, scales_ref: jax.Ref,
     column_tile, row_tile = pl.program_id(0), pl.program_id(1)
     rows = pl.ds(row_tile * TILE, TILE)
     columns = pl.ds(column_tile * TILE, TILE)
-    x, magnitude_bits = _load_tile(x_ref, rows, columns)
+    x = plgpu.load(x_ref.at[rows, columns]).astype(jnp.float32)
+    magnitude_bits = _find_magnitude_bits(x)
     scale, factor = _find_scales(jnp.max(jnp.max(magnitude_bits, axis=1), axis=0))
     values = (x * factor).astype(jnp.float8_e4m3fn)
     if transpose:
@@ -174,10 +176,9 @@ def _round_square_tile(x_ref: jax.Ref, values_ref: jax.Ref, scales_ref: jax.Ref,
         scales_ref[row_tile, column_tile] = scale.astype(jnp.uint8)
 
 
-def _load_tile(x_ref: jax.Ref, rows: pl.Slice, columns: pl.Slice) -> tuple[jax.Array, jax.Array]:
-    """Return a tile in float32, and the bits of its magnitudes.
+def _find_magnitude_bits(x: jax.Array) -> jax.Array:
+    """Return the bits of the magnitudes of float32 numbers as int32.
 
-    The order of these bits is that of the magnitudes, with NaN as the largest; maxima of floats in Triton ignore NaN.
+    Their order is that of the magnitudes, with NaN as the largest; maxima of floats in Triton ignore NaN.
     """
-    x = plgpu.load(x_ref.at[rows, columns]).astype(jnp.float32)
-    return x, jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+    return jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF

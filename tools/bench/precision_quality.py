@@ -3,8 +3,8 @@
     python -m tools.bench.precision_quality --workdir=runs/precision [--seeds 0 1 2] [--models llama qwen llama_wide]
 
 Trains a Llama and a Qwen3 of 1.8M parameters (`stdlib-tiny`, with half of its rows' length) with `plimsoll train`, in
-WORKDIR/MODEL-RECIPE-SEED. Recipes with blocks need the Llama with a wider MLP, `llama_wide`. Finished runs are not repeated, and interrupted ones resume. Prints a table. Takes 3 to 6
-minutes per run on one CPU core.
+WORKDIR/MODEL-RECIPE-SEED. Recipes with blocks need the Llama with a wider MLP, `llama_wide`. Finished runs are not
+repeated, and interrupted ones resume. Prints a table. Takes 3 to 6 minutes per run on one CPU core.
 """
 
 from __future__ import annotations
