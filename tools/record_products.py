@@ -1,4 +1,4 @@
-"""Records 8-bit products and MXFP8 blocks of torchao, so that `make test` needs neither torch nor torchao.
+"""Records 8-bit products and 8-bit blocks of torchao, so that `make test` needs neither torch nor torchao.
 
     python -m tools.record_products
 
@@ -7,7 +7,9 @@ Writes tests/layers/recorded/torchao.npz. Needs the `peers` extra.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 
@@ -64,10 +66,47 @@ def compute_blocks() -> dict[str, np.ndarray]:
     return {"x": x, "values": values.view(torch.uint8).numpy(), "scales": scales.view(torch.uint8).numpy()}
 
 
+def draw_tiles() -> np.ndarray:
+    """Return x [128, 256], float32, whose largest magnitude in each row and column of a tile is 448 times a power of 2.
+
+    The scales of torchao's `blockwise_fp8_training`, which need not be powers of two, then are.
+    """
+    rng = np.random.default_rng(11)
+    # Few bits, so that the file is small.
+    x = rng.integers(-127, 128, size=(128, 256)) * np.exp2(rng.integers(-16, -6, size=(128, 1)))
+    for tile in range(2):
+        columns = 128 * tile + rng.permutation(128)
+        x[np.arange(128), columns] = rng.choice([-448.0, 448.0], 128) * np.exp2(rng.integers(-4, 5, 128))
+    return x.astype(np.float32)
+
+
+def compute_tiles() -> dict[str, np.ndarray]:
+    """Return x, and torchao's e4m3 numbers of it (as bits) and scales: blocks of 1 x 128, 128 x 1 and 128 x 128."""
+    import torch
+    import torch._inductor.runtime.hints
+
+    # The module has kernels for GPUs next to the formulas. PyTorch itself must see that Triton is not there.
+    for name in ("triton", "triton.language"):
+        sys.modules.setdefault(name, MagicMock())
+    from torchao.prototype.blockwise_fp8_training import kernels
+
+    x = draw_tiles()
+    arrays = {"x": x}
+    for name, function in (
+        ("row", kernels.torch_blockwise_scale_act_quant_lhs),
+        ("column", kernels.torch_blockwise_scale_act_quant_rhs),
+        ("square", kernels.torch_blockwise_scale_weight_quant),
+    ):
+        values, scales = function(torch.tensor(x))
+        arrays |= {f"{name}_values": values.view(torch.uint8).numpy(), f"{name}_scales": scales.numpy()}
+    return arrays
+
+
 def main() -> None:
     """Write the recorded arrays."""
     arrays = {f"{case}/{name}": array for case in CASES for name, array in compute(case).items()}
     arrays |= {f"blocks/{name}": array for name, array in compute_blocks().items()}
+    arrays |= {f"tiles/{name}": array for name, array in compute_tiles().items()}
     RECORDED.parent.mkdir(exist_ok=True)
     np.savez_compressed(RECORDED, **arrays)  # pyright: ignore[reportArgumentType]
     print(f"{RECORDED.name}: {RECORDED.stat().st_size / 1000:.0f} kB")

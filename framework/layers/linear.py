@@ -7,10 +7,10 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import AbstractMesh, Mesh
 
 from plimsoll.framework.config import Config, PositiveInt, component, config_for
-from plimsoll.framework.layers.base import Context, Layer, add_shared
+from plimsoll.framework.layers.base import BATCH_AXES, Context, Layer, add_shared, batch_shards
+from plimsoll.framework.layers.block_scaling import Partition
 from plimsoll.framework.layers.custom_gradients import dense_cotangent
 from plimsoll.framework.layers.low_precision import Recipe, multiply
-from plimsoll.framework.layers.microscaling import BLOCK
 from plimsoll.framework.layers.scale_history import HISTORY, history_spec
 from plimsoll.framework.layout import MeshAxes, ParameterSpec, fold_in_name
 
@@ -78,18 +78,21 @@ class Linear(Layer):
 
     def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
         """Raise ValueError if the mesh splits a block of numbers that share a scale."""
-        if self.recipe is None or not self.recipe.by_block:
+        if self.recipe is None or self.recipe.blocks is None:
             return
-        # Rows and positions become one axis of tokens, which JAX can only shard by rows.
-        if mesh.shape["seq"] > 1:
-            raise ValueError(f"mesh.seq = {mesh.shape['seq']}: expected 1 with model.precision = mxfp8")
+        blocks = self.recipe.blocks
+        # Rows and positions become one axis of tokens, which XLA can only shard by rows.
+        if mesh.shape["seq"] > 1 and not blocks.in_shards:
+            raise ValueError(f"mesh.seq = {mesh.shape['seq']}: expected 1 with model.precision = {blocks.name}")
         for axes, size in zip(self.mesh_axes, (self.inputs, self.outputs), strict=True):
             names = (axes,) if isinstance(axes, str) else axes or ()
             for name in names:
-                if size // mesh.shape[name] % BLOCK:
+                # A device has the whole weight along fsdp before it is rounded.
+                is_split = not (blocks.in_shards and name == "fsdp")
+                if is_split and size // mesh.shape[name] % blocks.size:
                     raise ValueError(
-                        f"mesh.{name} = {mesh.shape[name]} splits the blocks of {BLOCK} numbers of {self.path}, which "
-                        f"has an axis of {size} (model.precision = mxfp8)"
+                        f"mesh.{name} = {mesh.shape[name]} splits the blocks of {blocks.size} numbers of {self.path}, "
+                        f"which has an axis of {size} (model.precision = {blocks.name})"
                     )
 
     def __call__(self, weights: dict[str, jax.Array], x: jax.Array, ctx: Context) -> jax.Array:
@@ -100,8 +103,33 @@ class Linear(Layer):
             key = None
             if self.recipe.stochastic and ctx.rng is not None:
                 key = fold_in_name(ctx.rng, self.path)
-            y = multiply(x, weights["weight"], key, self.recipe, ctx.platform, ctx.rounded_inputs, weights.get(HISTORY))
+            y = multiply(
+                x,
+                weights["weight"],
+                key,
+                self.recipe,
+                ctx.platform,
+                ctx.rounded_inputs,
+                history=weights.get(HISTORY),
+                partition=self._divide(x, ctx),
+            )
         return add_shared(y, weights["bias"]) if self.bias else y
+
+    def _divide(self, x: jax.Array, ctx: Context) -> Partition | None:
+        """Return the devices that share the product; None if there is only one, or XLA partitions it."""
+        mesh = ctx.mesh
+        is_divided = self.recipe is not None and self.recipe.blocks is not None and self.recipe.blocks.in_shards
+        # With other kernels, this is a trace of one device's share.
+        if not is_divided or mesh is None or mesh.size == 1 or ctx.kernels is not None:
+            return None
+        # The rows of a generation may be fewer than the devices, and its single token cannot be sharded over seq: these
+        # devices compute the same.
+        axes: list[str | tuple[str, ...] | None] = [None] * (x.ndim - 1)
+        if x.shape[0] % batch_shards(mesh.shape) == 0:
+            axes[0] = BATCH_AXES
+        if x.ndim > 2 and x.shape[1] % mesh.shape["seq"] == 0:
+            axes[1] = "seq"
+        return Partition(mesh, tuple(axes), self.mesh_axes)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Count the matrix product: 2 * inputs * outputs."""

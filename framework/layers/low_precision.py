@@ -10,7 +10,8 @@ A scale s maps the largest magnitude that it covers to the largest number of the
     fp8_row      e4m3                 e5m2                 a vector along the summed axis: a token of x, an output of W
     int8_row     int8 (127)           int8, rounded        the same
                                       stochastically
-    mxfp8        e4m3                 e4m3                 32 numbers along the summed axis, see `microscaling`
+    mxfp8        e4m3                 e4m3                 32 numbers along the summed axis, see `block_scaling`
+    fp8_block    e4m3                 e4m3                 128 numbers along it, or 128 x 128 of W, see there
 
 The formats are those of Micikevicius et al. 2022 (arXiv 2209.05433). Scales are computed from the arrays themselves
 ("current scaling"), in float32; those of weights also with `fp8_delayed`. The products of the backward pass, for the
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +38,20 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
+from plimsoll.framework.layers.block_scaling import (
+    FP8_BLOCK,
+    MXFP8,
+    BlockInput,
+    BlockOptions,
+    BlockScaling,
+    Partition,
+    multiply_blocks,
+    round_input,
+)
 from plimsoll.framework.layers.custom_gradients import dense_cotangent
-from plimsoll.framework.layers.microscaling import BlockInput, multiply_blocks, round_input
 from plimsoll.framework.layers.scale_history import pack_scales, read_scales
 
-RecipeName = Literal["fp8_tensor", "fp8_delayed", "fp8_row", "int8_row", "mxfp8"]
+RecipeName = Literal["fp8_tensor", "fp8_delayed", "fp8_row", "int8_row", "mxfp8", "fp8_block"]
 # Axes of an array that a scale covers; None means all.
 Axes = tuple[int, ...] | None
 
@@ -55,7 +65,7 @@ class Recipe:
         backward: dtype of cotangents.
         by_row: whether each row has a scale, not the whole array, whose scale is a power of two.
         stochastic: whether cotangents are rounded stochastically.
-        by_block: whether each block of 32 numbers has a scale, see `framework.layers.microscaling`.
+        blocks: the blocks whose numbers share a scale; None for recipes without blocks.
         delayed: whether scales of inputs and cotangents come from earlier steps, see `framework.layers.scale_history`.
     """
 
@@ -63,13 +73,13 @@ class Recipe:
     backward: str
     by_row: bool
     stochastic: bool = False
-    by_block: bool = False
+    blocks: BlockScaling | None = None
     delayed: bool = False
 
     @property
     def is_idempotent(self) -> bool:
         """True if rounding a rounded weight again changes nothing, because the scale is a power of two."""
-        return not self.by_row and not self.by_block
+        return not self.by_row and self.blocks is None
 
 
 RECIPES: dict[RecipeName, Recipe] = {
@@ -77,7 +87,8 @@ RECIPES: dict[RecipeName, Recipe] = {
     "fp8_delayed": Recipe("float8_e4m3fn", "float8_e5m2", by_row=False, delayed=True),
     "fp8_row": Recipe("float8_e4m3fn", "float8_e5m2", by_row=True),
     "int8_row": Recipe("int8", "int8", by_row=True, stochastic=True),
-    "mxfp8": Recipe("float8_e4m3fn", "float8_e4m3fn", by_row=False, by_block=True),
+    "mxfp8": Recipe("float8_e4m3fn", "float8_e4m3fn", by_row=False, blocks=MXFP8),
+    "fp8_block": Recipe("float8_e4m3fn", "float8_e4m3fn", by_row=False, blocks=FP8_BLOCK),
 }
 
 
@@ -173,14 +184,21 @@ class RoundedInputs:
 
     def __init__(self) -> None:
         # With the input itself, whose id could belong to another one otherwise.
-        self._rounded: dict[tuple[int, Recipe], tuple[jax.Array, Rounded | BlockInput]] = {}
+        self._rounded: dict[tuple[Any, ...], tuple[jax.Array, Rounded | BlockInput]] = {}
 
-    def round(self, x: jax.Array, recipe: Recipe, history: jax.Array | None) -> Rounded | BlockInput:
+    def round(
+        self,
+        x: jax.Array,
+        recipe: Recipe,
+        platform: str,
+        history: jax.Array | None = None,
+        partition: Partition | None = None,
+    ) -> Rounded | BlockInput:
         """Return the rounded input; a Rounded is the result of `_tag_bits`."""
-        key = (id(x), recipe)
+        key = (id(x), recipe, None if partition is None else partition.inputs)
         if key not in self._rounded:
             # Layers that always have the same input have the same history of it.
-            self._rounded[key] = (x, _round_input(x, recipe, history))
+            self._rounded[key] = (x, _round_input(x, recipe, platform, history, partition))
         return self._rounded[key][1]
 
 
@@ -192,6 +210,7 @@ def multiply(
     platform: str,
     rounded_inputs: RoundedInputs | None = None,
     history: jax.Array | None = None,
+    partition: Partition | None = None,
 ) -> jax.Array:
     """Return x [..., I] @ weight [I, O] in x's dtype, as a product of 8-bit numbers.
 
@@ -203,16 +222,20 @@ def multiply(
         platform: tpu, gpu or cpu.
         rounded_inputs: inputs that were rounded for other products of the same function; None shares none.
         history: the layer's history of scales, for delayed scaling; its gradient is the scales that this step needs.
+        partition: the devices that share a product of `BlockScaling.in_shards`; None for one.
     """
-    rounded = (rounded_inputs or RoundedInputs()).round(x, recipe, history)
+    rounded = (rounded_inputs or RoundedInputs()).round(x, recipe, platform, history, partition)
     if isinstance(rounded, BlockInput):
-        return multiply_blocks(x, rounded, weight, platform)
+        assert recipe.blocks is not None
+        return multiply_blocks(x, rounded, weight, BlockOptions(recipe.blocks, platform, partition))
     return _multiply(x, rounded, weight, key, history, _Options(recipe, platform))
 
 
-def _round_input(x: jax.Array, recipe: Recipe, history: jax.Array | None) -> Rounded | BlockInput:
-    if recipe.by_block:
-        return round_input(x)
+def _round_input(
+    x: jax.Array, recipe: Recipe, platform: str, history: jax.Array | None, partition: Partition | None
+) -> Rounded | BlockInput:
+    if recipe.blocks is not None:
+        return round_input(x, BlockOptions(recipe.blocks, platform, partition))
     # Its cotangent is that of x, see `_backward`.
     x = jax.lax.stop_gradient(x)
     if recipe.delayed:

@@ -9,7 +9,6 @@ from plimsoll.framework.layers.base import Layer
 from plimsoll.framework.layers.experts.experts import Experts
 from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layers.low_precision import RECIPES, RecipeName
-from plimsoll.framework.layers.microscaling import BLOCK
 
 FIRST_CAPABILITY_WITH_FP8 = 8.9
 FIRST_CAPABILITY_WITH_MXFP8 = 10.0
@@ -33,10 +32,11 @@ def apply_precision_rules(rules: Mapping[str, RecipeName], layers: Mapping[str, 
             if not _search(pattern, path):
                 continue
             if isinstance(layer, Linear):
-                if RECIPES[name].by_block and (layer.inputs % BLOCK or layer.outputs % BLOCK):
+                blocks = RECIPES[name].blocks
+                if blocks is not None and (layer.inputs % blocks.size or layer.outputs % blocks.size):
                     raise ValueError(
                         f"model.precision[{pattern!r}] = {name!r}: {path} has {layer.inputs} inputs and "
-                        f"{layer.outputs} outputs; expected multiples of {BLOCK}"
+                        f"{layer.outputs} outputs; expected multiples of {blocks.size}"
                     )
                 layer.recipe = RECIPES[name]
                 layer.path = path
@@ -62,13 +62,13 @@ def check_formats(rules: Mapping[str, RecipeName], platform: str, capability: st
         platform: tpu, gpu or cpu.
         capability: compute capability of a GPU, such as "8.9"; None if unknown.
     """
-    blocks = [name for name in rules.values() if RECIPES[name].by_block]
+    blocks = [name for name in rules.values() if RECIPES[name].blocks is not None]
     if blocks and platform == "tpu":
         raise ValueError(f"model.precision has {blocks[0]}, which TPUs do not compute; expected another recipe")
-    has_blocks = capability is None or float(capability) >= FIRST_CAPABILITY_WITH_MXFP8
-    if blocks and platform == "gpu" and not has_blocks:
+    has_mxfp8 = capability is None or float(capability) >= FIRST_CAPABILITY_WITH_MXFP8
+    if "mxfp8" in rules.values() and platform == "gpu" and not has_mxfp8:
         raise ValueError(
-            f"model.precision has {blocks[0]}, which needs compute capability {FIRST_CAPABILITY_WITH_MXFP8} "
+            f"model.precision has mxfp8, which needs compute capability {FIRST_CAPABILITY_WITH_MXFP8} "
             f"(Blackwell) and this GPU has {capability}; expected another recipe"
         )
     floats = [name for name in rules.values() if RECIPES[name].forward != "int8"]

@@ -21,7 +21,6 @@ from plimsoll.framework.layers.base import Context, Out
 from plimsoll.framework.layers.embedding import Embedding
 from plimsoll.framework.layers.head import LMHead
 from plimsoll.framework.layers.low_precision import RECIPES, RecipeName
-from plimsoll.framework.layers.microscaling import BLOCK
 from plimsoll.framework.layers.precision_rules import apply_precision_rules
 from plimsoll.framework.layers.rotary import Rotary
 from plimsoll.framework.layers.score_head import ScoreHead
@@ -45,8 +44,8 @@ class CausalLM(Chain):
         head: config of the last stage, an LMHead or a ScoreHead.
         lora: config of the adapters, which freeze everything else except a score head; none by default.
         precision: recipes of 8-bit matrix products, {a regex, searched in the paths of layers such as
-            "stack/block0/mlp/up": fp8_tensor, fp8_delayed, fp8_row, int8_row or mxfp8}; the first one that matches
-            decides. Other layers use compute_dtype. See `framework.layers.low_precision`.
+            "stack/block0/mlp/up": fp8_tensor, fp8_delayed, fp8_row, fp8_block, mxfp8 or int8_row}; the first one
+            that matches decides. Other layers use compute_dtype. See `framework.layers.low_precision`.
         param_dtype: dtype of the parameters that the forward pass reads.
         compute_dtype: dtype of weights and activations inside layers.
     """
@@ -127,8 +126,15 @@ class CausalLM(Chain):
         seq_len = data.seq_len
         vocab_size = data.tokenizer.vocab_size
         self.embed.check_length(seq_len)
-        if seq_len % BLOCK and any(RECIPES[name].by_block for name in self.precision.values()):
-            raise ValueError(f"data.seq_len = {seq_len}: expected a multiple of {BLOCK} with model.precision = mxfp8")
+        for name in self.precision.values():
+            blocks = RECIPES[name].blocks
+            if blocks is None:
+                continue
+            multiple = blocks.size * (mesh.shape["seq"] if blocks.in_shards else 1)
+            if seq_len % multiple:
+                raise ValueError(
+                    f"data.seq_len = {seq_len}: expected a multiple of {multiple} with model.precision = {name}"
+                )
         for stack in self._stacks.values():
             for layer in stack.pattern.walk():
                 layer.check_mesh(mesh)

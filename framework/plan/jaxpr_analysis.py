@@ -147,7 +147,10 @@ def _count_flops(eqn: JaxprEqn) -> FlopCount:
         if work:
             return FlopCount(work)
     if name == "pallas_call" and params["cost_estimate"] is not None:
-        return FlopCount(int(params["cost_estimate"].flops))
+        num_flops = int(params["cost_estimate"].flops)
+        dtype = getattr(eqn.invars[0].aval, "dtype", jnp.dtype("float32"))
+        is_fp8 = dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating)
+        return FlopCount(num_flops, fp8=num_flops * is_fp8)
     return _flops_inside(name, params)
 
 

@@ -1,7 +1,11 @@
 """The programs that the compilers for TPUs and GPUs make of 8-bit products."""
 
+import os
 import re
+import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,6 +75,52 @@ def test_blocks_on_gpus():
     # The head's products.
     assert len(find_products(text, "dot")) == 3
     assert not re.findall(r'custom_call_target="[^"]*cublas[^"]*"', text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["h100", "b200", "rtx4090"])
+def test_large_blocks_on_gpus(target: str):
+    pytest.importorskip("jax_cuda12_plugin", reason=NO_CUDA)
+    compiled = compile_step(target, "fp8_block")
+    text = compiled.as_text()
+    calls = re.findall(r"custom-call\(.*/fp8_block_(\w+)/pallas_call", text)
+    # At least once for each product: XLA may unroll a loop.
+    assert calls.count("product") >= 3 * 7
+    # Shared inputs, their cotangents, and each weight for y and for the gradient of x.
+    assert calls.count("rounding") >= 4 + 7 + 2 * 7
+    # The head's products.
+    assert len(find_products(text, "dot")) == 3
+    assert not re.findall(r'custom_call_target="[^"]*cublas[^"]*"', text)
+    assert not re.findall(r"f8e4m3fn\[[\d,]*\]\S* (?:transpose|copy)\(", text)
+    # Values and scales of the inputs of four groups of products.
+    tokens = ROWS * LENGTH
+    saved = {f"u8[{LAYERS},{size},{tokens // width}]" for size in (DIM, HIDDEN) for width in (1, 128)}
+    assert find_saved_stacks(text) == saved
+    assert compiled.memory_analysis().temp_size_in_bytes < (
+        compile_step(target, "").memory_analysis().temp_size_in_bytes
+    )
+
+
+@pytest.mark.slow
+def test_large_blocks_are_multiplied_in_8_bits_on_hopper(tmp_path: Path):
+    """In the instructions of the kernels: without the attribute of `fp8_block_dot`, these multiply float16."""
+    pytest.importorskip("jax_cuda12_plugin", reason=NO_CUDA)
+    script = """
+import jax, jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+from plimsoll.framework.layers.block_products_gpu import multiply_blocks
+from plimsoll.framework.plan import targets
+targets.set_environment("h100")
+sharding = SingleDeviceSharding(targets.resolve("h100").devices()[0])
+shapes = [((512, 1024), "float8_e4m3fn"), ((512, 8), "float32"), ((256, 1024), "float8_e4m3fn"), ((2, 8), "float32")]
+arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
+jax.jit(lambda *arrays: multiply_blocks(*arrays, jnp.bfloat16)).lower(*arrays).compile()
+"""
+    environment = {**os.environ, "XLA_FLAGS": f"--xla_dump_to={tmp_path}"}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=300)
+    text = "".join(path.read_text() for path in tmp_path.glob("*.ptx"))
+    products = set(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync)\S*", text))
+    assert products == {"wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3"}
 
 
 @pytest.mark.slow

@@ -15,10 +15,10 @@ from jax.sharding import AbstractMesh
 
 from plimsoll.framework.config import config_for
 from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.block_rounding import round_blocks
 from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layers.lora import LoRA
 from plimsoll.framework.layers.low_precision import RECIPES, multiply
-from plimsoll.framework.layers.microscaling import round_blocks
 from plimsoll.framework.plan.jaxpr_analysis import FlopCount, flops
 from tests.support import small
 from tools import record_products
@@ -47,7 +47,7 @@ def draw() -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def compare_blocks(recorded: Any) -> None:
-    found = round_blocks(jnp.asarray(recorded["x"]))
+    found = round_blocks(jnp.asarray(recorded["x"]), 32)
     np.testing.assert_array_equal(found.values, recorded["values"])
     np.testing.assert_array_equal(found.scales, recorded["scales"])
 
@@ -63,7 +63,7 @@ def test_blocks_equal_torchao():
 
 
 def test_numbers_that_are_zero_or_not_finite():
-    zeros = round_blocks(jnp.zeros((2, 64)))
+    zeros = round_blocks(jnp.zeros((2, 64)), 32)
     assert not np.asarray(zeros.values).any()
     for value in (np.nan, np.inf):
         x = jnp.ones((1, 64)).at[0, 3].set(value)

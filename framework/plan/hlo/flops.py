@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from plimsoll.framework.layers.block_products_gpu import NAME as BLOCK_PRODUCT
 from plimsoll.framework.plan.grouped_products import count_grouped_flops
 from plimsoll.framework.plan.hlo.arrays import arrays
 from plimsoll.framework.plan.hlo.computations import Instruction
@@ -46,6 +47,8 @@ class Flops:
             return self._count_computation(instruction.get_called_computation("calls"))
         if instruction.opcode == "call":
             return self._count_computation(instruction.get_called_computation("to_apply"))
+        if is_block_product(instruction):
+            return 2 * math.prod(arrays(instruction.type)[0].dims) * _operand_dims(self._module, instruction, 0)[-1]
         if instruction.opcode == "custom-call":
             types = [instruction.type, *(operand.type for operand in self._module.operands(instruction))]
             float_shapes = [array.dims for kind in types for array in arrays(kind) if array.dtype in _FLOATS]
@@ -79,6 +82,11 @@ class Flops:
             inner = self._module.computations.get(computation, [])
             self._by_computation[computation] = sum(map(self.look_up, inner))
         return self._by_computation[computation]
+
+
+def is_block_product(instruction: Instruction) -> bool:
+    """Return whether an instruction is our kernel for 8-bit floats in blocks, of left [M, K] and right [N, K]."""
+    return instruction.opcode == "custom-call" and f"/{BLOCK_PRODUCT}/" in instruction.op_name
 
 
 def _operand_dims(module: Module, instruction: Instruction, index: int) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from typing import Literal
 from plimsoll.framework.devices.accelerators import AcceleratorSpec
 from plimsoll.framework.plan.hlo.arrays import arrays
 from plimsoll.framework.plan.hlo.computations import Instruction, SourceLine
-from plimsoll.framework.plan.hlo.flops import EIGHT_BIT, Flops
+from plimsoll.framework.plan.hlo.flops import EIGHT_BIT, Flops, is_block_product
 from plimsoll.framework.plan.hlo.memory_traffic import Traffic
 from plimsoll.framework.plan.hlo.module import Module, iter_executed
 from plimsoll.framework.plan.hlo.transfers import Collective, collectives
@@ -277,7 +277,7 @@ def _product(module: Module, flops: Flops, instruction: Instruction) -> tuple[in
     product = flops.product(instruction)
     if product is None:
         return 0, ""
-    if product.opcode == "custom-call":
+    if product.opcode == "custom-call" and not is_block_product(product):
         # The first operands of a grouped product are tile offsets, so use the dtype of the result.
         return flops.look_up(product), arrays(product.type)[0].dtype
     operand = module.instructions[product.operands[0]]
