@@ -384,9 +384,11 @@ class _ChunkedLoss(Generic[Inputs]):
             # A key for each chunk, so that their noise differs.
             keys=None if h_key is None else jax.random.split(h_key, count),
         )
+        grad_table = self.product.arrange_table(factors.table)
+        add_to_loss = partial(self._add_group, factors=factors, grad_table=grad_table)
         if groups == 1:
             grad_dtype = factors.table_dtype if with_table else None
-            loss, h_grads, table_grad = self._add_group(zeros, chunks, factors, grad_dtype, table_key)
+            loss, h_grads, table_grad = add_to_loss(zeros, chunks, dtype=grad_dtype, key=table_key)
             return loss, self.chunks.join(h_grads), table_grad
         # The sum is in float32. A loop cannot carry partial sums, so each group's gradient is reduced over the devices.
         sum_dtype = jnp.promote_types(factors.table_dtype, jnp.float32)
@@ -397,7 +399,7 @@ class _ChunkedLoss(Generic[Inputs]):
         ) -> tuple[tuple[LossAndMetrics, jax.Array], jax.Array]:
             loss_sum, table_sum = sums
             group_chunks, group_key = group
-            loss, h_grads, table_grad = self._add_group(loss_sum, group_chunks, factors, sum_dtype, group_key)
+            loss, h_grads, table_grad = add_to_loss(loss_sum, group_chunks, dtype=sum_dtype, key=group_key)
             assert table_grad is not None
             return (loss, self.ctx.constrain(table_sum + table_grad, *_TABLE_AXES)), h_grads
 
@@ -409,9 +411,24 @@ class _ChunkedLoss(Generic[Inputs]):
         return loss, self.chunks.join(h_grads), table_sum.astype(factors.table_dtype)
 
     def _add_group(
-        self, loss: LossAndMetrics, chunks: _ChunkStack, factors: Factors, dtype: np.dtype | None, key: jax.Array | None
+        self,
+        loss: LossAndMetrics,
+        chunks: _ChunkStack,
+        *,
+        factors: Factors,
+        grad_table: Factor,
+        dtype: np.dtype | None,
+        key: jax.Array | None,
     ) -> tuple[LossAndMetrics, jax.Array, jax.Array | None]:
         """Add the loss of a group of chunks [chunks, B, S / chunks, ...] to `loss`, and compute their gradients.
+
+        Args:
+            loss: the sum to add to.
+            chunks: the chunks of the group.
+            factors: the factors of all chunks.
+            grad_table: the table for the gradient of hidden states, see `LogitsProduct.arrange_table`.
+            dtype: dtype of the table's gradient; None computes none.
+            key: key for stochastic rounding.
 
         Returns:
             (sum of losses, gradients of the chunks' hidden states, gradient of the table in `dtype`, or None if
@@ -425,7 +442,7 @@ class _ChunkedLoss(Generic[Inputs]):
             loss_and_grad = jax.value_and_grad(self.compute_loss, has_aux=True)
             chunk_loss, logits_grad = loss_and_grad(logits, chunk.inputs)
             h_grad, table_factor = self.product.compute_hidden_grad(
-                logits_grad, factors.table, factors.hidden_dtype, chunk.keys
+                logits_grad, grad_table, factors.hidden_dtype, chunk.keys
             )
             sums = jax.tree.map(jnp.add, loss, chunk_loss)
             return sums, (h_grad, None if dtype is None else table_factor)

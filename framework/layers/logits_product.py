@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from plimsoll.framework.layers.custom_gradients import dense_cotangent, zero_cotangent
@@ -34,6 +35,7 @@ Factor: TypeAlias = jax.Array | Rounded
 
 _OVER_WIDTH = (((2,), (1,)), ((), ()))
 _OVER_VOCABULARY = (((2,), (0,)), ((), ()))
+_OVER_VOCABULARY_TRANSPOSED = (((2,), (1,)), ((), ()))
 _OVER_POSITIONS = (((0, 1, 2), (0, 1, 2)), ((), ()))
 
 
@@ -98,6 +100,21 @@ class LogitsProduct:
         dtype = jnp.promote_types(hidden.dtype, jnp.float32)
         return jnp.einsum("bsd,vd->bsv", hidden, table, preferred_element_type=dtype)
 
+    @property
+    def _transposes_table(self) -> bool:
+        # cuBLAS multiplies 8-bit floats only if the summed axis is the minor one of both factors. XLA would transpose
+        # the table in each iteration of a loop over chunks.
+        is_float = self.recipe is not None and not jnp.issubdtype(self.recipe.forward, jnp.integer)
+        return self.platform == "gpu" and is_float
+
+    def arrange_table(self, table: Factor) -> Factor:
+        """Return the table as `compute_hidden_grad` reads it; call it outside of loops."""
+        if not self._transposes_table:
+            return table
+        assert isinstance(table, Rounded)
+        values_DV = with_layout_constraint(table.values.T, Layout(major_to_minor=(0, 1)))
+        return Rounded(values_DV, table.scale)
+
     def compute_hidden_grad(
         self, grad_BSV: jax.Array, table: Factor, dtype: DTypeLike, key: jax.Array | None
     ) -> tuple[jax.Array, Factor]:
@@ -105,7 +122,7 @@ class LogitsProduct:
 
         Args:
             grad_BSV: gradient of the logits of a chunk, float32 or wider.
-            table: the table.
+            table: the result of `arrange_table`.
             dtype: dtype of the hidden states' gradient.
             key: key for stochastic rounding; None rounds to the nearest number.
         """
@@ -127,9 +144,8 @@ class LogitsProduct:
             # Without a gradient, as in a chunk of padding, the scale is 1, which may be far larger than all others.
             is_zero = jnp.max(jnp.abs(grad_BSV), keepdims=True) == 0
             saved = _to_bits(Rounded(rounded.values, jnp.where(is_zero, 0.0, rounded.scale)))
-        h_grad = multiply_rounded(
-            rounded.values, table.values, _OVER_VOCABULARY, scale, dtype, self.recipe, self.platform
-        )
+        dimensions = _OVER_VOCABULARY_TRANSPOSED if self._transposes_table else _OVER_VOCABULARY
+        h_grad = multiply_rounded(rounded.values, table.values, dimensions, scale, dtype, self.recipe, self.platform)
         return h_grad, saved
 
     def compute_table_grad(self, grads: Factor, hidden: Factor, dtype: DTypeLike, key: jax.Array | None) -> jax.Array:
@@ -212,7 +228,7 @@ def compute_logits(
         factors, key = product.load(saved[0]), saved[1]
         h_key, table_key = split_key(key)
         h_grad, grad = product.compute_hidden_grad(
-            dense_cotangent(logits_grad), factors.table, factors.hidden_dtype, h_key
+            dense_cotangent(logits_grad), product.arrange_table(factors.table), factors.hidden_dtype, h_key
         )
         grads, hidden = jax.tree.map(lambda x: x[None], (grad, factors.hidden))
         table_grad = product.compute_table_grad(grads, hidden, factors.table_dtype, table_key)
