@@ -453,7 +453,7 @@ class _ChunkedLoss(Generic[Inputs]):
             h_grads, table_factors = jax.tree.map(lambda x: x[None], chunk_grads)
         else:
             loss, (h_grads, table_factors) = jax.lax.scan(add_chunk, loss, chunks)
-        if dtype is None:
+        if dtype is None or table_factors is None:
             return loss, h_grads, None
         # One product for the whole group needs only one all-reduce of the sum over devices.
         with jax.named_scope("gradient"):
