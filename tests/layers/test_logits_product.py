@@ -342,6 +342,25 @@ def test_saved_gradients_of_logits(name: str | None, itemsize: int) -> None:
 
 
 @pytest.mark.parametrize("name", HEAD_RECIPES)
+@pytest.mark.parametrize("method", ["log_probs", "logits"])
+def test_gradient_checkpointing_saves_bits(name: str, method: str) -> None:
+    """JAX applies `reduce_precision` to saved floats, for which numbers of e4m3 above 240 are infinite."""
+    head = make_head(name, chunk_tokens=12)
+    ctx = make_context()
+
+    def loss(table: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(getattr(head, method)({**make_weights(np.ones(1)), "table": table}, x, ctx)))
+
+    checkpointed = jax.checkpoint(loss, policy=jax.checkpoint_policies.everything_saveable)
+    arguments = jnp.asarray(draw(VOCAB, DIM, seed=1)), jnp.asarray(draw(BATCH, LENGTH, DIM))
+    text = str(jax.make_jaxpr(jax.grad(checkpointed, argnums=(0, 1)))(*arguments))
+    assert re.findall(r":f8_\w+\[[\d,]*\] = reduce_precision", text) == []
+    gradients = (jax.grad(function, argnums=(0, 1))(*arguments) for function in (checkpointed, loss))
+    for found, expected in zip(*gradients, strict=True):
+        assert measure_error(found, expected) < 2e-6
+
+
+@pytest.mark.parametrize("name", HEAD_RECIPES)
 def test_frozen_tables_have_no_gradient(name: str) -> None:
     head = make_head(name, chunk_tokens=12, gradient_tokens=24)
     ctx = make_context(key=jax.random.key(0))
