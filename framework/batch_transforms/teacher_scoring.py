@@ -29,7 +29,6 @@ from plimsoll.framework.data.pipeline import DataPipeline
 from plimsoll.framework.data.sources import LeafSource
 from plimsoll.framework.inference.generation import InferenceForward, ModelArrays
 from plimsoll.framework.layers.base import Context, batch_shards
-from plimsoll.framework.layers.chunked_loss import by_position
 from plimsoll.framework.layers.head import LMHead
 from plimsoll.framework.layout import Nested, TrainState, flatten
 from plimsoll.framework.program.experiment import Experiment
@@ -66,11 +65,8 @@ def make_top_k_function(top_k: int, vocab_size: int) -> HeadFunction:
     """
 
     def function(head: LMHead, weights: Nested, x_BSD: jax.Array, ctx: Context) -> dict[str, jax.Array]:
-        h_BSD = head.apply_norm(weights, x_BSD, ctx)
-        batch, length, _ = h_BSD.shape
-        chunks = head.chunks(batch, length, ctx)
         compute_values = partial(_compute_top_k, top_k=top_k, vocab_size=vocab_size)
-        return by_position(compute_values, chunks, ctx, h_BSD, weights["table"], head.softcap)
+        return head.map_logits(compute_values, weights, x_BSD, ctx)
 
     return function
 

@@ -141,28 +141,16 @@ def _score(forward: InferenceForward, arrays: ModelArrays, batch: Nested) -> tup
     ctx = forward.program.evaluation_context(batch)
     head = forward.model.language_head
     out = forward(arrays, ctx)
-    x_BSD, weights = out.x_BSD, out.head_weights
-    B, S, _ = x_BSD.shape
-    chunks = head.chunks(B, S, ctx).count
+
+    def compute_values(logits_BsV: jax.Array, targets_Bs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        picked_Bs1 = jnp.take_along_axis(logits_BsV, targets_Bs[..., None], axis=-1)
+        log_probs_Bs = picked_Bs1[..., 0] - jax.nn.logsumexp(logits_BsV, axis=-1)
+        return log_probs_Bs, jnp.argmax(logits_BsV, axis=-1) != targets_Bs
 
     # Chunk by chunk, because the logits of all positions may be larger than the model.
-    def chunk(x_BsD: jax.Array, targets_Bs: jax.Array, weights_Bs: jax.Array) -> tuple[jax.Array, ...]:
-        logits_BsV = head.logits(weights, x_BsD, ctx)
-        picked_Bs1 = jnp.take_along_axis(logits_BsV, targets_Bs[..., None], axis=-1)
-        picked_Bs = picked_Bs1[..., 0]
-        log_probs_Bs = picked_Bs - jax.nn.logsumexp(logits_BsV, axis=-1)
-        wrong_Bs = jnp.argmax(logits_BsV, axis=-1) != targets_Bs
-        return ((log_probs_Bs * weights_Bs).sum(1), weights_Bs.sum(1), (wrong_Bs * weights_Bs).sum(1))
-
-    # Slices are strided, so that each holds an equal part of every shard of the positions (as in the head's loss).
-    def split(x: jax.Array) -> jax.Array:
-        shape = (B, S // chunks, chunks, *x.shape[2:])
-        return jnp.moveaxis(x.reshape(shape), 2, 0)
-
-    arrays_to_split = (x_BSD, batch["targets"], batch["weights"])
-    parts = jax.tree.map(split, arrays_to_split)
-    sums = jax.lax.map(lambda part: chunk(*part), parts)
-    return jax.tree.map(lambda x: x.sum(0), sums)
+    log_probs_BS, is_wrong_BS = head.map_logits(compute_values, out.head_weights, out.x_BSD, ctx, (batch["targets"],))
+    weights_BS = batch["weights"]
+    return (log_probs_BS * weights_BS).sum(1), weights_BS.sum(1), (is_wrong_BS * weights_BS).sum(1)
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], int]:

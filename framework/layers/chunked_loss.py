@@ -6,6 +6,9 @@ saved. The gradient of the hidden states is computed chunk by chunk, the gradien
 at a time: a group saves the gradients of its logits in the compute dtype, so that the table's gradient is one
 product, reduced over the devices once. `token_log_probs` recomputes the logits in the backward pass, because its
 result may be the input of any function.
+
+Products of 8-bit numbers round the hidden states and the table once, before the loop over chunks, see
+`framework.layers.logits_product`.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from jax.custom_derivatives import CustomVJPPrimal
 
 from plimsoll.framework.layers.base import BATCH_AXES, Context
 from plimsoll.framework.layers.custom_gradients import zero_cotangent
+from plimsoll.framework.layers.logits_product import Factor, Factors, LogitsProduct, split_key
+from plimsoll.framework.layers.low_precision import Rounded
 from plimsoll.framework.layout import PyTree
 
 # The loss, an f32 scalar, and metrics by name.
@@ -59,17 +64,18 @@ class Chunks:
 
         return jax.tree.map(split_array, tree)
 
+    def split_hidden(self, hidden: Factor, ctx: Context) -> Factor:
+        """Split hidden states like `split`; a scale of the whole array is repeated for each chunk."""
+        if isinstance(hidden, Rounded) and hidden.scale.size == 1:
+            scale = jnp.broadcast_to(hidden.scale, (self.count, *hidden.scale.shape))
+            return Rounded(self.split(hidden.values, ctx), scale)
+        return self.split(hidden, ctx)
+
     @staticmethod
     def join(chunks: jax.Array) -> jax.Array:
         """Inverse of `split`, for one array."""
         strided = jnp.moveaxis(chunks, 0, 2)
         return strided.reshape(strided.shape[0], -1, *strided.shape[3:])
-
-
-def logits_product(h_BSD: jax.Array, table_VD: jax.Array) -> jax.Array:
-    # The sum is in float32: bfloat16 has too few digits for a softmax over the vocabulary.
-    dtype = jnp.promote_types(h_BSD.dtype, jnp.float32)
-    return jnp.einsum("bsd,vd->bsv", h_BSD, table_VD, preferred_element_type=dtype)
 
 
 def apply_softcap(product_BSV: jax.Array, softcap: float | None) -> jax.Array:
@@ -132,120 +138,143 @@ _pick_target_logits.defvjp(_pick_forward, _pick_backward)
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _LossResiduals(Generic[Inputs]):
+class _LossResiduals:
     """Residuals of `compute_chunked_loss`: its gradients, up to the factor of the cotangent.
 
     Attributes:
         h_grad: gradient of the hidden states [B, S, D].
         table_grad: gradient of the table [V, D]; None if the table is frozen.
-        inputs: see `compute_chunked_loss`.
+        inputs: the arguments without a gradient: `inputs` and `key` of `compute_chunked_loss`.
     """
 
     h_grad: jax.Array
     table_grad: jax.Array | None
-    inputs: Inputs
+    inputs: tuple[PyTree, jax.Array | None]
 
 
 def compute_chunked_loss(
     compute_loss: ComputeLoss[Inputs],
+    product: LogitsProduct,
     chunks: Chunks,
     ctx: Context,
     h_BSD: jax.Array,
     table_VD: jax.Array,
     inputs: Inputs,
+    key: jax.Array | None = None,
 ) -> LossAndMetrics:
-    """Sum `compute_loss(product, inputs)` over chunks of positions, which are interleaved slices.
+    """Sum `compute_loss(logits, inputs)` over chunks of positions, which are interleaved slices.
 
     Args:
         compute_loss: (product [B, S / chunks, V], inputs of these positions) -> (loss, metrics), such as `token_loss`.
+        product: precision of the product.
         chunks: how to divide the positions.
         ctx: provides the mesh.
         h_BSD: normed hidden states.
         table_VD: the output table.
         inputs: a tree of arrays [B, S, ...], such as targets and weights; it gets no gradient.
+        key: key for stochastic rounding of gradients; None rounds to the nearest number.
     """
     # custom_vjp keeps these functions after the trace, so they may hold the mesh but no traced arrays.
-    chunked = _ChunkedLoss(compute_loss, chunks, Context(batch={}, mesh=ctx.mesh))
+    chunked = _ChunkedLoss(compute_loss, product, chunks, Context(batch={}, mesh=ctx.mesh))
 
-    def forward(h: CustomVJPPrimal, table: CustomVJPPrimal, inputs: PyTree) -> tuple[LossAndMetrics, _LossResiduals]:
+    def plain(h: jax.Array, table: jax.Array, inputs: Inputs, key: jax.Array | None) -> LossAndMetrics:
+        return chunked.loss(product.prepare(h, table), inputs)
+
+    def forward(
+        h: CustomVJPPrimal, table: CustomVJPPrimal, inputs: PyTree, key: CustomVJPPrimal | None
+    ) -> tuple[LossAndMetrics, _LossResiduals]:
         # With symbolic_zeros, arguments know whether they are differentiated. A frozen table is not.
         is_table_trained = table.perturbed
         values = jax.tree.map(lambda x: x.value, inputs)
-        loss, h_grad, table_grad = chunked.loss_and_gradients(h.value, table.value, values, with_table=is_table_trained)
-        return loss, _LossResiduals(h_grad, table_grad, values)
+        key_value = None if key is None else key.value
+        factors = product.prepare(h.value, table.value)
+        loss, h_grad, table_grad = chunked.loss_and_gradients(factors, values, key_value, with_table=is_table_trained)
+        return loss, _LossResiduals(h_grad, table_grad, (values, key_value))
 
-    def backward(saved: _LossResiduals[Inputs], cotangent: LossAndMetrics) -> tuple[PyTree, ...]:
+    def backward(saved: _LossResiduals, cotangent: LossAndMetrics) -> tuple[PyTree, ...]:
         # Metrics are not differentiated; the loss is a scalar, so its cotangent only scales.
         loss_ct = cotangent[0]
         grads = (saved.h_grad, saved.table_grad)
         h_grad, table_grad = jax.tree.map(lambda grad: (grad * loss_ct).astype(grad.dtype), grads)
-        return h_grad, table_grad, jax.tree.map(zero_cotangent, saved.inputs)
+        return h_grad, table_grad, *jax.tree.map(zero_cotangent, saved.inputs)
 
-    total = jax.custom_vjp(chunked.loss)
+    total = jax.custom_vjp(plain)
     total.defvjp(forward, backward, symbolic_zeros=True)
-    return total(h_BSD, table_VD, inputs)
+    return total(h_BSD, table_VD, inputs, key)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _LogProbResiduals:
-    """Residuals of `token_log_probs`: its arguments [B, S, D], [V, D] and [B, S]."""
+    """Residuals of `token_log_probs`: its arguments, [B, S, D], [V, D] and [B, S], the first two as they were saved.
 
-    h_BSD: jax.Array
-    table_VD: jax.Array
+    8-bit numbers are saved instead of the arrays, so that the table is rounded once.
+    """
+
+    factors: Factors
     targets_BS: jax.Array
+    key: jax.Array | None
     is_table_trained: bool = field(metadata={"static": True})
 
 
 def token_log_probs(
+    product: LogitsProduct,
     chunks: Chunks,
     ctx: Context,
     h_BSD: jax.Array,
     table_VD: jax.Array,
     targets_BS: jax.Array,
     softcap: float | None = None,
+    key: jax.Array | None = None,
 ) -> jax.Array:
     """Return the log-probability of each target, f32[B, S], in nats; differentiable in hidden states and table.
 
     The backward pass recomputes each chunk's logits, so nothing is saved in addition to the arguments.
 
     Args:
-        chunks, ctx, h_BSD, table_VD: see `compute_chunked_loss`.
+        product, chunks, ctx, h_BSD, table_VD: see `compute_chunked_loss`.
         targets_BS: int32, token ids.
         softcap: see LMHead.
+        key: see `compute_chunked_loss`.
     """
     mesh_ctx = Context(batch={}, mesh=ctx.mesh)
 
     def chunk_log_probs(logits: jax.Array, targets: jax.Array) -> jax.Array:
         return _pick_target_logits(logits, targets) - jax.nn.logsumexp(logits, axis=-1)
 
+    def compute(factors: Factors, targets: jax.Array) -> jax.Array:
+        return _map_chunks(chunk_log_probs, product, chunks, mesh_ctx, factors, softcap, (targets,))
+
     @jax.custom_vjp
-    def log_probs(h: jax.Array, table: jax.Array, targets: jax.Array) -> jax.Array:
-        return by_position(chunk_log_probs, chunks, mesh_ctx, h, table, softcap, (targets,))
+    def log_probs(h: jax.Array, table: jax.Array, targets: jax.Array, key: jax.Array | None) -> jax.Array:
+        return compute(product.prepare(h, table), targets)
 
     def forward(
-        h: CustomVJPPrimal, table: CustomVJPPrimal, targets: CustomVJPPrimal
+        h: CustomVJPPrimal, table: CustomVJPPrimal, targets: CustomVJPPrimal, key: CustomVJPPrimal | None
     ) -> tuple[jax.Array, _LogProbResiduals]:
         # With symbolic_zeros, arguments know whether they are differentiated. A frozen table is not.
-        saved = _LogProbResiduals(h.value, table.value, targets.value, is_table_trained=table.perturbed)
-        return log_probs(saved.h_BSD, saved.table_VD, saved.targets_BS), saved
+        factors = product.prepare(h.value, table.value)
+        key_value = None if key is None else key.value
+        saved = _LogProbResiduals(product.save(factors), targets.value, key_value, is_table_trained=table.perturbed)
+        return compute(factors, targets.value), saved
 
     def backward(saved: _LogProbResiduals, log_probs_ct: jax.Array) -> tuple[PyTree, ...]:
         # The loss is the sum of weight times negative log-probability. With these weights, its gradient is that of
         # the sum of cotangent times log-probability.
         inputs = (saved.targets_BS, -log_probs_ct)
-        chunked = _ChunkedLoss(partial(token_loss, softcap=softcap, z_loss=0.0), chunks, mesh_ctx)
+        chunked = _ChunkedLoss(partial(token_loss, softcap=softcap, z_loss=0.0), product, chunks, mesh_ctx)
         _, h_grad, table_grad = chunked.loss_and_gradients(
-            saved.h_BSD, saved.table_VD, inputs, with_table=saved.is_table_trained
+            product.load(saved.factors), inputs, saved.key, with_table=saved.is_table_trained
         )
-        return h_grad, table_grad, zero_cotangent(saved.targets_BS)
+        return h_grad, table_grad, *jax.tree.map(zero_cotangent, (saved.targets_BS, saved.key))
 
     log_probs.defvjp(forward, backward, symbolic_zeros=True)
-    return log_probs(h_BSD, table_VD, targets_BS)
+    return log_probs(h_BSD, table_VD, targets_BS, key)
 
 
 def by_position(
     compute_values: Callable[..., PyTree],
+    product: LogitsProduct,
     chunks: Chunks,
     ctx: Context,
     h_BSD: jax.Array,
@@ -258,17 +287,57 @@ def by_position(
     Args:
         compute_values: maps the logits of some positions, [B, S', V], and their inputs to a tree of arrays
             [B, S', ...].
-        chunks, ctx, h_BSD, table_VD: see `compute_chunked_loss`.
+        product, chunks, ctx, h_BSD, table_VD: see `compute_chunked_loss`.
         softcap: see LMHead.
         inputs: arrays [B, S, ...].
     """
+    factors = product.prepare(h_BSD, table_VD)
+    return _map_chunks(compute_values, product, chunks, ctx, factors, softcap, inputs)
+
+
+def _map_chunks(
+    compute_values: Callable[..., PyTree],
+    product: LogitsProduct,
+    chunks: Chunks,
+    ctx: Context,
+    factors: Factors,
+    softcap: float | None,
+    inputs: tuple[jax.Array, ...],
+) -> PyTree:
+    """See `by_position`; `factors` are rounded."""
+
+    def compute(chunk: tuple[Factor, tuple[jax.Array, ...]]) -> PyTree:
+        hidden, chunk_inputs = chunk
+        logits = apply_softcap(product.multiply(hidden, factors.table), softcap)
+        return compute_values(logits, *chunk_inputs)
+
     if chunks.count == 1:
-        return compute_values(apply_softcap(logits_product(h_BSD, table_VD), softcap), *inputs)
-    chunk_stack = jax.lax.map(
-        lambda chunk: compute_values(apply_softcap(logits_product(chunk[0], table_VD), softcap), *chunk[1]),
-        chunks.split((h_BSD, inputs), ctx),
-    )
-    return jax.tree.map(chunks.join, chunk_stack)
+        return compute((factors.hidden, inputs))
+    split = (chunks.split_hidden(factors.hidden, ctx), chunks.split(inputs, ctx))
+    return jax.tree.map(chunks.join, jax.lax.map(compute, split))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _ChunkStack:
+    """The arrays of one chunk, or of several with a leading axis of chunks.
+
+    Attributes:
+        hidden: hidden states [B, S / chunks, D].
+        inputs: see `compute_chunked_loss`.
+        keys: key for stochastic rounding; None rounds to the nearest number.
+    """
+
+    hidden: Factor
+    inputs: PyTree
+    keys: jax.Array | None
+
+    @property
+    def count(self) -> int:
+        """The number of stacked chunks."""
+        hidden = self.hidden
+        values = hidden.values if isinstance(hidden, Rounded) else hidden
+        return values.shape[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,63 +345,90 @@ class _ChunkedLoss(Generic[Inputs]):
     """The loss and its gradients, one chunk of positions at a time.
 
     Attributes:
-        compute_loss, chunks: see `compute_chunked_loss`.
+        compute_loss, product, chunks: see `compute_chunked_loss`.
         ctx: has only the mesh.
     """
 
     compute_loss: ComputeLoss[Inputs]
+    product: LogitsProduct
     chunks: Chunks
     ctx: Context
 
-    def loss(self, h: jax.Array, table: jax.Array, inputs: Inputs) -> LossAndMetrics:
+    def loss(self, factors: Factors, inputs: Inputs) -> LossAndMetrics:
         """Return the loss without gradients."""
+        table = factors.table
         if self.chunks.count == 1:
-            return self.compute_loss(logits_product(h, table), inputs)
+            return self.compute_loss(self.product.multiply(factors.hidden, table), inputs)
 
-        def add_chunk(sums: LossAndMetrics, chunk: tuple[jax.Array, Inputs]) -> tuple[LossAndMetrics, None]:
-            chunk_h, chunk_inputs = chunk
-            loss = self.compute_loss(logits_product(chunk_h, table), chunk_inputs)
+        def add_chunk(sums: LossAndMetrics, chunk: tuple[Factor, Inputs]) -> tuple[LossAndMetrics, None]:
+            hidden, chunk_inputs = chunk
+            loss = self.compute_loss(self.product.multiply(hidden, table), chunk_inputs)
             return jax.tree.map(jnp.add, sums, loss), None
 
-        zeros = self._zeros(h, table, inputs)
-        sums, _ = jax.lax.scan(add_chunk, zeros, self.chunks.split((h, inputs), self.ctx))
+        split = (self.chunks.split_hidden(factors.hidden, self.ctx), self.chunks.split(inputs, self.ctx))
+        sums, _ = jax.lax.scan(add_chunk, self._zeros(factors, inputs), split)
         return sums
 
     def loss_and_gradients(
-        self, h: jax.Array, table: jax.Array, inputs: Inputs, *, with_table: bool
+        self, factors: Factors, inputs: Inputs, key: jax.Array | None, *, with_table: bool
     ) -> tuple[LossAndMetrics, jax.Array, jax.Array | None]:
         """Return (loss, gradient of h, gradient of the table or None), each gradient in the dtype of its array."""
         count = self.chunks.count
         # Only the table's gradient needs groups. Without it, one group of all chunks is enough.
         groups = self.chunks.groups if with_table else 1
-        zeros = self._zeros(h, table, inputs)
-        chunks = self.chunks.split((h, inputs), self.ctx)
+        zeros = self._zeros(factors, inputs)
+        h_key, table_key = split_key(key)
+        chunks = _ChunkStack(
+            hidden=self.chunks.split_hidden(factors.hidden, self.ctx),
+            inputs=self.chunks.split(inputs, self.ctx),
+            # A key for each chunk, so that their noise differs.
+            keys=None if h_key is None else jax.random.split(h_key, count),
+        )
+        grad_table = self.product.arrange_table(factors.table)
+        add_to_loss = partial(self._add_group, factors=factors, grad_table=grad_table)
         if groups == 1:
-            grad_dtype = table.dtype if with_table else None
-            loss, h_grads, table_grad = self._add_group(zeros, chunks, table, grad_dtype)
+            grad_dtype = factors.table_dtype if with_table else None
+            loss, h_grads, table_grad = add_to_loss(zeros, chunks, dtype=grad_dtype, key=table_key)
             return loss, self.chunks.join(h_grads), table_grad
         # The sum is in float32. A loop cannot carry partial sums, so each group's gradient is reduced over the devices.
-        sum_dtype = jnp.promote_types(table.dtype, jnp.float32)
+        sum_dtype = jnp.promote_types(factors.table_dtype, jnp.float32)
+        table_keys = None if table_key is None else jax.random.split(table_key, groups)
 
         def add_group(
-            sums: tuple[LossAndMetrics, jax.Array], group: tuple[jax.Array, Inputs]
+            sums: tuple[LossAndMetrics, jax.Array], group: tuple[_ChunkStack, jax.Array | None]
         ) -> tuple[tuple[LossAndMetrics, jax.Array], jax.Array]:
             loss_sum, table_sum = sums
-            loss, h_grads, table_grad = self._add_group(loss_sum, group, table, sum_dtype)
+            group_chunks, group_key = group
+            loss, h_grads, table_grad = add_to_loss(loss_sum, group_chunks, dtype=sum_dtype, key=group_key)
             assert table_grad is not None
             return (loss, self.ctx.constrain(table_sum + table_grad, *_TABLE_AXES)), h_grads
 
-        table_zeros = self.ctx.constrain(jnp.zeros(table.shape, sum_dtype), *_TABLE_AXES)
+        table_zeros = self.ctx.constrain(jnp.zeros(factors.table_shape, sum_dtype), *_TABLE_AXES)
         grouped = jax.tree.map(lambda x: x.reshape(groups, count // groups, *x.shape[1:]), chunks)
-        (loss, table_sum), h_grads = jax.lax.scan(add_group, (zeros, table_zeros), grouped)
+        (loss, table_sum), h_grads = jax.lax.scan(add_group, (zeros, table_zeros), (grouped, table_keys))
         # The loop stacks groups of chunks, [groups, count / groups, ...].
         h_grads = h_grads.reshape(count, *h_grads.shape[2:])
-        return loss, self.chunks.join(h_grads), table_sum.astype(table.dtype)
+        return loss, self.chunks.join(h_grads), table_sum.astype(factors.table_dtype)
 
     def _add_group(
-        self, loss: LossAndMetrics, chunks: tuple[jax.Array, Inputs], table: jax.Array, dtype: np.dtype | None
+        self,
+        loss: LossAndMetrics,
+        chunks: _ChunkStack,
+        *,
+        factors: Factors,
+        grad_table: Factor,
+        dtype: np.dtype | None,
+        key: jax.Array | None,
     ) -> tuple[LossAndMetrics, jax.Array, jax.Array | None]:
         """Add the loss of a group of chunks [chunks, B, S / chunks, ...] to `loss`, and compute their gradients.
+
+        Args:
+            loss: the sum to add to.
+            chunks: the chunks of the group.
+            factors: the factors of all chunks.
+            grad_table: the table for the gradient of hidden states, see `LogitsProduct.arrange_table`.
+            dtype: dtype of the table's gradient; None computes none.
+            key: key for stochastic rounding.
 
         Returns:
             (sum of losses, gradients of the chunks' hidden states, gradient of the table in `dtype`, or None if
@@ -340,36 +436,36 @@ class _ChunkedLoss(Generic[Inputs]):
         """
 
         def add_chunk(
-            loss: LossAndMetrics, chunk: tuple[jax.Array, Inputs]
-        ) -> tuple[LossAndMetrics, tuple[jax.Array, jax.Array | None]]:
-            h, inputs = chunk
-            product = logits_product(h, table)
+            loss: LossAndMetrics, chunk: _ChunkStack
+        ) -> tuple[LossAndMetrics, tuple[jax.Array, Factor | None]]:
+            logits = self.product.multiply(chunk.hidden, factors.table)
             loss_and_grad = jax.value_and_grad(self.compute_loss, has_aux=True)
-            chunk_loss, product_grad = loss_and_grad(product, inputs)
-            # In the compute dtype, like the gradients of all activations.
-            product_grad = product_grad.astype(h.dtype)
-            h_grad = jnp.einsum("bsv,vd->bsd", product_grad, table)
-            table_factor = None if dtype is None else product_grad
-            return jax.tree.map(jnp.add, loss, chunk_loss), (h_grad, table_factor)
+            chunk_loss, logits_grad = loss_and_grad(logits, chunk.inputs)
+            h_grad, table_factor = self.product.compute_hidden_grad(
+                logits_grad, grad_table, factors.hidden_dtype, chunk.keys
+            )
+            sums = jax.tree.map(jnp.add, loss, chunk_loss)
+            return sums, (h_grad, None if dtype is None else table_factor)
 
-        hidden, _ = chunks
-        if hidden.shape[0] == 1:
+        if chunks.count == 1:
             only_chunk = jax.tree.map(lambda x: x[0], chunks)
             loss, chunk_grads = add_chunk(loss, only_chunk)
-            h_grads, product_grads = jax.tree.map(lambda x: x[None], chunk_grads)
+            h_grads, table_factors = jax.tree.map(lambda x: x[None], chunk_grads)
         else:
-            loss, (h_grads, product_grads) = jax.lax.scan(add_chunk, loss, chunks)
-        if product_grads is None:
+            loss, (h_grads, table_factors) = jax.lax.scan(add_chunk, loss, chunks)
+        if dtype is None or table_factors is None:
             return loss, h_grads, None
         # One product for the whole group needs only one all-reduce of the sum over devices.
         with jax.named_scope("gradient"):
-            table_grad = jnp.einsum("cbsv,cbsd->vd", product_grads, hidden, preferred_element_type=dtype)
+            table_grad = self.product.compute_table_grad(table_factors, chunks.hidden, dtype, key)
             return loss, h_grads, self.ctx.constrain(table_grad, *_TABLE_AXES)
 
-    def _zeros(self, h: jax.Array, table: jax.Array, inputs: Inputs) -> LossAndMetrics:
+    def _zeros(self, factors: Factors, inputs: Inputs) -> LossAndMetrics:
         """Return zeros with the same structure as the result of `compute_loss`."""
         # Only shapes are evaluated; none of this enters the program.
         shapes = jax.eval_shape(
-            lambda h, table, inputs: self.compute_loss(logits_product(h, table), inputs), h, table, inputs
+            lambda factors, inputs: self.compute_loss(self.product.multiply(factors.hidden, factors.table), inputs),
+            factors,
+            inputs,
         )
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)

@@ -6,7 +6,9 @@ over preferences, of a teacher, or of rewards.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import jax
 
@@ -14,15 +16,21 @@ from plimsoll.framework.config import Config, NonNegativeFloat, PositiveFloat, P
 from plimsoll.framework.layers.base import Context, Layer, Out, batch_shards, prepare_params, scale
 from plimsoll.framework.layers.chunked_loss import (
     Chunks,
+    ComputeLoss,
+    LossAndMetrics,
     apply_softcap,
+    by_position,
     compute_chunked_loss,
-    logits_product,
     token_log_probs,
     token_loss,
 )
+from plimsoll.framework.layers.logits_product import LogitsProduct, compute_logits
+from plimsoll.framework.layers.low_precision import Recipe
 from plimsoll.framework.layers.norm import RMSNorm
 from plimsoll.framework.layers.objective import Objective
-from plimsoll.framework.layout import Nested, ParameterSpec
+from plimsoll.framework.layout import Nested, ParameterSpec, PyTree, fold_in_name
+
+Inputs = TypeVar("Inputs")
 
 
 @component
@@ -75,6 +83,9 @@ class LMHead(Layer):
         self.softcap = softcap
         self.norm = norm.instantiate(dim=dim)
         self._init = init.instantiate()
+        # Set by `model.precision`: the recipe of the product, and the path that names the noise of its rounding.
+        self.recipe: Recipe | None = None
+        self.path = ""
         self.objective: Objective | None = None if objective is None else objective.instantiate()
         if self.objective is not None and z_loss:
             raise ValueError(
@@ -96,7 +107,13 @@ class LMHead(Layer):
     def table_spec(self) -> ParameterSpec:
         """Return the spec of the table [V, D] that maps hidden states to logits."""
         return ParameterSpec(
-            (self.vocab_size, self.dim), "float32", ("model", "fsdp"), initializer=self._init, roles=("vocab", "in")
+            (self.vocab_size, self.dim),
+            "float32",
+            ("model", "fsdp"),
+            initializer=self._init,
+            roles=("vocab", "in"),
+            # Also for a tied table: the embedding does not gather it.
+            gathered_as_fp8=self.recipe is not None and self.recipe.is_idempotent,
         )
 
     def param_specs(self) -> dict[str, ParameterSpec]:
@@ -117,9 +134,9 @@ class LMHead(Layer):
         return h_BSD if self.logit_divisor is None else scale(h_BSD, 1.0 / self.logit_divisor)
 
     def logits(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
-        """Return the float32 logits_BSV of x_BSD."""
+        """Return the float32 logits_BSV of x_BSD; differentiable."""
         h_BSD = self.apply_norm(weights, x_BSD, ctx)
-        product_BSV = logits_product(h_BSD, weights["table"])
+        product_BSV = compute_logits(self._product(ctx), h_BSD, weights["table"], self._rounding_key(ctx))
         return apply_softcap(product_BSV, self.softcap)
 
     def log_probs(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
@@ -127,7 +144,37 @@ class LMHead(Layer):
         h_BSD = self.apply_norm(weights, x_BSD, ctx)
         batch, length, _ = h_BSD.shape
         chunks = self.chunks(batch, length, ctx)
-        return token_log_probs(chunks, ctx, h_BSD, weights["table"], ctx.batch["targets"], self.softcap)
+        targets_BS = ctx.batch["targets"]
+        return token_log_probs(
+            self._product(ctx), chunks, ctx, h_BSD, weights["table"], targets_BS, self.softcap, self._rounding_key(ctx)
+        )
+
+    def map_logits(
+        self,
+        compute_values: Callable[..., PyTree],
+        weights: Nested,
+        x_BSD: jax.Array,
+        ctx: Context,
+        inputs: tuple[jax.Array, ...] = (),
+    ) -> PyTree:
+        """Return `compute_values(logits, *inputs)` for each position, see `chunked_loss.by_position`."""
+        h_BSD = self.apply_norm(weights, x_BSD, ctx)
+        batch, length, _ = h_BSD.shape
+        chunks = self.chunks(batch, length, ctx)
+        return by_position(
+            compute_values, self._product(ctx), chunks, ctx, h_BSD, weights["table"], self.softcap, inputs
+        )
+
+    def sum_loss(
+        self, compute_loss: ComputeLoss[Inputs], weights: Nested, x_BSD: jax.Array, ctx: Context, inputs: Inputs
+    ) -> LossAndMetrics:
+        """Sum `compute_loss(product, inputs)` over chunks of positions, see `chunked_loss.compute_chunked_loss`."""
+        h_BSD = self.apply_norm(weights, x_BSD, ctx)
+        batch, length, _ = h_BSD.shape
+        chunks = self.chunks(batch, length, ctx)
+        return compute_chunked_loss(
+            compute_loss, self._product(ctx), chunks, ctx, h_BSD, weights["table"], inputs, self._rounding_key(ctx)
+        )
 
     def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[None, Out]:
         """Return the mean loss over counted targets.
@@ -138,14 +185,10 @@ class LMHead(Layer):
         if self.objective is not None:
             loss, metrics = self.objective.loss(self, weights, carry, ctx)
             return None, Out(loss=loss, metrics=metrics)
-        h_BSD = self.apply_norm(weights, carry, ctx)
         compute_loss = partial(token_loss, softcap=self.softcap, z_loss=self.z_loss)
-        batch, length, _ = h_BSD.shape
-        chunks = self.chunks(batch, length, ctx)
         # Divided here by the targets of the global batch, so that the microbatches add up to its mean.
         token_weights_BS = ctx.batch["weights"] / ctx.num_targets
-        inputs = (ctx.batch["targets"], token_weights_BS)
-        loss, metrics = compute_chunked_loss(compute_loss, chunks, ctx, h_BSD, weights["table"], inputs)
+        loss, metrics = self.sum_loss(compute_loss, weights, carry, ctx, (ctx.batch["targets"], token_weights_BS))
         return None, Out(loss=loss, metrics=metrics)
 
     def chunks(self, batch: int, length: int, ctx: Context) -> Chunks:
@@ -169,6 +212,14 @@ class LMHead(Layer):
             min_groups = -(-tokens // self.gradient_tokens)
             groups = _smallest_divisor(count, min_groups)
         return Chunks(count, groups)
+
+    def _product(self, ctx: Context) -> LogitsProduct:
+        return LogitsProduct(self.recipe, ctx.platform)
+
+    def _rounding_key(self, ctx: Context) -> jax.Array | None:
+        if self.recipe is None or not self.recipe.stochastic or ctx.rng is None:
+            return None
+        return fold_in_name(ctx.rng, self.path)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Count the product with the table: 2 V D."""

@@ -54,6 +54,8 @@ from plimsoll.framework.layers.scale_history import pack_scales, read_scales
 RecipeName = Literal["fp8_tensor", "fp8_delayed", "fp8_row", "int8_row", "mxfp8", "fp8_block"]
 # Axes of an array that a scale covers; None means all.
 Axes = tuple[int, ...] | None
+# The contracted and the batch axes of a product, see `jax.lax.dot_general`.
+Dimensions = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -258,6 +260,31 @@ def round_and_restore(weight: jax.Array, constrain_bits: Callable[[jax.Array], j
     return values.astype(weight.dtype) * rounded.scale.astype(weight.dtype)
 
 
+def multiply_rounded(
+    left: jax.Array,
+    right: jax.Array,
+    dimensions: Dimensions,
+    scale: jax.Array,
+    dtype: DTypeLike,
+    recipe: Recipe,
+    platform: str,
+    *,
+    fast: bool = False,
+) -> jax.Array:
+    """Multiply 8-bit numbers, and scale the result; not differentiable.
+
+    Args:
+        left, right: the numbers.
+        dimensions: see `jax.lax.dot_general`.
+        scale: float32, the factor on the result.
+        dtype: dtype of the result.
+        recipe: formats and scales.
+        platform: tpu, gpu or cpu.
+        fast: sum in the tensor cores of a GPU with fewer bits, as usual in the forward pass.
+    """
+    return _scale(_dot(left, right, dimensions, dtype, _Options(recipe, platform), fast), scale, dtype)
+
+
 def _compute(x: Rounded, weight: Rounded, dtype: DTypeLike, options: _Options) -> jax.Array:
     over_inputs = (((x.values.ndim - 1,), (0,)), ((), ()))
     y = _dot(x.values, weight.values, over_inputs, dtype, options, fast=True)
@@ -265,12 +292,7 @@ def _compute(x: Rounded, weight: Rounded, dtype: DTypeLike, options: _Options) -
 
 
 def _dot(
-    left: jax.Array,
-    right: jax.Array,
-    dimensions: tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]],
-    dtype: DTypeLike,
-    options: _Options,
-    fast: bool = False,
+    left: jax.Array, right: jax.Array, dimensions: Dimensions, dtype: DTypeLike, options: _Options, fast: bool = False
 ) -> jax.Array:
     """Multiply 8-bit numbers. The result is int32 for int8, float32 on TPU and CPU, and else `dtype`.
 

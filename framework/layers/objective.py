@@ -6,13 +6,15 @@ positions of a microbatch, so it can sum the log-probabilities of a sequence, or
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import jax
 
 from plimsoll.framework.layers.base import Context
-from plimsoll.framework.layers.chunked_loss import Chunks, LossAndMetrics
+from plimsoll.framework.layers.chunked_loss import Chunks, ComputeLoss, LossAndMetrics
 from plimsoll.framework.layout import Nested
+
+Inputs = TypeVar("Inputs")
 
 
 class Head(Protocol):
@@ -22,6 +24,12 @@ class Head(Protocol):
 
     def log_probs(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
         """Return the log-probability of each target, f32[B, S]."""
+        ...
+
+    def sum_loss(
+        self, compute_loss: ComputeLoss[Inputs], weights: Nested, x_BSD: jax.Array, ctx: Context, inputs: Inputs
+    ) -> LossAndMetrics:
+        """Sum a loss of the logits over chunks of positions; see `chunked_loss.compute_chunked_loss`."""
         ...
 
     def apply_norm(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:

@@ -14,7 +14,7 @@ import jax
 
 from plimsoll.framework.config import Config, DType, PositiveInt, component, config_for
 from plimsoll.framework.layers.base import Context, Layer, Out
-from plimsoll.framework.layers.chunked_loss import logits_product
+from plimsoll.framework.layers.logits_product import LogitsProduct
 from plimsoll.framework.layers.norm import RMSNorm
 from plimsoll.framework.layout import Nested, ParameterSpec
 
@@ -82,7 +82,7 @@ class ScoreHead(Layer):
     def scores(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
         """Return the scores of all positions [B, S, C], float32 or wider; differentiable."""
         h_BSD = self.norm(weights["norm"], x_BSD, ctx)
-        scores_BSC = logits_product(h_BSD, weights["score"])
+        scores_BSC = LogitsProduct().multiply(h_BSD, weights["score"])
         if not self.bias:
             return scores_BSC
         return scores_BSC + weights["score_bias"].astype(scores_BSC.dtype)

@@ -44,8 +44,9 @@ class CausalLM(Chain):
         head: config of the last stage, an LMHead or a ScoreHead.
         lora: config of the adapters, which freeze everything else except a score head; none by default.
         precision: recipes of 8-bit matrix products, {a regex, searched in the paths of layers such as
-            "stack/block0/mlp/up": fp8_tensor, fp8_delayed, fp8_row, fp8_block, mxfp8 or int8_row}; the first one
-            that matches decides. Other layers use compute_dtype. See `framework.layers.low_precision`.
+            "stack/block0/mlp/up", or "head" for the output head: fp8_tensor, fp8_row, int8_row or, except for the head,
+            fp8_delayed, fp8_block and mxfp8}; the first one that matches decides. Other layers use compute_dtype. See
+            `framework.layers.low_precision`.
         param_dtype: dtype of the parameters that the forward pass reads.
         compute_dtype: dtype of weights and activations inside layers.
     """

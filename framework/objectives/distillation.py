@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from plimsoll.framework.config import PositiveFloat, Probability, component
 from plimsoll.framework.layers.base import Context
-from plimsoll.framework.layers.chunked_loss import LossAndMetrics, apply_softcap, compute_chunked_loss
+from plimsoll.framework.layers.chunked_loss import LossAndMetrics, apply_softcap
 from plimsoll.framework.layers.objective import Head, Objective
 from plimsoll.framework.layout import Nested
 
@@ -98,9 +98,6 @@ class Distillation(Objective):
         """Return the mean over counted targets; see `distillation_loss` for the metrics."""
         assert ctx.num_targets is not None
         batch = ctx.batch
-        h_BSD = head.apply_norm(weights, x_BSD, ctx)
-        batch_size, length, _ = h_BSD.shape
-        chunks = head.chunks(batch_size, length, ctx)
         inputs = TokenInputs(
             targets_BS=batch["targets"],
             # Divided by the targets of the global batch, so that the microbatches add up to its mean.
@@ -110,7 +107,7 @@ class Distillation(Objective):
             tail_BS=batch["teacher_tail"],
         )
         compute_loss = partial(distillation_loss, objective=self, softcap=head.softcap)
-        return compute_chunked_loss(compute_loss, chunks, ctx, h_BSD, weights["table"], inputs)
+        return head.sum_loss(compute_loss, weights, x_BSD, ctx, inputs)
 
     def compute_divergence(self, teacher_BSJ: jax.Array, student_BSJ: jax.Array) -> jax.Array:
         """Return D at each position, [B, S], from log-probabilities of the parts at temperature T."""

@@ -137,7 +137,7 @@ class _DeviceStep:
         if not isinstance(model, CausalLM) or not isinstance(model.head, LMHead):
             return self._compute_stage_grads(params, frozen, buffers, ctx)
         # The head gets no mesh, so that its chunks are those of this device's positions.
-        head_ctx = functools.partial(Context, **fields)
+        head_ctx = functools.partial(_LocalContext, **fields, device_platform=self.platform)
         return self._compute_language_model_grads(model, params, frozen, buffers, ctx, head_ctx)
 
     def _compute_stage_grads(self, params: Nested, frozen: Nested, buffers: Nested, ctx: Context) -> PyTree:

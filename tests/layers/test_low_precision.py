@@ -373,7 +373,7 @@ def test_resumes_to_the_bit(recipe: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_rules_that_cannot_apply_are_refused():
     for rules, message in (
-        ({"mlp": "fp8_tensor", "mlp/up": "int8_row"}, r"'mlp/up' decides for none of 7 layers"),
+        ({"mlp": "fp8_tensor", "mlp/up": "int8_row"}, r"'mlp/up' decides for none of 8 layers"),
         ({"(mlp": "fp8_row"}, r"'\(mlp' is no regular expression"),
         (
             {"mlp": "fp4"},

@@ -17,6 +17,8 @@ from tests.support import small
 
 NO_CUDA = "no CUDA plugin of JAX: pip install 'plimsoll-train[plan-gpu]'"
 LAYERS, VOCAB = 4, 64
+# For the head's products: four chunks of positions.
+LARGE_VOCAB = 8192
 ROWS, LENGTH = 2, 2048
 DIM, HIDDEN = 2048, 4096
 
@@ -33,6 +35,27 @@ def compile_step(target: str, recipe: str) -> Any:
     options: dict[str, Any] = {"batch": ROWS * len(devices), "mesh": {"fsdp": len(devices)}}
     experiment = small.experiment(model, seq_len=LENGTH, memory={"remat": "none"}, **options).instantiate()
     return Program(experiment, devices).backend.compiled_step
+
+
+@cache
+def compile_head(target: str, recipe: str) -> Any:
+    """Compile a step of one layer whose head computes a large vocabulary, in four chunks."""
+    targets.set_environment(target)
+    model = llama_model(layers=1, heads=16, kv_heads=8, dim=DIM, hidden=HIDDEN, vocab_size=LARGE_VOCAB)
+    model.param_dtype = model.compute_dtype = "bfloat16"
+    if recipe:
+        model.precision = {"^head$": recipe}
+    devices = targets.resolve(target).devices()
+    options: dict[str, Any] = {"batch": ROWS * len(devices), "mesh": {"fsdp": len(devices)}}
+    config = small.experiment(model, seq_len=LENGTH, memory={"remat": "none"}, **options)
+    config.data.tokenizer.vocab_size = LARGE_VOCAB
+    return Program(config.instantiate(), devices).backend.compiled_step
+
+
+def find_loop_lines(text: str, line: str) -> list[str]:
+    """Return the lines of a program's loop bodies that match a regex, for loops that multiply hidden states."""
+    bodies = re.findall(r"^%\S+ \(arg_tuple[^\n]*\n(.*?)^}", text, re.MULTILINE | re.DOTALL)
+    return [one for body in bodies if "jvp(head)" in body for one in body.splitlines() if re.search(line, one)]
 
 
 def find_products(text: str, opcodes: str) -> list[str]:
@@ -64,6 +87,43 @@ def test_integers_on_tpus():
     assert compile_step("v5e-1", "int8_row").memory_analysis().temp_size_in_bytes < (
         plain.memory_analysis().temp_size_in_bytes
     )
+
+
+@pytest.mark.pairs
+def test_integers_of_the_head_on_tpus():
+    pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
+    text = compile_head("v5e-1", "int8_row").as_text()
+    products = find_products(text, "convolution|dot")
+    # The logits and the gradients of hidden states and table.
+    assert sum(product.startswith("s32") for product in products) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp8_tensor", "fp8_row"])
+def test_floats_of_the_head_on_gpus(recipe: str):
+    pytest.importorskip("jax_cuda12_plugin", reason=NO_CUDA)
+    text = compile_head("h100", recipe).as_text()
+    head_products = re.findall(r'custom_call_target="__cublas\$lt\$matmul\$f8"[^\n]*op_name="[^"]*\(head\)', text)
+    assert len(head_products) == 3
+    assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 3
+    # The table is rounded and transposed before the loop over chunks.
+    table = rf"= f8e4m3fn\[({LARGE_VOCAB},{DIM}|{DIM},{LARGE_VOCAB})\]\S* (fusion|copy|transpose|convert)\("
+    assert re.search(table, text)
+    assert find_loop_lines(text, r"__cublas\$lt\$matmul\$f8")
+    assert find_loop_lines(text, table) == []
+    if recipe == "fp8_tensor":
+        # The gradients of the group's logits are saved as 8-bit numbers.
+        plain = compile_head("h100", "").memory_analysis().temp_size_in_bytes
+        assert compile_head("h100", recipe).memory_analysis().temp_size_in_bytes < plain
+
+
+@pytest.mark.slow
+def test_gpus_gather_8_bit_tables():
+    pytest.importorskip("jax_cuda12_plugin", reason=NO_CUDA)
+    text = compile_head("h100x8", "fp8_tensor").as_text()
+    gathers = " ".join(re.findall(r"= (\S.*?) all-gather(?:-start)?\(", text))
+    assert re.search(rf"\b(u8|f8e4m3fn)\[{LARGE_VOCAB},{DIM}\]", gathers)
+    assert f"bf16[{LARGE_VOCAB},{DIM}]" not in gathers
 
 
 @pytest.mark.slow

@@ -266,6 +266,21 @@ def test_8_bit_products_take_less_time_and_memory():
     assert needs[1].peak_bytes < needs[0].peak_bytes
 
 
+@pytest.mark.parametrize("recipe", ["fp8_tensor", "fp8_row"])
+def test_8_bit_products_of_the_head(recipe):
+    target = resolve("h100x8")
+    settings = ["data.global_batch_size=8", "mesh.fsdp=8", "memory.remat=full", "model.stack.num_layers=2"]
+    plain, rounded = (
+        estimate_for_target(load("llama3-8b", *settings, *rules), target)
+        for rules in ([], [f'model.precision={{"^head$": "{recipe}"}}'])
+    )
+    tokens_per_device = 8192
+    assert rounded.work.fp8_flops == 3 * 2 * 128256 * 4096 * tokens_per_device
+    assert rounded.work.flops == plain.work.flops
+    if recipe == "fp8_tensor":
+        assert rounded.peak_bytes < plain.peak_bytes
+
+
 @pytest.mark.pairs
 @pytest.mark.parametrize("remat", ["none", "dots", "dots_no_batch", "full", "save:query,mlp_up"])
 def test_recomputation_flops_match_the_compiler(remat, monkeypatch):
