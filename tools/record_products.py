@@ -67,7 +67,7 @@ def compute_blocks() -> dict[str, np.ndarray]:
 
 
 def draw_tiles() -> np.ndarray:
-    """Return x [128, 256], float32, whose largest magnitude in each row and column of a tile is 448 times a power of 2.
+    """Return x [128, 256], float16, whose largest magnitude in each row and column of a tile is 448 times a power of 2.
 
     The scales of torchao's `blockwise_fp8_training`, which need not be powers of two, then are.
     """
@@ -77,7 +77,7 @@ def draw_tiles() -> np.ndarray:
     for tile in range(2):
         columns = 128 * tile + rng.permutation(128)
         x[np.arange(128), columns] = rng.choice([-448.0, 448.0], 128) * np.exp2(rng.integers(-4, 5, 128))
-    return x.astype(np.float32)
+    return x.astype(np.float16)
 
 
 def compute_tiles() -> dict[str, np.ndarray]:
@@ -97,7 +97,7 @@ def compute_tiles() -> dict[str, np.ndarray]:
         ("column", kernels.torch_blockwise_scale_act_quant_rhs),
         ("square", kernels.torch_blockwise_scale_weight_quant),
     ):
-        values, scales = function(torch.tensor(x))
+        values, scales = function(torch.tensor(x.astype(np.float32)))
         arrays |= {f"{name}_values": values.view(torch.uint8).numpy(), f"{name}_scales": scales.numpy()}
     return arrays
 

@@ -12,7 +12,7 @@ compute these products (`jax.nn.scaled_matmul`).
 128 x 128 numbers of W, which are the same for y and dx. All else is that of `Float8BlockScaling` of Transformer Engine
 2.x: e4m3 for cotangents too, scales that are powers of two, and both forms of x and g rounded from the numbers
 themselves. (DeepSeek-V3 has other float32 scales, except for some activations, and converts x from one form to the
-other.) GPUs compute these products with a kernel of ours, see `block_products_gpu`.
+other.) GPUs compute these products with a kernel of ours, see `block_kernels_gpu`.
 
 A CPU computes both in float32 from the rounded numbers. For the backward pass, x rounded along tokens is saved.
 """
@@ -31,15 +31,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from plimsoll.framework.layers import block_products_gpu
-from plimsoll.framework.layers.block_rounding import (
-    TILE,
-    Blocks,
-    round_along_both_axes,
-    round_blocks,
-    round_square_blocks,
-    round_square_tiles,
-)
+from plimsoll.framework.layers.block_rounding import Blocks, round_blocks, round_square_blocks
 from plimsoll.framework.layers.custom_gradients import dense_cotangent
 from plimsoll.framework.layout import MeshAxes
 
@@ -63,7 +55,7 @@ class BlockScaling:
 
 
 MXFP8 = BlockScaling("mxfp8", 32, has_square_weights=False, in_shards=False)
-FP8_BLOCK = BlockScaling("fp8_block", TILE, has_square_weights=True, in_shards=True)
+FP8_BLOCK = BlockScaling("fp8_block", 128, has_square_weights=True, in_shards=True)
 
 
 @dataclass(frozen=True)
@@ -176,6 +168,9 @@ def multiply_blocks(x: jax.Array, rounded: BlockInput, weight: jax.Array, option
 def _round_both(x_MK: jax.Array, options: BlockOptions) -> tuple[Blocks, Blocks]:
     """Round a matrix for the products that sum over its second axis, and its transpose for those over its first."""
     if options.uses_our_kernels:
+        # Here and below: importing Pallas takes a tenth of a second, which every command would otherwise pay.
+        from plimsoll.framework.layers.block_kernels_gpu import round_along_both_axes
+
         return round_along_both_axes(x_MK, options.interpret)
     return round_blocks(x_MK, options.scaling.size), round_blocks(x_MK.T, options.scaling.size)
 
@@ -183,6 +178,8 @@ def _round_both(x_MK: jax.Array, options: BlockOptions) -> tuple[Blocks, Blocks]
 def _round_weight(weight_IO: jax.Array, options: BlockOptions, transpose: bool) -> Blocks:
     """Round a weight for dx or, transposed, for y."""
     if options.uses_our_kernels:
+        from plimsoll.framework.layers.block_kernels_gpu import round_square_tiles
+
         return round_square_tiles(weight_IO, transpose, options.interpret)
     factor = weight_IO.T if transpose else weight_IO
     rounding = round_square_blocks if options.scaling.has_square_weights else round_blocks
@@ -257,7 +254,9 @@ def _dot(left: Blocks, right: Blocks, dtype: DTypeLike, options: BlockOptions) -
         factors.append((values, scales))
     (left_values, left_scales), (right_values, right_scales) = factors
     if options.uses_our_kernels:
-        return block_products_gpu.multiply_blocks(
+        from plimsoll.framework.layers import block_kernels_gpu
+
+        return block_kernels_gpu.multiply_blocks(
             left_values,
             left_scales.astype(jnp.float32),
             right_values,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from plimsoll.framework.layers.block_rounding import PRODUCT_KERNEL
 from plimsoll.framework.layout import PyTree
 from plimsoll.framework.plan.grouped_products import count_grouped_flops
 
@@ -83,8 +84,8 @@ _CUDNN = {
 # Primitives that represent kernels in framework.plan.device_trace.
 LOCAL_ATTENTION = "attention_kernel"
 LOCAL_GROUPED_PRODUCT = "grouped_products"
-# The primitive of `jax.nn.scaled_matmul`.
-SCALED_PRODUCT = "scaled_matmul_wrapper"
+# Primitives of products of 8-bit floats with a scale for each block: that of `jax.nn.scaled_matmul`, and ours.
+SCALED_PRODUCTS = ("scaled_matmul_wrapper", PRODUCT_KERNEL)
 
 
 def _count_flops(eqn: JaxprEqn) -> FlopCount:
@@ -120,8 +121,8 @@ def _count_flops(eqn: JaxprEqn) -> FlopCount:
         value_products = 2 if is_backward else 1
         channels = key_products * key_dim + value_products * value_dim
         return FlopCount(2 * math.prod(rows) * key_length * channels)
-    if name == SCALED_PRODUCT:
-        # [B, M, K] and [B, N, K].
+    if name in SCALED_PRODUCTS:
+        # [B, M, K] and [B, N, K], or without B.
         num_flops = 2 * math.prod(shapes[-1]) * shapes[0][-1]
         return FlopCount(num_flops, fp8=num_flops)
     if name == LOCAL_GROUPED_PRODUCT:
@@ -147,10 +148,7 @@ def _count_flops(eqn: JaxprEqn) -> FlopCount:
         if work:
             return FlopCount(work)
     if name == "pallas_call" and params["cost_estimate"] is not None:
-        num_flops = int(params["cost_estimate"].flops)
-        dtype = getattr(eqn.invars[0].aval, "dtype", jnp.dtype("float32"))
-        is_fp8 = dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating)
-        return FlopCount(num_flops, fp8=num_flops * is_fp8)
+        return FlopCount(int(params["cost_estimate"].flops))
     return _flops_inside(name, params)
 
 

@@ -15,15 +15,10 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from plimsoll.framework.layers import block_products_gpu
+from plimsoll.framework.layers import block_kernels_gpu
 from plimsoll.framework.layers.base import Context
-from plimsoll.framework.layers.block_rounding import (
-    Blocks,
-    round_along_both_axes,
-    round_blocks,
-    round_square_blocks,
-    round_square_tiles,
-)
+from plimsoll.framework.layers.block_kernels_gpu import round_along_both_axes, round_square_tiles
+from plimsoll.framework.layers.block_rounding import Blocks, round_blocks, round_square_blocks
 from plimsoll.framework.layers.block_scaling import FP8_BLOCK, BlockOptions, Partition, multiply_blocks, round_input
 from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layers.low_precision import RECIPES, multiply
@@ -215,7 +210,7 @@ def test_kernels_refuse_arrays_beyond_their_offsets():
     scales = jax.ShapeDtypeStruct((2**20, 16), jnp.float32), jax.ShapeDtypeStruct((1, 16), jnp.float32)
     with pytest.raises(ValueError, match=r"has an array of 2147483648 elements, .* raise learner.accumulate"):
         jax.eval_shape(
-            lambda left, left_scales, right, right_scales: block_products_gpu.multiply_blocks(
+            lambda left, left_scales, right, right_scales: block_kernels_gpu.multiply_blocks(
                 left, left_scales, right, right_scales, jnp.bfloat16
             ),
             *(left, scales[0], right, scales[1]),

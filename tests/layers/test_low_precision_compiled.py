@@ -143,7 +143,7 @@ def test_large_blocks_on_gpus(target: str):
     pytest.importorskip("jax_cuda12_plugin", reason=NO_CUDA)
     compiled = compile_step(target, "fp8_block")
     text = compiled.as_text()
-    calls = re.findall(r"custom-call\(.*/fp8_block_(\w+)/pallas_call", text)
+    calls = re.findall(r"custom-call\(.*/fp8_block_(\w+)/\w+_call", text)
     # At least once for each product: XLA may unroll a loop.
     assert calls.count("product") >= 3 * 7
     # Shared inputs, their cotangents, and each weight for y and for the gradient of x.
@@ -163,12 +163,12 @@ def test_large_blocks_on_gpus(target: str):
 
 @pytest.mark.slow
 def test_large_blocks_are_multiplied_in_8_bits_on_hopper(tmp_path: Path):
-    """In the instructions of the kernels: without the attribute of `fp8_block_dot`, these multiply float16."""
+    """In the instructions of the kernels: without the attribute that the kernel sets, these multiply float16."""
     pytest.importorskip("jax_cuda12_plugin", reason=NO_CUDA)
     script = """
 import jax, jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
-from plimsoll.framework.layers.block_products_gpu import multiply_blocks
+from plimsoll.framework.layers.block_kernels_gpu import multiply_blocks
 from plimsoll.framework.plan import targets
 targets.set_environment("h100")
 sharding = SingleDeviceSharding(targets.resolve("h100").devices()[0])

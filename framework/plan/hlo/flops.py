@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from plimsoll.framework.layers.block_products_gpu import NAME as BLOCK_PRODUCT
+from plimsoll.framework.layers.block_rounding import PRODUCT_KERNEL
 from plimsoll.framework.plan.grouped_products import count_grouped_flops
 from plimsoll.framework.plan.hlo.arrays import arrays
 from plimsoll.framework.plan.hlo.computations import Instruction
@@ -86,7 +86,7 @@ class Flops:
 
 def is_block_product(instruction: Instruction) -> bool:
     """Return whether an instruction is our kernel for 8-bit floats in blocks, of left [M, K] and right [N, K]."""
-    return instruction.opcode == "custom-call" and f"/{BLOCK_PRODUCT}/" in instruction.op_name
+    return instruction.opcode == "custom-call" and f"/{PRODUCT_KERNEL}/" in instruction.op_name
 
 
 def _operand_dims(module: Module, instruction: Instruction, index: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.plan.jaxpr_analysis import (
     LOCAL_ATTENTION,
     LOCAL_GROUPED_PRODUCT,
-    SCALED_PRODUCT,
+    SCALED_PRODUCTS,
     FlopCount,
     inner_jaxprs,
 )
@@ -67,7 +67,7 @@ _GATHERS = ("all_gather", "reduce_scatter", "psum_scatter")
 _RECEIVED = {"psum": 2, "psum_invariant": 2, "all_to_all": 1, "ppermute": 1}
 _PRODUCTS = (
     *("dot_general", "conv_general_dilated", "ragged_dot_general", "pallas_call"),
-    *(LOCAL_ATTENTION, LOCAL_GROUPED_PRODUCT, SCALED_PRODUCT),
+    *(LOCAL_ATTENTION, LOCAL_GROUPED_PRODUCT, *SCALED_PRODUCTS),
 )
 _BASIS = "estimate: products at a fraction of the peak, bytes at published rates; compile for a more exact time"
 
