@@ -15,8 +15,9 @@ import json
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
-from plimsoll.framework.layers.low_precision import RECIPES
+from plimsoll.framework.layers.low_precision import RECIPES, RecipeName
 from plimsoll.framework.terminal.tables import TableSection, render
 from tools.bench.experts_quality import last_bits, train_or_load
 
@@ -39,11 +40,16 @@ _MODELS = {
     ],
 }
 _PLAIN = "float32"
+# Blocks do not divide the 64 channels of Qwen's keys and values.
+_WITH_BLOCKS = "attention/(query|output)|mlp"
 
 
-def measure_bits(model: str, recipe: str, seed: int, workdir: Path, steps: int) -> float:
+def measure_bits(model: str, recipe: RecipeName | Literal["float32"], seed: int, workdir: Path, steps: int) -> float:
     """Return the bits per byte of the held-out text after training."""
-    rules = {} if recipe == _PLAIN else {"attention|mlp": recipe}
+    rules: dict[str, str] = {}
+    if recipe != _PLAIN:
+        has_blocks = RECIPES[recipe].blocks is not None
+        rules = {_WITH_BLOCKS if has_blocks and model == "qwen" else "attention|mlp": recipe}
     overrides = [f"--config.trainer.seed={seed}", f"--config.model.precision={json.dumps(rules)}"]
     folder = workdir / f"{model}-{recipe}-{seed}"
     return last_bits(train_or_load("stdlib-tiny", folder, [*_COMMON, *_MODELS[model], *overrides], steps))
