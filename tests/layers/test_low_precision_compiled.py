@@ -184,7 +184,7 @@ jax.jit(lambda *arrays: multiply_blocks(*arrays, jnp.bfloat16)).lower(*arrays).c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["fp8_tensor", "fp8_row"])
+@pytest.mark.parametrize("recipe", ["fp8_tensor", "fp8_delayed", "fp8_row"])
 def test_floats_on_gpus(recipe: str):
     pytest.importorskip("jax_cuda12_plugin", reason=NO_CUDA)
     text = compile_step("h100", recipe).as_text()
