@@ -7,6 +7,7 @@
     plimsoll plan --config=lora:meta-llama/Llama-3.1-8B --data=pairs.jsonl --target=h100
     plimsoll plan --config=llama2-7b --target=v5e-8 --auto
     plimsoll plan --config=llama3-8b --target=h100 --largest --host_memory_gib=128 --picture=largest.png
+    plimsoll plan --config=qlora:meta-llama/Llama-3.1-8B --target=rtx4090 --longest --config.data.global_batch_size=1
     plimsoll plan --function=step.py:abstract_step --target=h100
     plimsoll plan --targets
 
@@ -74,7 +75,7 @@ def add_flags(parser: cli.Parser) -> None:
 
 
 def _add_search_flags(parser: cli.Parser) -> None:
-    """Add the flags of the search for settings or for the largest model."""
+    """Add the flags of the search for settings, for the largest model or for the longest row."""
     add = parser.add_argument
     add(
         "--auto",
@@ -88,11 +89,17 @@ def _add_search_flags(parser: cli.Parser) -> None:
         action="store_true",
         help="scale up the model by its family's rule until nothing fits; with --compare, for each value",
     )
-    add("--picture", type=Path, metavar="FILE.png", help="with --largest: plot tokens/s over parameters")
+    add("--longest", action="store_true", help="lengthen the rows until nothing fits; with --compare, for each value")
+    add(
+        "--picture",
+        type=Path,
+        metavar="FILE.png",
+        help="with --largest or --longest: plot tokens/s over parameters or row lengths",
+    )
     add(
         "--allow",
         metavar="NAME,NAME",
-        help="with --auto or --largest: allowed changes to the training: rounding, moments, optimizer8bit",
+        help="with --auto, --largest or --longest: allowed changes to the training: rounding, moments, optimizer8bit",
     )
     add("--host_memory_gib", type=float, metavar="GIB", help="memory of each host, instead of the target's")
 
@@ -126,7 +133,7 @@ def main(argv: list[str]) -> int:
     jax.config.update("jax_enable_compilation_cache", False)
     for note in command.notes:
         print(note, file=sys.stderr)
-    if args.largest:
+    if args.largest or args.longest:
         return plan_largest(command, names)
     if args.smallest or len(names) > 1:
         return plan_several_targets(command, names)

@@ -18,11 +18,11 @@ def get_auto_mode(command: cli.Command) -> str | None:
 def check_auto(command: cli.Command) -> None:
     """Raise UsageError or ConfigError for flags that cannot be combined with a search, or that require one."""
     args = command.args
-    if args.largest:
+    if args.largest or args.longest:
         return
     if get_auto_mode(command) is None:
         if args.allow is not None:
-            raise cli.UsageError("--allow requires --auto or --largest")
+            raise cli.UsageError("--allow requires --auto, --largest or --longest")
         return
     if args.allow is not None:
         parse_allowed(args.allow)

@@ -1,4 +1,4 @@
-"""`plimsoll plan --largest`: the largest model of a config's family that fits the machines, and the settings for it."""
+"""`plimsoll plan --largest` and `--longest`: the largest model of a config's family, or the longest row, that fits."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from plimsoll.launch.plan_page import build_target_page
 
 if TYPE_CHECKING:
     from plimsoll.extras.autotune.autotune import TuningRequest, TuningResult
-    from plimsoll.extras.largest.size_family import SizeFamily
-    from plimsoll.extras.largest.size_frontier import Frontier, FrontierPoint
+    from plimsoll.extras.largest.frontier import Family, Frontier, FrontierPoint
     from plimsoll.framework.plan.build_report import CompiledTrainStep
     from plimsoll.framework.plan.throughput_curve import ThroughputCurve
 
@@ -41,14 +40,17 @@ class FrontierSeries(NamedTuple):
 
 
 def check_largest(command: cli.Command) -> None:
-    """Raise UsageError for flags that cannot be combined with --largest, or that require it."""
+    """Raise UsageError for flags that cannot be combined with --largest and --longest, or that require one of them."""
     args = command.args
-    if not args.largest:
+    if not args.largest and not args.longest:
         if args.picture is not None:
-            raise cli.UsageError("--picture requires --largest")
+            raise cli.UsageError("--picture requires --largest or --longest")
         return
+    if args.largest and args.longest:
+        raise cli.UsageError("--largest cannot be combined with --longest")
     if args.auto or args.smallest:
-        raise cli.UsageError("--largest cannot be combined with --auto or --smallest")
+        name = "--largest" if args.largest else "--longest"
+        raise cli.UsageError(f"{name} cannot be combined with --auto or --smallest")
     if args.picture is not None and not args.picture.absolute().parent.is_dir():
         raise cli.UsageError(f"no directory {args.picture.absolute().parent} to write {args.picture.name} into")
     if args.allow is not None:
@@ -61,21 +63,24 @@ def plan_largest(command: cli.Command, names: list[str]) -> int:
     """Search the frontier of each series, print the tables, and write the files.
 
     Args:
-        command: command with --largest.
+        command: command with --largest or --longest.
         names: names of the targets.
     """
     from plimsoll.extras.largest import frontier_tables
+    from plimsoll.extras.largest.frontier import FrontierSearch
     from plimsoll.extras.largest.size_family import SizeFamily
-    from plimsoll.extras.largest.size_frontier import FrontierSearch
 
     args = command.args
     machines = [resolve_target(args, name) for name in names]
     series = list(_series(command, machines))
     # Read every config before the first search starts.
-    families = [SizeFamily.derive(one.command.resolve(one.target.name)[0]) for one in series]
+    families: list[Family[Any]] = []
+    for one in series:
+        config = one.command.resolve(one.target.name)[0]
+        families.append(_derive_lengths(config) if args.longest else SizeFamily.derive(config))
     start_cpus(machines)
     frontiers = []
-    tuners = [_SizeTuner(one) for one in series]
+    tuners = [_MemberTuner(one) for one in series]
     curves = []
     for one, family, tuner in zip(series, families, tuners, strict=True):
         frontier = FrontierSearch(family, tuner, tuner.check, not args.estimate, _log).run(one.name)
@@ -99,7 +104,8 @@ def plan_largest(command: cli.Command, names: list[str]) -> int:
         args.html = None
     write_outputs(args, sections, content, draw_page)
     if args.picture is not None:
-        title = f"{command.spec} scaled up on {', '.join(machine.name for machine in machines)}"
+        change = "with longer rows" if args.longest else "scaled up"
+        title = f"{command.spec} {change} on {', '.join(machine.name for machine in machines)}"
         with writing(args.picture):
             frontier_tables.plot_frontiers(frontiers, args.picture, title)
         print(f"picture: {args.picture}")
@@ -110,24 +116,35 @@ def _to_json(frontier: Frontier, curve: ThroughputCurve | None) -> dict[str, Any
     return {
         "name": frontier.name,
         "failure": frontier.failure,
-        "points": [point.to_json() for point in frontier.points],
+        "points": [point.to_json(frontier.family) for point in frontier.points],
         "throughput_curve": None if curve is None else curve.to_json(),
     }
 
 
+def _derive_lengths(config: Config) -> Family[Any]:
+    from plimsoll.extras.largest.length_family import LengthFamily
+
+    family = LengthFamily.derive(config)
+    if family.max_positions is not None:
+        _log(
+            f"the model's positions support rows of up to {family.max_positions:,} tokens; longer ones are not searched"
+        )
+    return family
+
+
 def _build_page(
     series: Sequence[FrontierSeries],
-    families: Sequence[SizeFamily],
-    tuners: Sequence[_SizeTuner],
+    families: Sequence[Family[Any]],
+    tuners: Sequence[_MemberTuner],
     frontiers: Sequence[Frontier],
     curves: Mapping[str, ThroughputCurve],
 ) -> str:
-    """Build the page of the largest model of each series.
+    """Build the page of the largest member of each series.
 
     Args:
         series: the series.
-        families: the sizes of each series.
-        tuners: the tuner of each series, with the compiled step of its largest model.
+        families: the family of each series.
+        tuners: the tuner of each series, with the compiled step of its largest member.
         frontiers: the frontier of each series.
         curves: {name of a series: rates at larger batches}; the name is "" if there is only one.
     """
@@ -147,15 +164,15 @@ def _build_page(
     return page(reports, curves=curves)
 
 
-def _apply_size(command: cli.Command, family: SizeFamily, point: FrontierPoint) -> cli.Command:
-    """Return the command with the overrides that give a size and its settings.
+def _apply_size(command: cli.Command, family: Family[Any], point: FrontierPoint) -> cli.Command:
+    """Return the command with the overrides that give a member and its settings.
 
     Args:
         command: command of the series.
-        family: the sizes of the series.
-        point: the size, with its settings.
+        family: the family of the series.
+        point: the member, with its settings.
     """
-    changes = diff(family.config, family.scale_config(point.size))
+    changes = diff(family.config, family.scale_config(point.member.size))
     size_overrides = [(path, str(value)) for path, _, value in changes]
     return dataclasses.replace(command, overrides=[*command.overrides, *size_overrides, *point.choice.settings])
 
@@ -177,8 +194,8 @@ def _series(command: cli.Command, machines: list[Any]) -> Iterator[FrontierSerie
             yield FrontierSeries(f"{name}, --allow={','.join(names)}", variant, machine, names)
 
 
-class _SizeTuner:
-    """Finds the fastest settings that fit, for a given model size.
+class _MemberTuner:
+    """Finds the fastest settings that fit, for a member of a family.
 
     Args:
         series: series whose frontier is searched.
@@ -190,11 +207,11 @@ class _SizeTuner:
         self._target = series.target
         self._device_bytes = cli.gib("device_memory_gib", args.device_memory_gib) or series.target.limit_bytes
         self._host_bytes = cli.gib("host_memory_gib", args.host_memory_gib)
-        # The step of the size that was compiled last, which is the largest one that fits.
+        # The step of the member that was compiled last, which is the largest one that fits.
         self._compiled_step: CompiledTrainStep | None = None
 
     def __call__(self, config: Config, estimate: bool) -> TuningResult:
-        """See `size_frontier.TuneFunction`."""
+        """See `frontier.TuneFunction`."""
         from plimsoll.extras.autotune.autotune import autotune
 
         request = self._build_request(config, estimate)
@@ -204,7 +221,7 @@ class _SizeTuner:
         return result
 
     def check(self, config: Config) -> str:
-        """See `size_frontier.CheckFunction`."""
+        """See `frontier.CheckFunction`."""
         from plimsoll.extras.autotune.autotune import explain_misfit
 
         return explain_misfit(self._build_request(config, True), self._target, self._host_bytes)
@@ -217,11 +234,11 @@ class _SizeTuner:
         machine = Machine.derive(self._target, self._device_bytes, self._host_bytes)
         return TuningRequest(config, machine, "memory", sorted(fixed), self._series.allowed, estimate)
 
-    def estimate_curve(self, family: SizeFamily, frontier: Frontier) -> ThroughputCurve | None:
-        """Return the rates of the largest model at larger batches; None if nothing fits, or without published rates.
+    def estimate_curve(self, family: Family[Any], frontier: Frontier) -> ThroughputCurve | None:
+        """Return the rates of the largest member at larger batches; None if nothing fits, or without published rates.
 
         Args:
-            family: the sizes of the series.
+            family: the family of the series.
             frontier: the frontier of the series.
         """
         from plimsoll.extras.autotune.batch_curve import estimate_curve
@@ -229,11 +246,11 @@ class _SizeTuner:
         if not frontier.points:
             return None
         largest = frontier.points[-1]
-        request = self._build_request(family.scale_config(largest.size), estimate=True)
+        request = self._build_request(family.scale_config(largest.member.size), estimate=True)
         return estimate_curve(request, self._target, largest.choice, self._host_bytes)
 
     def make_report(self, command: cli.Command) -> Any:
-        """Return the plan of the largest model.
+        """Return the plan of the largest member.
 
         Args:
             command: command with the overrides of its size and settings.

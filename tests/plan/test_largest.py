@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from plimsoll import configs
 from plimsoll.extras.autotune.autotune import TuningResult
 from plimsoll.extras.autotune.settings import Machine, TunedSettings
 from plimsoll.extras.largest import frontier_tables
+from plimsoll.extras.largest.frontier import Frontier, FrontierSearch
+from plimsoll.extras.largest.length_family import LengthFamily
 from plimsoll.extras.largest.size_family import Size, SizeFamily, count_parameters
-from plimsoll.extras.largest.size_frontier import Frontier, FrontierSearch
 from plimsoll.framework.config import Config, ConfigError
 from plimsoll.launch import plan
 
@@ -48,17 +50,17 @@ def frontier(answers: Answers, *, compiles: bool = False) -> Frontier:
 
 @pytest.mark.pairs
 def test_width_and_depth_grow_together():
-    family = SizeFamily.derive(configs.load("llama3-8b"))
-    members = family.members(4)
+    family = replace(SizeFamily.derive(configs.load("llama3-8b")), widest=4)
+    members = family.members()
     assert family.known == Size(32, 32)
     assert Size(32, 32) in [member.size for member in members]
-    parameters = [member.parameters for member in members]
+    parameters = [member.amount for member in members]
     assert parameters == sorted(parameters)
     gaps = [after / before for before, after in itertools.pairwise(parameters[40:])]
     assert max(gaps) < 1.04, "the largest that fits is known to a few percent"
     for member in members[:: len(members) // 7]:
         config = family.scale_config(member.size)
-        assert count_parameters(config) == member.parameters
+        assert count_parameters(config) == member.amount
         assert config.model.dim == 128 * member.size.heads
         config.instantiate()
     wide = family.scale_config(Size(64, 64))
@@ -82,16 +84,16 @@ def test_key_heads_grow_in_multi_head_attention():
     ["gemma3-tiny", "qwen3-moe-tiny", "gpt-oss-tiny", "deepseek-tiny", "qwen3.5-tiny", "mamba2-tiny", "qwen3.6-27b"],
 )
 def test_other_families_grow(name: str):
-    family = SizeFamily.derive(configs.load(name))
+    family = replace(SizeFamily.derive(configs.load(name)), widest=4)
     known = configs.load(name)
     assert family.scale_config(family.known) == known
-    members = family.members(4)
-    parameters = [member.parameters for member in members]
+    members = family.members()
+    parameters = [member.amount for member in members]
     assert parameters == sorted(parameters)
     assert parameters[-1] > 8 * count_parameters(known)
     for member in members[:: len(members) // 3]:
         config = family.scale_config(member.size)
-        assert count_parameters(config) == member.parameters
+        assert count_parameters(config) == member.amount
         config.instantiate()
 
 
@@ -118,17 +120,17 @@ def test_family_without_blocks_is_refused():
 def test_the_largest_that_fits_is_found(most: float):
     answers = Answers(most)
     found = frontier(answers)
-    largest = found.points[-1].parameters
+    largest = found.points[-1].member.amount
     assert 0.96 * most < largest <= most
     assert len(answers.asked) < 25
-    parameters = [point.parameters for point in found.points]
+    parameters = [point.member.amount for point in found.points]
     assert parameters == sorted(set(parameters))
     assert len(parameters) >= 2
 
 
 def test_compiler_result_overrides_the_estimate():
     found = frontier(Answers(20e9, by_the_compiler=19e9), compiles=True)
-    assert 17.5e9 < found.points[-1].parameters <= 19e9
+    assert 17.5e9 < found.points[-1].member.amount <= 19e9
     assert found.points[-1].choice.compiled
 
 
@@ -138,6 +140,42 @@ def test_nothing_fits():
     largest, reasons = frontier_tables.frontier_sections([found])
     assert largest.rows[1] == ["base config", "none", *[""] * 5]
     assert reasons.rows == [["base config", "too much"]]
+
+
+def test_rows_grow_in_small_steps():
+    family = LengthFamily.derive(configs.load("llama3-8b"))
+    lengths = [member.amount for member in family.members()]
+    assert lengths == sorted(set(lengths))
+    assert {128, 4096, 131072, 1 << 20} <= set(lengths)
+    assert all(length % 128 == 0 for length in lengths)
+    # Many devices can divide long rows.
+    assert all(length % 1024 == 0 for length in lengths if length >= 1 << 16)
+    assert max(after / before for before, after in itertools.pairwise(lengths[63:])) < 1.016
+    config = family.scale_config(4096)
+    assert family.measure(config) == config.data.seq_len == 4096
+    assert config.data.global_batch_size == configs.load("llama3-8b").data.global_batch_size
+
+
+def test_learned_positions_bound_the_rows():
+    family = LengthFamily.derive(configs.load("gpt2-124m"))
+    assert family.members()[-1].amount == 1024
+    with pytest.raises(ConfigError, match="--longest requires a language model"):
+        LengthFamily.derive(configs.load("digits-nice"))
+
+
+@pytest.mark.pairs
+def test_the_longest_row_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    picture, file = tmp_path / "longest.png", tmp_path / "longest.json"
+    flags = ["--config=stdlib-tiny", "--target=rtx3060", "--longest", "--estimate", "--config.data.global_batch_size=1"]
+    flags += ["--config.memory.remat=full", "--config.memory.update=after_backward", "--device_memory_gib=2"]
+    flags += ["--config.memory.optimizer_state=device", "--compare", "model.stack.num_layers=4,16"]
+    assert plan.main([*flags, f"--picture={picture}", f"--json={file}"]) == 0
+    said = capsys.readouterr()
+    assert "longest row that fits" in said.out
+    assert "tokens per row" in said.out
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    lengths = [series["points"][-1]["seq_len"] for series in json.loads(file.read_text())]
+    assert lengths[0] > lengths[1] > 8192, "a deeper model leaves less room"
 
 
 @pytest.mark.pairs
@@ -185,7 +223,9 @@ def test_several_targets_are_several_lines(tmp_path: Path, capsys: pytest.Captur
     ("flags", "message"),
     [
         (["--largest", "--auto"], "--largest cannot be combined with --auto"),
-        (["--picture=x.png"], "--picture requires --largest"),
+        (["--picture=x.png"], "--picture requires --largest or --longest"),
+        (["--largest", "--longest"], "--largest cannot be combined with --longest"),
+        (["--longest", "--smallest"], "--longest cannot be combined with --auto or --smallest"),
         (["--largest", "--allow=roundng"], "'roundng' is not one of rounding, moments, optimizer8bit, fp8, int8"),
         (["--largest", "--picture=/nowhere/x.png"], "no directory /nowhere"),
         (["--largest", "--compare", "memory.remat"], "expected PATH=A,B"),

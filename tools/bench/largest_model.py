@@ -22,8 +22,8 @@ from plimsoll.configs import load
 from plimsoll.extras.autotune.autotune import MEMORY, TuningRequest, TuningResult, autotune, explain_misfit
 from plimsoll.extras.autotune.batch_curve import estimate_curve
 from plimsoll.extras.autotune.settings import Machine, Setting, find_fixed_paths, flags
+from plimsoll.extras.largest.frontier import FrontierSearch
 from plimsoll.extras.largest.size_family import SizeFamily
-from plimsoll.extras.largest.size_frontier import FrontierPoint, FrontierSearch
 from plimsoll.framework.config import Config
 from plimsoll.framework.plan import targets
 from plimsoll.framework.plan.cache import versions
@@ -83,7 +83,7 @@ class LargestRow(NamedTuple):
         machine: target name of the machine.
         host_gib: GiB of its host's memory; None for the target's own.
         optimizer: name in `OPTIMIZERS`.
-        point: the largest size, or None if nothing fits.
+        point: the largest size as JSON data, or None if nothing fits.
         curve: rates of the largest size at larger batches, or None if there are none.
         seconds: duration of the search.
     """
@@ -91,14 +91,13 @@ class LargestRow(NamedTuple):
     machine: str
     host_gib: int | None
     optimizer: str
-    point: FrontierPoint | None
+    point: dict[str, Any] | None
     curve: ThroughputCurve | None
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON data."""
-        parts = {"point": self.point, "curve": self.curve}
-        return self._asdict() | {name: None if part is None else part.to_json() for name, part in parts.items()}
+        return self._asdict() | {"curve": None if self.curve is None else self.curve.to_json()}
 
 
 def find_largest(machine_name: str, host_gib: int | None, optimizer: str, *, estimate: bool) -> LargestRow:
@@ -125,10 +124,11 @@ def find_largest(machine_name: str, host_gib: int | None, optimizer: str, *, est
     search = FrontierSearch(family, ask, check, not estimate, lambda line: print(f"  {line}", flush=True))
     point = search.largest()
     seconds = time.monotonic() - start
-    curve = None
-    if point is not None:
-        curve = estimate_curve(build_request(family.scale_config(point.size), True), target, point.choice, host_bytes)
-    return LargestRow(machine_name, host_gib, optimizer, point, curve, seconds)
+    if point is None:
+        return LargestRow(machine_name, host_gib, optimizer, None, None, seconds)
+    request = build_request(family.scale_config(point.member.size), True)
+    curve = estimate_curve(request, target, point.choice, host_bytes)
+    return LargestRow(machine_name, host_gib, optimizer, point.to_json(family), curve, seconds)
 
 
 def render_page(rows: Sequence[Mapping[str, Any]]) -> str:

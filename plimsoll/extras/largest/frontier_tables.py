@@ -5,46 +5,48 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from plimsoll.extras.largest.size_frontier import Frontier, FrontierPoint
+from plimsoll.extras.largest.frontier import Family, Frontier, FrontierPoint
 from plimsoll.framework.terminal.tables import TableSection, human_bytes, human_count
 
 _COLORS = ("#30638e", "#d1495b", "#00798c", "#edae49", "#6a4c93", "#2e933c")
 
 
 def frontier_sections(frontiers: Sequence[Frontier]) -> list[TableSection]:
-    """Return a table for each frontier, and one that compares the largest sizes."""
+    """Return a table for each frontier, and one that compares the largest members; all are of the same kind."""
     tables = []
     failures = []
-    largest = [["", "parameters", "layers", "heads", "device", "host", "tokens/s"]]
+    family = frontiers[0].family
+    columns = [*family.columns, "device", "host", "tokens/s"]
+    largest = [["", *columns]]
     for frontier in frontiers:
         if not frontier.points:
-            largest.append([frontier.name, "none", *[""] * 5])
+            largest.append([frontier.name, "none", *[""] * (len(columns) - 1)])
             failures.append([frontier.name, frontier.failure])
             continue
-        rows = [["parameters", "layers", "heads", "device", "host", "tokens/s", "settings"]]
-        rows += [[*_format_point(point), point.choice.flags or "unchanged"] for point in frontier.points]
+        rows = [[*columns, "settings"]]
+        rows += [[*_format_point(family, point), point.choice.flags or "unchanged"] for point in frontier.points]
         tables.append(TableSection(f"frontier, {frontier.name}", rows))
-        largest.append([frontier.name, *_format_point(frontier.points[-1])])
-    sections = [*tables, TableSection("largest model that fits", largest)]
+        largest.append([frontier.name, *_format_point(family, frontier.points[-1])])
+    sections = [*tables, TableSection(family.title, largest)]
     return [*sections, TableSection("nothing fits", failures)] if failures else sections
 
 
-def _format_point(point: FrontierPoint) -> list[str]:
+def _format_point(family: Family[Any], point: FrontierPoint) -> list[str]:
     choice = point.choice
     used = "" if choice.used is None else f", {100 * choice.used:.1f}%"
     source = "" if choice.compiled else " (estimate)"
     host = human_bytes(choice.host) if choice.host else "-"
     rate = "-" if point.tokens_per_second is None else human_count(point.tokens_per_second)
-    size = point.size
     device = f"{human_bytes(choice.peak)}{used}{source}"
-    return [human_count(point.parameters), str(size.layers), str(size.heads), device, host, rate]
+    return [*family.to_cells(point.member), device, host, rate]
 
 
 def plot_frontiers(frontiers: Sequence[Frontier], picture: Path, title: str) -> None:
-    """Plot tokens per second over parameters as a PNG, which is replaced atomically. Raises OSError.
+    """Plot tokens per second over the members' amounts as a PNG, which is replaced atomically. Raises OSError.
 
-    Each frontier is a line. Its last point is the largest size that fits.
+    Each frontier is a line. Its last point is the largest member that fits.
 
     Args:
         frontiers: the frontiers to plot.
@@ -60,12 +62,14 @@ def plot_frontiers(frontiers: Sequence[Frontier], picture: Path, title: str) -> 
         points = [point for point in frontier.points if point.tokens_per_second is not None]
         if not points:
             continue
-        sizes = [point.parameters / 1e9 for point in points]
+        amounts = [point.member.amount for point in points]
         rates = [point.tokens_per_second or 0.0 for point in points]
-        label = f"{frontier.name}: up to {human_count(points[-1].parameters)}"
-        axes.plot(sizes, rates, color=color, marker="o", markersize=4, label=label)
-        axes.axvline(sizes[-1], color=color, linestyle=":", linewidth=1.0)
-    axes.set(xscale="log", yscale="log", title=title, xlabel="parameters, billions", ylabel="tokens/s, estimated")
+        label = f"{frontier.name}: up to {frontier.family.to_cells(points[-1].member)[0]}"
+        axes.plot(amounts, rates, color=color, marker="o", markersize=4, label=label)
+        axes.axvline(amounts[-1], color=color, linestyle=":", linewidth=1.0)
+    amount_name = frontiers[0].family.columns[0]
+    axes.set(xscale="log", yscale="log", title=title, xlabel=amount_name, ylabel="tokens/s, estimated")
+    axes.xaxis.set_major_formatter(lambda amount, _: human_count(amount))
     axes.grid(color="#dddddd", linewidth=0.6, which="both")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)

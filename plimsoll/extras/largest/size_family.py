@@ -12,12 +12,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+from plimsoll.extras.largest.frontier import Member
 from plimsoll.framework.config import Config, ConfigError, get_target
 from plimsoll.framework.layers.linear_attention import LinearAttention
 from plimsoll.framework.models.causal_lm import CausalLM
+from plimsoll.framework.terminal.tables import human_count
 
+# Search widths up to this multiple of the known one.
+_WIDEST = 8
 # Heads come in groups of this size, which is divisible by common numbers of devices.
 _HEADS = 8
 # Widths of models, and of MLPs and experts, are multiples of these, or of the largest power of two in the known width.
@@ -36,13 +40,6 @@ class Size(NamedTuple):
 
     heads: int
     layers: int
-
-
-class Member(NamedTuple):
-    """A size, with the number of parameters of its model."""
-
-    size: Size
-    parameters: int
 
 
 class _WidthModels(NamedTuple):
@@ -67,13 +64,17 @@ class _WidthModels(NamedTuple):
 
 @dataclass(frozen=True)
 class SizeFamily:
-    """The sizes that can be derived from a config.
+    """The sizes that can be derived from a config; a `Family`.
 
     Attributes:
         config: config of the known size.
+        widest: the largest width, as a multiple of the known one.
     """
 
     config: Config
+    widest: int = _WIDEST
+    title: ClassVar[str] = "largest model that fits"
+    columns: ClassVar[tuple[str, ...]] = ("parameters", "layers", "heads")
 
     @staticmethod
     def derive(config: Config) -> SizeFamily:
@@ -109,13 +110,25 @@ class SizeFamily:
         counts = [_count_shared_heads(attention) for attention in self._attentions]
         return max(filter(None, counts), default=min(_HEADS, self.known.heads))
 
-    def members(self, most: int) -> list[Member]:
-        """Return the sizes of up to `most` times the known width, smallest first.
+    def measure(self, config: Config) -> int:
+        """Return the number of parameters of a config's model."""
+        return count_parameters(config)
 
-        Args:
-            most: largest width, as a multiple of the known one.
-        """
-        widths = range(self._step, most * self.known.heads + 1, self._step)
+    def describe(self, amount: int) -> str:
+        """Return a number of parameters with its unit."""
+        return f"{human_count(amount)} parameters"
+
+    def to_cells(self, member: Member[Size]) -> list[str]:
+        """Return parameters, layers and heads."""
+        return [human_count(member.amount), str(member.size.layers), str(member.size.heads)]
+
+    def to_json(self, member: Member[Size]) -> dict[str, Any]:
+        """Return heads, layers and parameters by name."""
+        return {**member.size._asdict(), "parameters": member.amount}
+
+    def members(self) -> list[Member[Size]]:
+        """Return the sizes up to the largest width, smallest first."""
+        widths = range(self._step, self.widest * self.known.heads + 1, self._step)
         depths = [self._depths_for_width(heads) for heads in widths]
         members = []
         for depth, next_depth in itertools.pairwise(depths):
