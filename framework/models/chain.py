@@ -162,8 +162,8 @@ class Chain:
             if self.lora is None:
                 return spec
             # Only adapters are trained, which are the only ones with an axis of the role "rank", and a score head,
-            # which is new when a base model is adapted (peft's modules_to_save). Histories are recorded in any case.
-            return replace(spec, trainable=spec.is_history or not {"rank", LABEL}.isdisjoint(spec.roles))
+            # which is new when a base model is adapted (peft's modules_to_save).
+            return replace(spec, trainable=not {"rank", LABEL}.isdisjoint(spec.roles))
 
         return jax.tree.map(in_model, self._specs())
 
