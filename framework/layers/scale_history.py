@@ -40,9 +40,8 @@ def history_spec() -> ParameterSpec:
 
 def read_scales(history: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the scales of input and cotangent, float32 scalars; 1 if nothing is recorded, as in Transformer Engine."""
-    # An average of histories (learner.ema) may lie between two powers.
-    exponent = jnp.ceil(jnp.max(history, axis=-1))
-    exponent = jnp.where(exponent <= _NOTHING, 0.0, exponent)
+    exponent = jnp.max(history, axis=-1)
+    exponent = jnp.where(exponent == _NOTHING, 0.0, exponent)
     scales = jnp.ldexp(jnp.float32(1), exponent.astype(jnp.int32))
     return scales[0], scales[1]
 
