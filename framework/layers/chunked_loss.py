@@ -7,8 +7,8 @@ at a time: a group saves the gradients of its logits in the compute dtype, so th
 product, reduced over the devices once. `token_log_probs` recomputes the logits in the backward pass, because its
 result may be the input of any function.
 
-Products of 8-bit numbers round the hidden states and the table once, before the loop over chunks, see
-`framework.layers.logits_product`.
+Products of 8-bit numbers round the hidden states and the table once, before the loop over chunks, and a group may save
+8-bit gradients of its logits, see `framework.layers.logits_product`.
 """
 
 from __future__ import annotations
