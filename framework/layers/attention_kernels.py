@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from plimsoll.framework.config.names import did_you_mean
 from plimsoll.framework.layers import kernels_cudnn, kernels_splash, kernels_xla
-from plimsoll.framework.layers.kernels_call import AttentionCall, SplashBlocks, describe_call
+from plimsoll.framework.layers.kernels_call import AttentionCall, ContextParallel, SplashBlocks, describe_call
 
 Implementation = Literal["auto", "xla", "splash", "cudnn"]
 # Each of these modules has `why_not(call)` and `attend(call, q, k, v, segments, sinks)`.
@@ -30,6 +30,7 @@ def dot_product_attention(
     mesh: Mesh | None = None,
     splash: SplashBlocks = SplashBlocks(),
     sinks_N: jax.Array | None = None,
+    context_parallel: ContextParallel = "auto",
 ) -> jax.Array:
     """Compute attention of N query heads to K key/value heads; query head n uses key/value head n // (N / K).
 
@@ -50,6 +51,8 @@ def dot_product_attention(
         splash: block sizes of the splash kernel.
         sinks_N: [N], floating point: one logit per query head that joins the denominator of its softmax and has no
             value; it is neither scaled nor capped. None for no sinks.
+        context_parallel: how devices along seq see each other's keys: "ring" sends them around, "gather" gathers them,
+            and "auto" is a ring for windows and for rows of at least 2048 positions per device; see `ring_attention`.
 
     Returns:
         [B, S, N, V] in the query's dtype, named "attention" for the remat policies. Logits and softmax are computed
@@ -59,7 +62,9 @@ def dot_product_attention(
         ValueError: the arrays' shapes or dtypes do not match, or the requested implementation does not support the
             call.
     """
-    call = describe_call(query_BSNH, key_BSKH, value_BSKH, segments_BS, window, softcap, mesh, scale, splash, sinks_N)
+    call = describe_call(
+        query_BSNH, key_BSKH, value_BSKH, segments_BS, window, softcap, mesh, scale, splash, sinks_N, context_parallel
+    )
     kernel = _KERNELS[choose_implementation(call, implementation)]
     # Every kernel names its result "attention", so the same remat policy works on all platforms.
     return kernel.attend(call, query_BSNH, key_BSKH, value_BSKH, segments_BS, sinks_N)

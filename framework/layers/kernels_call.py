@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,9 @@ from plimsoll.framework.layout import PyTree
 ArrayLike = jax.Array | jax.ShapeDtypeStruct
 HEADS_AXIS = "model"
 LENGTH_AXIS = "seq"
+
+# How devices along `seq` see each other's keys, see `ring_attention`.
+ContextParallel = Literal["auto", "ring", "gather"]
 
 # The number of lanes of a TPU vector register; blocks of queries and keys are multiples of it.
 SPLASH_LANES = 128
@@ -78,6 +82,7 @@ class AttentionCall:
     value_dim: int
     splash: SplashBlocks = SplashBlocks()
     has_sinks: bool = False
+    context_parallel: ContextParallel = "auto"
 
     def shards(self, *axes: str) -> int:
         """Return the product of the sizes of these mesh axes."""
@@ -136,12 +141,13 @@ def describe_call(
     scale: float | None = None,
     splash: SplashBlocks = SplashBlocks(),
     sinks: ArrayLike | None = None,
+    context_parallel: ContextParallel = "auto",
 ) -> AttentionCall:
     """Check q [B, S, N, H], k [B, S, K, H], v [B, S, K, V], segments [B, S] and sinks [N], and describe them.
 
     Args:
         q, k, v, segments, sinks: arrays or ShapeDtypeStructs; segments and sinks may be None.
-        window, softcap, mesh, scale, splash: see `dot_product_attention`.
+        window, softcap, mesh, scale, splash, context_parallel: see `dot_product_attention`.
 
     Raises:
         ValueError: the shapes or dtypes do not match.
@@ -168,7 +174,69 @@ def describe_call(
         value_dim=v.shape[3],
         splash=splash,
         has_sinks=sinks is not None,
+        context_parallel=context_parallel,
     )
+
+
+class Ids(NamedTuple):
+    """int32 segments of queries, [B, S], and of keys, [B, T]: a query sees keys with its own id."""
+
+    queries: Array
+    keys: Array
+
+
+@dataclass(frozen=True)
+class BlockMask:
+    """Which of T keys S queries see, by position.
+
+    Args:
+        offset: query i sees keys j <= i + offset; None means all keys.
+        window: query i sees only keys j > i + offset - window; None means no limit.
+    """
+
+    offset: int | None = None
+    window: int | None = None
+
+
+class BlockKernel(Protocol):
+    """Computes a softmax over some of a row's keys, so that the softmax over all of them can be put together.
+
+    Implementations are hashable. B, S, T, N and K are those of one device and block.
+    """
+
+    def block_size(self, length: int) -> int:
+        """Return the size of blocks of keys; the number of keys must be a multiple of it."""
+        ...
+
+    def forward(
+        self, q_BNSH: Array, k_BKTH: Array, v_BKTV: Array, ids: Ids | None, mask: BlockMask
+    ) -> tuple[Array, Array]:
+        """Return (the softmax times values, [B, N, S, V]; the logarithms of the softmax's sums, float32 [B, N, S]).
+
+        The latter is far below any other logarithm, but finite, for queries that see no key.
+        """
+        ...
+
+    def backward(
+        self,
+        q_BNSH: Array,
+        k_BKTH: Array,
+        v_BKTV: Array,
+        ids: Ids | None,
+        mask: BlockMask,
+        out_BNSV: Array,
+        log_sums_BNS: Array,
+        grad_BNSV: Array,
+    ) -> tuple[Array, Array, Array]:
+        """Return the gradients of q, k and v from these keys, where the softmax is the one over all keys.
+
+        Args:
+            q_BNSH, k_BKTH, v_BKTV, ids, mask: as in `forward`.
+            out_BNSV: the result over all keys.
+            log_sums_BNS: the logarithms of its sums.
+            grad_BNSV: the gradient of the result.
+        """
+        ...
 
 
 def separate_padding(segments_BS: Array | None) -> Array | None:

@@ -23,7 +23,9 @@ def make_mesh(devices, sizes):
 
 def run_interpreted(q, k, v, segments, mesh, options):
     call_options = (options.get("window"), options.get("softcap"), mesh, options.get("scale"))
-    call = describe_call(q, k, v, segments, *call_options, options.get("splash", SplashBlocks()))
+    splash = options.get("splash", SplashBlocks())
+    context_parallel = options.get("context_parallel", "auto")
+    call = describe_call(q, k, v, segments, *call_options, splash, context_parallel=context_parallel)
     return kernels_splash.attend(call, q, k, v, segments, interpret=True)
 
 
@@ -34,6 +36,13 @@ CASES = {
     "eight devices": ((2, 512, 4, 2, 64), True, {}, (1, 2, 1, 2, 2)),
     "one backward kernel": ((1, 512, 2, 1, 64), True, {"splash": SplashBlocks(256, 128, fused_backward=True)}, None),
     "window over seq": ((1, 512, 1, 1, 64), True, {"window": 200}, (1, 1, 1, 4, 1)),
+    "ring": ((1, 512, 2, 1, 64), True, {"context_parallel": "ring", "scale": 0.11}, (1, 1, 1, 2, 1)),
+    "ring, one backward kernel": (
+        (1, 1024, 1, 1, 64),
+        False,
+        {"context_parallel": "ring", "softcap": 3.0, "splash": SplashBlocks(fused_backward=True)},
+        (1, 1, 1, 4, 1),
+    ),
 }
 
 
