@@ -20,7 +20,7 @@ from plimsoll.framework.layers.attention_cache import attend_with_cache
 from plimsoll.framework.layers.attention_kernels import Implementation, check_platform, dot_product_attention
 from plimsoll.framework.layers.base import BATCH_AXES, Context, Layer, Out, check_axis
 from plimsoll.framework.layers.custom_gradients import save_inputs
-from plimsoll.framework.layers.kernels_call import SplashBlocks
+from plimsoll.framework.layers.kernels_call import ContextParallel, SplashBlocks
 from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layers.norm import LayerNorm, RMSNorm
 from plimsoll.framework.layers.rotary import Rotary
@@ -34,7 +34,7 @@ class KernelAttention(Layer):
     """Base class of attention layers, which compute softmax(QK)V in the kernel of the platform.
 
     Attributes:
-        window, softcap, scale, implementation, splash, kernel_dtype: see `Attention`.
+        window, softcap, scale, implementation, splash, context_parallel, kernel_dtype: see `Attention`.
     """
 
     window: int | None = None
@@ -42,6 +42,7 @@ class KernelAttention(Layer):
     scale: float
     implementation: Implementation
     splash: SplashBlocks
+    context_parallel: ContextParallel
     kernel_dtype: DType | None
 
     def check_platform(self, platform: str) -> None:
@@ -67,6 +68,7 @@ class KernelAttention(Layer):
             implementation=self.implementation,
             mesh=ctx.mesh,
             splash=self.splash,
+            context_parallel=self.context_parallel,
         )
         return y_BSNV.astype(q_BSNH.dtype)
 
@@ -96,6 +98,9 @@ class Attention(KernelAttention):
             the output projection (Qiu et al. 2025, arXiv 2505.06708).
         implementation: the kernel. "auto" chooses splash on TPU, cuDNN on GPU and XLA elsewhere.
         splash: config of the block sizes of the TPU kernel.
+        context_parallel: how devices of mesh.seq see each other's keys: "ring" sends keys around while others are in
+            use, "gather" gathers all keys on each device. "auto" is a ring if a device has 2048 positions or more;
+            with a window, each device receives only the keys before its own.
         kernel_dtype: dtype of queries, keys and values in the kernel, and of its result; None means
             model.compute_dtype. Some frameworks compute attention in float32, which takes twice the bytes of
             bfloat16.
@@ -122,6 +127,7 @@ class Attention(KernelAttention):
         output_gate: bool = False,
         implementation: Implementation = "auto",
         splash: Config = config_for(SplashBlocks),
+        context_parallel: ContextParallel = "auto",
         kernel_dtype: DType | None = None,
     ):
         self.num_heads = num_heads
@@ -142,6 +148,7 @@ class Attention(KernelAttention):
         self.sinks = sinks
         self.implementation = implementation
         self.splash = splash.instantiate()
+        self.context_parallel = context_parallel
         self.kernel_dtype = kernel_dtype
         query_size = num_heads * self.head_dim
         kv_size = self.num_kv_heads * self.head_dim

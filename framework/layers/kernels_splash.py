@@ -208,7 +208,7 @@ class SplashKernel:
         shape = (q_BNSH.shape[2], k_BKTH.shape[2])
         block_mask: Any = splash.FullMask(shape)
         if mask.window is not None:
-            block_mask = splash.LocalMask(shape, window_size=(mask.window - 1, 0), offset=mask.offset)
+            block_mask = splash.LocalMask(shape, window_size=(mask.window - 1, 0), offset=mask.offset or 0)
         elif mask.offset is not None:
             block_mask = splash.CausalMask(shape, offset=mask.offset)
         return splash.make_splash_mha_single_device(

@@ -179,9 +179,11 @@ class XlaKernel:
 
         groups = _QueryGroup.split(q_BNSH, k_BKTH, ids)
         num_groups = groups.positions_R.shape[0]
-        by_query = [_split_rows(x, num_groups, k_BKTH.shape[1]) for x in (log_sums_BNS, sums_BNS, grad_BNSV)]
+        log_sums, sums, grad = (
+            _split_rows(x, num_groups, k_BKTH.shape[1]) for x in (log_sums_BNS, sums_BNS, grad_BNSV)
+        )
         zeros = (jnp.zeros(k_BKTH.shape, wide), jnp.zeros(v_BKTV.shape, wide))
-        (dk_BKTH, dv_BKTV), dq = jax.lax.scan(differentiate_group, zeros, (groups, *by_query))
+        (dk_BKTH, dv_BKTV), dq = jax.lax.scan(differentiate_group, zeros, (groups, log_sums, sums, grad))
         return _join_groups(dq), dk_BKTH, dv_BKTV
 
     def _compute_logits(self, q_BKGRH: Array, k_BKTH: Array, mask_BRT: Array) -> Array:

@@ -22,7 +22,7 @@ from plimsoll.framework.layers.attention import KernelAttention
 from plimsoll.framework.layers.attention_cache import attend_with_cache
 from plimsoll.framework.layers.attention_kernels import Implementation
 from plimsoll.framework.layers.base import BATCH_AXES, Context, Layer, Out, check_axis
-from plimsoll.framework.layers.kernels_call import SplashBlocks
+from plimsoll.framework.layers.kernels_call import ContextParallel, SplashBlocks
 from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layers.norm import RMSNorm
 from plimsoll.framework.layers.rotary import Rotary
@@ -50,7 +50,7 @@ class LatentAttention(KernelAttention):
         interleaved: whether the two channels of a rotated pair are adjacent, as in published DeepSeek weights;
             otherwise they are P / 2 apart.
         scale: factor on the logits; None means H ** -0.5.
-        implementation, splash, kernel_dtype: see `plimsoll.Attention`.
+        implementation, splash, context_parallel, kernel_dtype: see `plimsoll.Attention`.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class LatentAttention(KernelAttention):
         scale: PositiveFloat | None = None,
         implementation: Implementation = "auto",
         splash: Config = config_for(SplashBlocks),
+        context_parallel: ContextParallel = "auto",
         kernel_dtype: DType | None = None,
     ):
         self.num_heads = num_heads
@@ -85,6 +86,7 @@ class LatentAttention(KernelAttention):
         self.scale = self.key_dim**-0.5 if scale is None else scale
         self.implementation = implementation
         self.splash = splash.instantiate()
+        self.context_parallel = context_parallel
         self.kernel_dtype = kernel_dtype
         # Latents are replicated over the model axis, because all heads read them; heads are sharded over it.
         from_stream = {"inputs": dim, "mesh_axes": ("fsdp", None), "bias": bias}

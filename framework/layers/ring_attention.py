@@ -193,8 +193,9 @@ def _attend_window(
     exists_T = first_position + jnp.arange(num_previous + length) >= 0
     ids = Ids(ids_BL, jnp.where(exists_T, key_ids_BT, _NO_SEGMENT))
     mask = BlockMask(offset=num_previous, window=call.window)
-    heads_first = (x.swapaxes(1, 2) for x in (q_BLNH, k_BTKH, v_BTKV))
-    return _attend_keys(kernel, mask, *heads_first, ids, sinks_N).swapaxes(1, 2)
+    q_BNLH, k_BKTH, v_BKTV = (x.swapaxes(1, 2) for x in (q_BLNH, k_BTKH, v_BTKV))
+    out_BNLV: Array = _attend_keys(kernel, mask, q_BNLH, k_BKTH, v_BKTV, ids, sinks_N)
+    return out_BNLV.swapaxes(1, 2)
 
 
 def _prepend_previous(x_BL: Array, count: int, call: AttentionCall) -> Array:
@@ -261,7 +262,7 @@ def _attend_ring(
     order = _Zigzag(call.shards(LENGTH_AXIS))
     q, k, v = (order.exchange(x).swapaxes(2, 3) for x in (q_BLNH, k_BLKH, v_BLKV))
     ids = None if ids_BL is None else order.exchange(ids_BL)
-    out = _ring(kernel, order.shards, q, k, v, ids, sinks_N)
+    out: Array = _ring(kernel, order.shards, q, _Keys(k, v, ids), sinks_N)
     return order.exchange_back(out.swapaxes(2, 3))
 
 
@@ -312,6 +313,36 @@ class _Keys:
     ids: Array | None
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Queries:
+    """What the backward pass needs of two chunks of queries.
+
+    Attributes:
+        q: [2, B, N, C, H].
+        ids: int32 [2, B, C], or None.
+        out: the result, [2, B, N, C, V].
+        log_sums: the logarithms of its sums, float32 [2, B, N, C].
+        grad: the gradient of the result.
+    """
+
+    q: Array
+    ids: Array | None
+    out: Array
+    log_sums: Array
+    grad: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Gradients:
+    """Sums of the gradients of q, k and v, float32, in their shapes."""
+
+    q: Array
+    k: Array
+    v: Array
+
+
 @dataclass(frozen=True)
 class _Pair:
     """A chunk of queries and a chunk of keys that these queries see: 0 is a device's low chunk, 1 its high one."""
@@ -334,30 +365,26 @@ def _other_pair(step: Array) -> _Pair:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _ring(
-    kernel: BlockKernel, shards: int, q: Array, k: Array, v: Array, ids: Array | None, sinks_N: Array | None
-) -> Array:
+def _ring(kernel: BlockKernel, shards: int, q: Array, keys: _Keys, sinks_N: Array | None) -> Array:
     """Return the result of a device's two chunks, [2, B, N, C, V], in the query's dtype.
 
     Args:
         kernel: computes one pair of chunks.
         shards: R.
         q: [2, B, N, C, H].
-        k: [2, B, K, C, H].
-        v: [2, B, K, C, V].
-        ids: int32 [2, B, C].
+        keys: keys and values at the same positions.
         sinks_N: see `attend`.
     """
-    return _ring_forward(kernel, shards, q, k, v, ids, sinks_N)[0]
+    return _ring_forward(kernel, shards, q, keys, sinks_N)[0]
 
 
-def _ring_forward(
-    kernel: BlockKernel, shards: int, q: Array, k: Array, v: Array, ids: Array | None, sinks_N: Array | None
-):
+def _ring_forward(kernel: BlockKernel, shards: int, q: Array, own_keys: _Keys, sinks_N: Array | None):
+    def run(q: Array, query_ids: Array | None, keys: _Keys, mask: BlockMask) -> _PartialSoftmax:
+        return _run(kernel, q, keys.k, keys.v, _make_ids(query_ids, keys.ids), mask)
+
     def add_pair(total: _PartialSoftmax, keys: _Keys, pair: _Pair) -> _PartialSoftmax:
-        query_chunk, query_ids = _take((q, ids), pair.query_chunk)
-        key_chunk = _take(keys, pair.key_chunk)
-        part = _run(kernel, query_chunk, key_chunk.k, key_chunk.v, _make_ids(query_ids, key_chunk.ids), _ALL_KEYS)
+        query_chunk, query_ids = _take((q, own_keys.ids), pair.query_chunk)
+        part = run(query_chunk, query_ids, _take(keys, pair.key_chunk), _ALL_KEYS)
         return _put(total, pair.query_chunk, _take(total, pair.query_chunk).merge(part))
 
     def step(carry: tuple[_Keys, _PartialSoftmax], index: Array):
@@ -368,56 +395,50 @@ def _ring_forward(
         total = add_pair(total, keys, _other_pair(index))
         return (arriving, total), None
 
-    keys = _Keys(k, v, ids)
-    arriving = _send_to_next(keys, shards)
-    # Both chunks as one batch.
-    q_XNCH, k_XKCH, v_XKCV, ids_XC = (None if x is None else x.reshape(-1, *x.shape[2:]) for x in (q, k, v, ids))
-    total = _run(kernel, q_XNCH, k_XKCH, v_XKCV, _make_ids(ids_XC, ids_XC), _CAUSAL)
-    total = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), total)
-    total = add_pair(total, keys, _HIGH_AND_LOW)
+    arriving = _send_to_next(own_keys, shards)
+    flat_q, flat_keys = _flatten_chunks((q, own_keys))
+    total = _split_chunks(run(flat_q, flat_keys.ids, flat_keys, _CAUSAL))
+    total = add_pair(total, own_keys, _HIGH_AND_LOW)
     (_, total), _ = jax.lax.scan(step, (arriving, total), jnp.arange(1, shards))
     out, log_sums = _finish(total, sinks_N, q)
-    return out, (q, keys, sinks_N, out, log_sums)
+    return out, (q, own_keys, sinks_N, out, log_sums)
 
 
-def _ring_backward(kernel: BlockKernel, shards: int, residuals, grad: Array):
+def _ring_backward(kernel: BlockKernel, shards: int, residuals: tuple[Array, _Keys, Array | None, Array, Array], grad):
     q, own_keys, sinks_N, out, log_sums = residuals
-    queries = (q, own_keys.ids, out, log_sums, grad)
+    queries = _Queries(q, own_keys.ids, out, log_sums, grad)
 
-    def run_kernel(queries, keys: _Keys, mask: BlockMask) -> tuple[Array, Array, Array]:
-        q, query_ids, out, log_sums, grad = queries
-        ids = _make_ids(query_ids, keys.ids)
-        grads = kernel.backward(q, keys.k, keys.v, ids, mask, out, log_sums, grad)
+    def run(queries: _Queries, keys: _Keys, mask: BlockMask) -> _Gradients:
+        ids = _make_ids(queries.ids, keys.ids)
+        grads = kernel.backward(queries.q, keys.k, keys.v, ids, mask, queries.out, queries.log_sums, queries.grad)
         dq, dk, dv = (grad.astype(log_sums.dtype) for grad in grads)
-        return dq, dk, dv
+        return _Gradients(dq, dk, dv)
 
-    def add_pair(grads: tuple[Array, Array, Array], keys: _Keys, pair: _Pair) -> tuple[Array, Array, Array]:
-        parts = run_kernel(_take(queries, pair.query_chunk), _take(keys, pair.key_chunk), _ALL_KEYS)
-        chunks = (pair.query_chunk, pair.key_chunk, pair.key_chunk)
-        dq, dk, dv = (
-            _put(grad, chunk, _take(grad, chunk) + part) for grad, chunk, part in zip(grads, chunks, parts, strict=True)
+    def add_pair(total: _Gradients, keys: _Keys, pair: _Pair) -> _Gradients:
+        part = run(_take(queries, pair.query_chunk), _take(keys, pair.key_chunk), _ALL_KEYS)
+        return _Gradients(
+            _put(total.q, pair.query_chunk, _take(total.q, pair.query_chunk) + part.q),
+            _put(total.k, pair.key_chunk, _take(total.k, pair.key_chunk) + part.k),
+            _put(total.v, pair.key_chunk, _take(total.v, pair.key_chunk) + part.v),
         )
-        return dq, dk, dv
 
-    def step(carry, index: Array):
-        keys, (dq, dk, dv) = carry
+    def step(carry: tuple[_Keys, _Gradients], index: Array):
+        keys, total = carry
         arriving = _send_to_next(keys, shards)
-        # The gradients of these keys from previous devices arrive while this device's share is computed.
-        dk, dv = _send_to_next((dk, dv), shards)
-        grads = add_pair((dq, dk, dv), keys, _HIGH_AND_LOW)
-        grads = add_pair(grads, keys, _other_pair(index))
-        return (arriving, grads), None
+        # The gradients of these keys by the previous devices arrive while this device computes its own.
+        dk, dv = _send_to_next((total.k, total.v), shards)
+        total = add_pair(_Gradients(total.q, dk, dv), keys, _HIGH_AND_LOW)
+        total = add_pair(total, keys, _other_pair(index))
+        return (arriving, total), None
 
     arriving = _send_to_next(own_keys, shards)
-    merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (queries, own_keys))
-    grads = run_kernel(*merged, _CAUSAL)
-    dq, dk, dv = (x.reshape(2, -1, *x.shape[1:]) for x in grads)
-    grads = add_pair((dq, dk, dv), own_keys, _HIGH_AND_LOW)
-    (_, (dq, dk, dv)), _ = jax.lax.scan(step, (arriving, grads), jnp.arange(1, shards))
-    # The last device that used these keys is the one before their own.
-    dk, dv = _send_to_next((dk, dv), shards)
-    dsinks_N = _differentiate_sinks(sinks_N, out, log_sums, grad)
-    return dq.astype(q.dtype), dk.astype(own_keys.k.dtype), dv.astype(own_keys.v.dtype), None, dsinks_N
+    total = _split_chunks(run(*_flatten_chunks((queries, own_keys)), _CAUSAL))
+    total = add_pair(total, own_keys, _HIGH_AND_LOW)
+    (_, total), _ = jax.lax.scan(step, (arriving, total), jnp.arange(1, shards))
+    # These are the gradients of the next device's keys: the ring is closed.
+    dk, dv = _send_to_next((total.k, total.v), shards)
+    key_grads = _Keys(dk.astype(own_keys.k.dtype), dv.astype(own_keys.v.dtype), None)
+    return total.q.astype(q.dtype), key_grads, _differentiate_sinks(sinks_N, out, log_sums, grad)
 
 
 _ring.defvjp(_ring_forward, _ring_backward)
@@ -437,6 +458,16 @@ def _take(tree: T, chunk: int | Array) -> T:
 def _put(tree: T, chunk: int | Array, values: T) -> T:
     """Return arrays [2, ...] with one chunk replaced."""
     return jax.tree.map(lambda x, value: jax.lax.dynamic_update_index_in_dim(x, value, chunk, 0), tree, values)
+
+
+def _flatten_chunks(tree: T) -> T:
+    """Return arrays [2, B, ...] as [2 B, ...]: two chunks as one batch."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+
+
+def _split_chunks(tree: T) -> T:
+    """Return the inverse of `_flatten_chunks`."""
+    return jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), tree)
 
 
 def _make_ids(query_ids: Array | None, key_ids: Array | None) -> Ids | None:

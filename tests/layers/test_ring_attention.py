@@ -1,6 +1,5 @@
 """Attention over sharded positions, by a ring and by windows: on eight devices, it equals one device's."""
 
-import functools
 from dataclasses import dataclass, field
 
 import jax
