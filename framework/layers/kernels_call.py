@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from plimsoll.framework.config import PositiveInt, component
 from plimsoll.framework.layers.base import BATCH_AXES
@@ -76,7 +76,7 @@ class AttentionCall:
     has_segments: bool
     window: int | None
     softcap: float | None
-    mesh: Mesh | None
+    mesh: Mesh | AbstractMesh | None
     platform: str  # cpu, tpu, gpu
     scale: float
     value_dim: int
@@ -196,6 +196,17 @@ class BlockMask:
 
     offset: int | None = None
     window: int | None = None
+
+    def seen_share(self, num_queries: int, num_keys: int) -> float:
+        """Return the fraction of S T pairs of a query and a key in which the query sees the key, without documents."""
+        if self.offset is None:
+            return 1.0
+        window = num_keys if self.window is None else self.window
+        # The first queries see all earlier keys, the others as many as the window has.
+        num_first = min(max(window - self.offset, 0), num_queries)
+        seen_by_first = num_first * (self.offset + 1) + num_first * (num_first - 1) / 2
+        seen_by_others = (num_queries - num_first) * window
+        return (seen_by_first + seen_by_others) / (num_queries * num_keys)
 
 
 class BlockKernel(Protocol):

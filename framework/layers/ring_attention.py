@@ -99,9 +99,8 @@ def attend(
     """
     heads = PartitionSpec(BATCH_AXES, LENGTH_AXIS, HEADS_AXIS, None)
     ids_spec = PartitionSpec(BATCH_AXES, LENGTH_AXIS)
-    on_device = _attend_window if _has_window(call) else _attend_ring
     mapped = jax.shard_map(
-        partial(on_device, call, kernel),
+        partial(attend_on_device, call, kernel),
         mesh=call.mesh,
         in_specs=(heads, heads, heads, ids_spec, PartitionSpec(HEADS_AXIS)),
         out_specs=heads,
@@ -109,6 +108,27 @@ def attend(
         check_vma=False,
     )
     return mapped(q_BSNH, k_BSKH, v_BSKV, separate_padding(segments_BS), sinks_N)
+
+
+def attend_on_device(
+    call: AttentionCall,
+    kernel: BlockKernel,
+    q_BLNH: Array,
+    k_BLKH: Array,
+    v_BLKV: Array,
+    ids_BL: Array | None,
+    sinks_N: Array | None,
+) -> Array:
+    """Return one device's share of the result, [B, L, N, V], inside `shard_map`.
+
+    Args:
+        call: the call, with global sizes.
+        kernel: computes softmaxes over some of the keys.
+        q_BLNH, k_BLKH, v_BLKV, sinks_N: the device's shards.
+        ids_BL: its shard of `separate_padding(segments)`, or None.
+    """
+    attend_shard = _attend_window if _has_window(call) else _attend_ring
+    return attend_shard(call, kernel, q_BLNH, k_BLKH, v_BLKV, ids_BL, sinks_N)
 
 
 def _has_window(call: AttentionCall) -> bool:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -22,11 +23,11 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from plimsoll.framework.layers import kernels_xla, lookup
-from plimsoll.framework.layers.base import Context, Out, batch_specs, cast
+from plimsoll.framework.layers import kernels_xla, lookup, ring_attention
+from plimsoll.framework.layers.base import BATCH_AXES, Context, Out, batch_specs, cast
 from plimsoll.framework.layers.embedding import Embedding
 from plimsoll.framework.layers.head import LMHead
-from plimsoll.framework.layers.kernels_call import SAVED_NAME, AttentionCall
+from plimsoll.framework.layers.kernels_call import SAVED_NAME, AttentionCall, BlockMask, ContextParallel, Ids
 from plimsoll.framework.layers.low_precision import round_and_restore
 from plimsoll.framework.layers.stack import LayerPattern, Stack
 from plimsoll.framework.layout import MeshAxes, Nested, ParameterSpec, PyTree, StateLayout, TrainState, flatten, merge
@@ -34,10 +35,12 @@ from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.plan.jaxpr_analysis import LOCAL_ATTENTION, LOCAL_GROUPED_PRODUCT
 from plimsoll.framework.plan.split_experiment import SplitExperiment
 
+# Kernels of attention take multiples of this many positions.
+_BLOCK = 128
 # Represents flash attention, forward or backward: it has operands and results, but no body.
 ATTENTION_KERNEL = Primitive(LOCAL_ATTENTION)
 ATTENTION_KERNEL.multiple_results = True
-ATTENTION_KERNEL.def_abstract_eval(lambda *operands, results: list(results))
+ATTENTION_KERNEL.def_abstract_eval(lambda *operands, results, seen_share: list(results))
 # Represents products of rows with their experts' weights, forward or backward. Its FLOPs follow from the average number
 # of rows, not from the capacity of the arrays.
 GROUPED_PRODUCT = Primitive(LOCAL_GROUPED_PRODUCT)
@@ -276,7 +279,7 @@ class _LocalKernels:
 
     def __init__(self, platform: str, seq_shards: int):
         self._platform = platform
-        self._flash_attention = _make_flash_attention(seq_shards)
+        self._seq_shards = seq_shards
 
     def look_up(self, table_VD: jax.Array, indices_BS: jax.Array, ctx: Context, vocab_axis: str | None) -> jax.Array:
         """Look up rows like `lookup.look_up`, on shards: tokens of the whole fsdp group, columns of this device."""
@@ -307,14 +310,22 @@ class _LocalKernels:
         return _make_grouped_product(rows)(x_NI, weight_EIO)
 
     def attention(
-        self, query_BSNH: jax.Array, key_BSKH: jax.Array, value_BSKH: jax.Array, *, implementation: str, **options: Any
+        self,
+        query_BSNH: jax.Array,
+        key_BSKH: jax.Array,
+        value_BSKH: jax.Array,
+        *,
+        segments_BS: jax.Array | None,
+        sinks_N: jax.Array | None,
+        window: int | None,
+        softcap: float | None,
+        implementation: str,
+        context_parallel: ContextParallel,
+        mesh: AbstractMesh,
+        **options: Any,
     ) -> jax.Array:
         """Compute `dot_product_attention` on shards; "auto" does not check which packages are installed."""
         batch, length, heads, head_size = query_BSNH.shape
-        segments_BS = options["segments_BS"]
-        window = options["window"]
-        softcap = options["softcap"]
-        sinks_N = options.get("sinks_N")
         if implementation == "auto":
             platform = self._platform
             is_half_precision = query_BSNH.dtype.itemsize == 2
@@ -323,16 +334,71 @@ class _LocalKernels:
             # cuDNN has neither of these.
             has_cudnn = has_cudnn and softcap is None and sinks_N is None
             implementation = "fused" if has_splash or has_cudnn else "xla"
-        if implementation != "xla":
-            # Sinks are only N numbers, so they are left out of the kernel's memory and work.
-            return self._flash_attention(query_BSNH, key_BSKH, value_BSKH)
-        static = (query_BSNH.dtype, segments_BS is not None, window, softcap, None, self._platform)
-        sizes = (batch, length, heads, head_size, key_BSKH.shape[2])
-        call = AttentionCall(*sizes, *static, scale=head_size**-0.5, value_dim=value_BSKH.shape[3])
-        return kernels_xla.attend(call, query_BSNH, key_BSKH, value_BSKH, segments_BS, sinks_N)
+        num_shards = self._seq_shards
+        call = AttentionCall(
+            batch=batch * math.prod(mesh.shape[axis] for axis in BATCH_AXES),
+            length=length * num_shards,
+            heads=heads * mesh.shape["model"],
+            head_dim=head_size,
+            kv_heads=key_BSKH.shape[2] * mesh.shape["model"],
+            dtype=query_BSNH.dtype,
+            has_segments=segments_BS is not None,
+            window=window,
+            softcap=softcap,
+            mesh=mesh,
+            platform=self._platform,
+            scale=head_size**-0.5,
+            value_dim=value_BSKH.shape[3],
+            context_parallel=context_parallel,
+        )
+        arrays = (query_BSNH, key_BSKH, value_BSKH, segments_BS, sinks_N)
+        if ring_attention.uses_ring(call, multiple=_BLOCK if implementation == "fused" else 1):
+            kernel = kernels_xla.XlaKernel(call) if implementation == "xla" else _TracedKernel()
+            return ring_attention.attend_on_device(call, kernel, *arrays)
+        if implementation == "xla":
+            return kernels_xla.attend(replace(call, batch=batch, length=length, mesh=None), *arrays)
+        # The last device has the most work: its queries see all keys before them.
+        mask = BlockMask(offset=(num_shards - 1) * length, window=window)
+        attend = _make_flash_attention(num_shards, mask.seen_share(length, num_shards * length))
+        # Sinks are only N numbers, so they are left out of the kernel's memory and work.
+        return attend(query_BSNH, key_BSKH, value_BSKH)
 
 
-def _make_flash_attention(seq_shards: int) -> Callable[..., jax.Array]:
+@dataclass(frozen=True)
+class _TracedKernel:
+    """Flash attention to some of a row's keys, without a body; see `BlockKernel`."""
+
+    def block_size(self, length: int) -> int:
+        return math.gcd(length, 512)
+
+    def forward(
+        self, q_BNSH: jax.Array, k_BKTH: jax.Array, v_BKTV: jax.Array, ids: Ids | None, mask: BlockMask
+    ) -> tuple[jax.Array, jax.Array]:
+        out_type = jax.typeof(q_BNSH).update(shape=(*q_BNSH.shape[:-1], v_BKTV.shape[-1]))
+        sums_type = jax.typeof(q_BNSH[..., 0]).update(dtype=jnp.dtype("float32"))
+        seen_share = mask.seen_share(q_BNSH.shape[2], k_BKTH.shape[2])
+        out, sums = ATTENTION_KERNEL.bind(q_BNSH, k_BKTH, v_BKTV, results=(out_type, sums_type), seen_share=seen_share)
+        return out, sums
+
+    def backward(
+        self,
+        q_BNSH: jax.Array,
+        k_BKTH: jax.Array,
+        v_BKTV: jax.Array,
+        ids: Ids | None,
+        mask: BlockMask,
+        out_BNSV: jax.Array,
+        log_sums_BNS: jax.Array,
+        grad_BNSV: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        types = tuple(map(jax.typeof, (q_BNSH, k_BKTH, v_BKTV)))
+        seen_share = mask.seen_share(q_BNSH.shape[2], k_BKTH.shape[2])
+        operands = (q_BNSH, k_BKTH, v_BKTV, out_BNSV, log_sums_BNS, grad_BNSV)
+        dq, dk, dv = ATTENTION_KERNEL.bind(*operands, results=types, seen_share=seen_share)
+        return dq, dk, dv
+
+
+def _make_flash_attention(seq_shards: int, seen_share: float) -> Callable[..., jax.Array]:
     """Return flash attention over `seq_shards` seq shards: queries are one shard, keys and values are all-gathered.
 
     For the backward pass it saves its operands (heads first), its result and a float32 row sum.
@@ -344,13 +410,13 @@ def _make_flash_attention(seq_shards: int) -> Callable[..., jax.Array]:
             k, v = (jax.lax.all_gather(x, "seq", axis=2, tiled=True) for x in (k, v))
         row_sums = jax.typeof(q[..., 0]).update(dtype=jnp.dtype("float32"))
         result = jax.typeof(q).update(shape=(*q.shape[:-1], v.shape[-1]))
-        results = ATTENTION_KERNEL.bind(q, k, v, results=(result, row_sums))
+        results = ATTENTION_KERNEL.bind(q, k, v, results=(result, row_sums), seen_share=seen_share)
         saved_results = [checkpoint_name(x, SAVED_NAME) for x in results]
         return saved_results[0].swapaxes(1, 2), (q, k, v, *saved_results)
 
     def backward(saved: tuple[jax.Array, ...], out_grad: jax.Array) -> tuple[jax.Array, ...]:
         grad_types = tuple(map(jax.typeof, saved[:3]))
-        dq, dk, dv = ATTENTION_KERNEL.bind(*saved, out_grad.swapaxes(1, 2), results=grad_types)
+        dq, dk, dv = ATTENTION_KERNEL.bind(*saved, out_grad.swapaxes(1, 2), results=grad_types, seen_share=seen_share)
         if seq_shards > 1:
             dk, dv = (jax.lax.psum_scatter(x, "seq", scatter_dimension=2, tiled=True) for x in (dk, dv))
         return tuple(x.swapaxes(1, 2) for x in (dq, dk, dv))

@@ -26,16 +26,25 @@ class FlopCount:
         uncounted_loops: number of loops around matrix products whose trip count depends on data; each is counted as one
             iteration.
         fp8, int8: the part of `flops` in products of 8-bit floats, and of 8-bit integers.
+        mask_excess: FLOPs that attention kernels compute beyond one half of theirs, counted twice; negative if masks
+            leave less. See `LOCAL_ATTENTION`.
     """
 
     flops: int = 0
     uncounted_loops: int = 0
     fp8: int = 0
     int8: int = 0
+    mask_excess: int = 0
 
     def scale(self, factor: int) -> FlopCount:
         """Return the count of `factor` runs."""
-        return replace(self, flops=factor * self.flops, fp8=factor * self.fp8, int8=factor * self.int8)
+        return replace(
+            self,
+            flops=factor * self.flops,
+            fp8=factor * self.fp8,
+            int8=factor * self.int8,
+            mask_excess=factor * self.mask_excess,
+        )
 
 
 def flops(jaxpr: ClosedJaxpr | Jaxpr) -> FlopCount:
@@ -70,6 +79,7 @@ def _sum(counts: Iterable[FlopCount]) -> FlopCount:
             total.uncounted_loops + count.uncounted_loops,
             total.fp8 + count.fp8,
             total.int8 + count.int8,
+            total.mask_excess + count.mask_excess,
         )
     return total
 
@@ -81,7 +91,8 @@ _CUDNN = {
     "dot_product_attention_fwd_wrapper": _FORWARD_PRODUCTS,
     "dot_product_attention_bwd_wrapper": _BACKWARD_PRODUCTS,
 }
-# Primitives that represent kernels in framework.plan.device_trace.
+# Primitives that represent kernels in framework.plan.device_trace. Attention has the fraction of its products that its
+# mask leaves, `seen_share`, on the device that has most.
 LOCAL_ATTENTION = "attention_kernel"
 LOCAL_GROUPED_PRODUCT = "grouped_products"
 # Primitives of products of 8-bit floats with a scale for each block: that of `jax.nn.scaled_matmul`, and ours.
@@ -120,7 +131,9 @@ def _count_flops(eqn: JaxprEqn) -> FlopCount:
         key_products = 3 if is_backward else 1
         value_products = 2 if is_backward else 1
         channels = key_products * key_dim + value_products * value_dim
-        return FlopCount(2 * math.prod(rows) * key_length * channels)
+        num_flops = 2 * math.prod(rows) * key_length * channels
+        # Time is estimated as if kernels skipped half of their products, as causal masks let them do.
+        return FlopCount(num_flops, mask_excess=round((2 * params["seen_share"] - 1) * num_flops))
     if name in SCALED_PRODUCTS:
         # [B, M, K] and [B, N, K], or without B.
         num_flops = 2 * math.prod(shapes[-1]) * shapes[0][-1]

@@ -274,8 +274,9 @@ KERNEL = """HloModule k
 ENTRY %main (q: bf16[2,8,1024,64], k: bf16[2,4,1024,64]) -> bf16[2,8,1024,64] {
   %q = bf16[2,8,1024,64]{3,2,1,0} parameter(0)
   %k = bf16[2,4,1024,64]{3,2,1,0} parameter(1)
-  %mask = s8[1,2,2]{2,1,0} constant({...})
-  ROOT %splash_mha_NAME = TYPE custom-call(%mask, %q, %k, %k), custom_call_target="tpu_custom_call"
+  %blocks = s8[1,2,2]{2,1,0} constant({...})
+  %p = s32[1024,128]{1,0} iota(), iota_dimension=0
+  ROOT %splash_mha_NAME = TYPE custom-call(%blocks, %blocks, %q, %k, %k, %p), custom_call_target="tpu_custom_call"
 }
 """
 QUERIES, KEYS, RUNNING_SUM = "bf16[2,8,1024,64]{3,2,1,0}", "bf16[2,4,1024,64]{3,2,1,0}", "f32[2,512,64]{2,1,0}"
@@ -295,11 +296,35 @@ def test_attention_kernels(name: str, results: list[str], products: int):
     kernel = module.root(module.entry)
     assert kernel is not None
     flops = products * 2 * 2 * 8 * 1024 * 1024 * 64
-    assert count_attention(module, kernel) == AttentionWork(flops, 64)
+    assert count_attention(module, kernel) == AttentionWork(flops, 64, seen_share=0.5)
     (operation,) = (one for one in count_on_v5e(module).operations if one.category == "attention")
     assert operation.seconds == pytest.approx(
         flops / 2 / (V5E.flops / 4)
     )  # causal; heads of 64 run at a quarter of the peak
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "table", "positions", "share"),
+    [
+        (1024, 1024, "1,2,2", 1, 0.5),
+        (1024, 1024, "1,2,2", 3, 0.5),
+        (1024, 1024, "1,2,2", 0, 1.0),
+        (1024, 1024, "1,2,2", 2, 1.0),
+        # The last of four devices sees its own keys by half, and those of the others.
+        (1024, 4096, "1,2,8", 1, 0.875),
+        # A window of at most two blocks out of eight.
+        (4096, 4096, "1,8,2", 1, 0.25),
+    ],
+    ids=["causal", "causal, documents", "all keys", "all keys, documents", "gathered keys", "window"],
+)
+def test_attention_kernels_skip_what_masks_hide(queries, keys, table, positions, share):
+    text = KERNEL.replace("NAME", "fwd_residuals").replace("TYPE", "bf16[2,8,1024,64]{3,2,1,0}")
+    text = text.replace("[2,8,1024,64]", f"[2,8,{queries},64]").replace("[2,4,1024,64]", f"[2,4,{keys},64]")
+    text = text.replace("s8[1,2,2]", f"s8[{table}]").replace(", %p)", ", %p" * positions + ")")
+    module = Module(text)
+    kernel = module.root(module.entry)
+    assert kernel is not None
+    assert count_attention(module, kernel).seen_share == share
 
 
 def test_every_tpu_has_rates():

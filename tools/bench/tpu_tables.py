@@ -9,7 +9,6 @@ from plimsoll.framework.plan.hlo.transfers import Collective
 from plimsoll.framework.plan.step_time.tpu_operations import (
     ATTENTION_EFFICIENCY,
     ATTENTION_FULL_HEAD,
-    CAUSAL_SHARE,
     ELEMENTWISE_OVER_HBM,
     PCIE_EFFICIENCY,
     VMEM_BYTES_PER_CYCLE,
@@ -65,7 +64,7 @@ def assumptions(rates: TpuRates) -> list[list[str]]:
     thin = (
         f"at most {ELEMENTWISE_OVER_HBM} x the time of their bytes in HBM, or {VMEM_BYTES_PER_CYCLE} B of VMEM a cycle"
     )
-    attention = f"{ATTENTION_EFFICIENCY:.0%} of the peak, of {CAUSAL_SHARE:.0%} of the products (causal)"
+    attention = f"{ATTENTION_EFFICIENCY:.0%} of the peak, of the products that the mask leaves"
     hidden = "asynchronous ones are taken as hidden by products"
     return [
         ["nothing ran", "the compiler's cost model, calibrated on v5e: ratios are worth more than milliseconds"],

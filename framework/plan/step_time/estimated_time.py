@@ -78,6 +78,7 @@ class StepWork:
 
     Attributes:
         flops: FLOPs of matrix products.
+        mask_excess: FLOPs to add to the time of attention kernels, see `FlopCount`.
         fp8_flops, int8_flops: the part of `flops` in products of 8-bit floats, and of 8-bit integers.
         product_bytes: bytes of the operands and results of matrix products.
         update_bytes: bytes that the update reads and writes in device memory.
@@ -102,6 +103,7 @@ class StepWork:
     exposed_host_bytes: float = 0.0
     loop_bytes: float = 0.0
     exposed_received_bytes: float = 0.0
+    mask_excess: float = 0.0
     fp8_flops: float = 0.0
     int8_flops: float = 0.0
 
@@ -196,6 +198,7 @@ def count_work(
         exposed_host_bytes=exposed_host_bytes,
         loop_bytes=loop_bytes,
         exposed_received_bytes=accumulate * _expert_bytes(layout, sizes),
+        mask_excess=step_flops.mask_excess / num_devices,
         fp8_flops=step_flops.fp8 / num_devices,
         int8_flops=step_flops.int8 / num_devices,
     )
@@ -340,7 +343,7 @@ def estimate_time(work: StepWork, spec: AcceleratorSpec, num_devices: int, dtype
 
 def _weigh_flops(work: StepWork, spec: AcceleratorSpec) -> float:
     """Return the FLOPs of bfloat16 products that take as long as the products of a step, by the published peaks."""
-    weighed = work.flops
+    weighed = work.flops + work.mask_excess
     for num_flops, peak in ((work.fp8_flops, spec.peak_flops("fp8")), (work.int8_flops, spec.peak_flops("int8"))):
         if peak is not None and spec.peak_bf16_flops is not None:
             weighed -= num_flops * (1 - spec.peak_bf16_flops / peak)

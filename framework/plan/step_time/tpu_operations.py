@@ -41,10 +41,9 @@ from plimsoll.framework.plan.step_time.work_categories import (
 ELEMENTWISE_OVER_HBM = 1.25
 VMEM_BYTES_PER_CYCLE = 1400
 # Attention kernels have no compiler estimate. They are assumed to reach this fraction of the peak, reduced in
-# proportion if the head size is below the MXU's 128 rows. A causal mask leaves half of the FLOPs of an unmasked kernel.
+# proportion if the head size is below the MXU's 128 rows.
 ATTENTION_EFFICIENCY = 0.5
 ATTENTION_FULL_HEAD = 128
-CAUSAL_SHARE = 0.5
 # Transfers of stacks are assumed to reach this fraction of PCIe's published rate: 12 GB/s per chip each way on v5e.
 PCIE_EFFICIENCY = 0.75
 
@@ -164,10 +163,9 @@ def iter_operations(module: Module, rates: TpuRates) -> Iterator[TpuOperation]:
         if kind == "attention":
             kernel = count_attention(module, instruction)
             num_flops = kernel.flops
-            # The kernel skips blocks that the causal mask empties.
-            causal_flops = CAUSAL_SHARE * kernel.flops
-            roof = causal_flops / rates.flops
-            seconds = causal_flops / rates.attention_flops(kernel.head_size)
+            seen_flops = kernel.seen_share * kernel.flops
+            roof = seen_flops / rates.flops
+            seconds = seen_flops / rates.attention_flops(kernel.head_size)
         else:
             num_flops = flops.look_up(instruction)
             peak = rates.eight_bit_flops.get(flops.operand_dtype(instruction), rates.flops)

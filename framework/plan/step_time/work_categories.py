@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from plimsoll.framework.plan.hlo import transfers
-from plimsoll.framework.plan.hlo.arrays import arrays
+from plimsoll.framework.plan.hlo.arrays import Array, arrays
 from plimsoll.framework.plan.hlo.computations import Instruction
 from plimsoll.framework.plan.hlo.flops import PRODUCTS, Flops
 from plimsoll.framework.plan.hlo.module import Module
@@ -134,10 +134,17 @@ _FLOATS = ("bf16", "f16", "f32", "f8e4m3fn", "f8e5m2")
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """An attention kernel's work: FLOPs counted without masks, and the head size."""
+    """An attention kernel's work.
+
+    Attributes:
+        flops: FLOPs, counted without masks.
+        head_size: channels of a head.
+        seen_share: fraction of them that the mask leaves, on the device that has most. Kernels skip the others.
+    """
 
     flops: int
     head_size: int
+    seen_share: float
 
 
 def is_attention(kernel: Instruction) -> bool:
@@ -171,4 +178,29 @@ def count_attention(module: Module, kernel: Instruction) -> AttentionWork:
         gradients = [array for array in arrays(kernel.type) if len(array.dims) >= len(keys.dims)]
         if len(gradients) > 2:
             products += 1
-    return AttentionWork(2 * products * math.prod(queries.dims) * length, head_size)
+    return AttentionWork(
+        2 * products * math.prod(queries.dims) * length, head_size, _find_seen_share(module, kernel, phase)
+    )
+
+
+def _find_seen_share(module: Module, kernel: Instruction, phase: str) -> float:
+    """Return the fraction of pairs of a query and a key that the kernel's mask leaves, on the device that has most."""
+    integers: list[Array] = []
+    floats: list[Array] = []
+    for operand in module.operands(kernel):
+        for array in arrays(operand.type):
+            (floats if array.dtype in _FLOATS else integers).append(array)
+    queries, keys = (max(array.dims[-2:]) for array in floats[:2])
+    # First come two tables of blocks; then the positions of queries, if there is a mask, and two arrays of documents.
+    tables, positions = integers[:2], integers[2:]
+    if tables and len(positions) % 2 == 0:
+        return 1.0
+    # The tables have a row for each block of queries (of keys, for their gradients). A row is as long as the longest
+    # list of blocks that one of them sees.
+    _, num_blocks, list_length = tables[0].dims[-3:]
+    if phase == "dkv":
+        num_blocks, list_length = list_length, num_blocks
+    length, listed_length = (keys, queries) if phase == "dkv" else (queries, keys)
+    listed_share = list_length * length / (num_blocks * listed_length)
+    # A window makes lists shorter. Otherwise, the last device's queries have all keys before them.
+    return min(listed_share, 1 - queries / (2 * keys))
