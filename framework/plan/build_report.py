@@ -19,6 +19,7 @@ from plimsoll.framework.plan.grouped_products import note_ragged_products
 from plimsoll.framework.plan.hlo import Array
 from plimsoll.framework.plan.host_memory import HostMemoryModel, build_host_model
 from plimsoll.framework.plan.jaxpr_analysis import FlopCount, find_zero_gradients, sum_flops
+from plimsoll.framework.plan.key_exchange import note_key_exchange
 from plimsoll.framework.plan.plan_report import (
     BREAKDOWN_KEYS,
     EstimateReport,
@@ -141,6 +142,7 @@ def estimate_report(
         time=report_time(estimate_step_time(experiment, need, target), experiment, target),
     )
     report.notes.extend(note_ragged_products(experiment.model, target.platform))
+    report.notes.extend(note_key_exchange(experiment, need, target))
     report = _add_offloaded(report, need.host_bytes, 0, target)
     host = build_host_model(experiment, need.layout, target)
     report = _add_host(report, host, {"train": PhaseReport(peak, need.host_bytes)})
@@ -192,6 +194,7 @@ def compile_report(
         report = _add_offloaded(report, state_bytes_on_host, step.host_temp, target)
         report = _add_batch_transform(report, transform, target)
         need = estimate_for_target(program.experiment, target)
+        report.notes.extend(note_key_exchange(program.experiment, need, target))
         error = None if step.message else need.peak_bytes / step.peak - 1.0
         time = report_time(_step_time(program, need, target, step, transform), program.experiment, target)
         report = replace(report, estimate=EstimateReport(need.peak_bytes, need.breakdown, error), time=time)

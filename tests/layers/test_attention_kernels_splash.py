@@ -111,6 +111,8 @@ def compile_step(mesh, *, S=1024, N=4, K=4, H=128, segments=False, sinks=False, 
         ("v5e:2x4", (1, 2, 1, 4, 1), {"window": 300}),
         ("v5e:2x4", (1, 2, 1, 2, 2), {"window": 300, "sinks": True, "segments": True}),
         ("v5p:2x2x1", (1, 1, 1, 2, 2), {"segments": True, "softcap": 50.0}),
+        ("v5p:2x2x1", (1, 1, 1, 2, 2), {"segments": True, "softcap": 50.0, "context_parallel": "ring"}),
+        ("v5p:2x2x1", (1, 1, 1, 4, 1), {"sinks": True, "K": 2, "context_parallel": "ring"}),
         ("v5p:2x2x1", (1, 4, 1, 1, 1), {"H": 64, "dtype": jnp.float32}),
     ],
 )
@@ -121,7 +123,10 @@ def test_compiles_for_tpu_without_saving_logits(topology, name, sizes, options):
     for kernel in ("fwd", "dkv", "dq"):
         assert f"splash_mha_{kernel}" in program
     assert f"{1024 // mesh.shape['seq']},1024]" not in program
-    assert ("all-gather" in program) == (mesh.shape["seq"] > 1)
+    is_split = mesh.shape["seq"] > 1
+    travels = "window" in options or "context_parallel" in options
+    assert ("all-gather" in program) == (is_split and not travels)
+    assert ("collective-permute" in program) == (is_split and travels)
 
 
 def test_blocks_are_bounds_and_the_backward_pass_may_be_one_kernel(topology):

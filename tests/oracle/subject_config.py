@@ -78,6 +78,12 @@ def _accumulates_by_layer(drawn: plain.RandomExperiment, phase: plain.Phase) -> 
     return phase.accumulate > 1 and phase.update != "after_backward" and drawn.seed % 3 > 0
 
 
+def _choose_context_parallel(drawn: plain.RandomExperiment, phase: plain.Phase) -> str:
+    """Return how devices along `seq` see each other's keys: by a ring in two thirds of the phases that allow one."""
+    num_chunks = 2 * phase.mesh.get("seq", 1)
+    return "ring" if drawn.data.seq_len % num_chunks == 0 and drawn.seed % 3 > 0 else "gather"
+
+
 def _model(drawn: plain.RandomExperiment, phase: plain.Phase) -> Config:
     model = drawn.model
     param_dtype, compute_dtype, _, adapter_dtype = DTYPES[drawn.precision]
@@ -89,7 +95,7 @@ def _model(drawn: plain.RandomExperiment, phase: plain.Phase) -> Config:
     layers = config_for(
         stack.Stack,
         num_layers=model.repeats * len(model.layers),
-        pattern=[_block(layer) for layer in model.layers],
+        pattern=[_block(layer, _choose_context_parallel(drawn, phase)) for layer in model.layers],
         shared=list(model.shared),
         streams=model.streams,
         unroll=phase.unroll,
@@ -116,10 +122,10 @@ def _model(drawn: plain.RandomExperiment, phase: plain.Phase) -> Config:
     )
 
 
-def _block(layer: plain.Layer) -> Config:
+def _block(layer: plain.Layer, context_parallel: str) -> Config:
     return config_for(
         block.Block,
-        attention=_mixer(layer.attention),
+        attention=_mixer(layer.attention, context_parallel),
         mlp=_mixture(layer.mlp) if isinstance(layer.mlp, plain.Mixture) else _mlp(layer.mlp),
         norm=_norm(layer.norm),
         post_norm=None if layer.post_norm is None else _norm(layer.post_norm),
@@ -161,13 +167,13 @@ def _mixture(one: plain.Mixture) -> Config:
     )
 
 
-def _mixer(one: plain.Attention | plain.LinearAttention | plain.StateSpace) -> Config:
+def _mixer(one: plain.Attention | plain.LinearAttention | plain.StateSpace, context_parallel: str) -> Config:
     if isinstance(one, plain.LinearAttention):
         return _delta_net(one)
-    return _state_space(one) if isinstance(one, plain.StateSpace) else _attention(one)
+    return _state_space(one) if isinstance(one, plain.StateSpace) else _attention(one, context_parallel)
 
 
-def _attention(one: plain.Attention) -> Config:
+def _attention(one: plain.Attention, context_parallel: str) -> Config:
     turned = scaling = None
     if one.rope_scaling is not None:
         kind, fields = one.rope_scaling
@@ -187,6 +193,7 @@ def _attention(one: plain.Attention) -> Config:
         softcap=one.softcap,
         scale=one.scale,
         output_gate=one.output_gate,
+        context_parallel=context_parallel,
     )
 
 
