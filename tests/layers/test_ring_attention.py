@@ -1,5 +1,6 @@
 """Attention over sharded positions, by a ring and by windows: on eight devices, it equals one device's."""
 
+import re
 from dataclasses import dataclass, field
 
 import jax
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from plimsoll.framework.layers import ring_attention
 from plimsoll.framework.layers.attention_kernels import dot_product_attention
+from plimsoll.framework.layers.kernels_call import BlockMask, describe_call
 
 AXES = ("data", "fsdp", "expert", "seq", "model")
 BATCH, NUM_HEADS, KV_HEADS, HEAD_DIM = 4, 4, 2, 8
@@ -85,3 +88,61 @@ def test_eight_devices_equal_one(name):
     ours, theirs = jax.tree.leaves((out, gradients)), jax.tree.leaves((expected_out, expected_gradients))
     for x, y in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def compile_gradients(mesh, length, **options):
+    """Compile the gradients of q, k and v [1, length, ...], sharded over seq."""
+    sharding = NamedSharding(mesh, PartitionSpec(None, "seq"))
+    q, k = (jax.ShapeDtypeStruct((1, length, n, 32), jnp.bfloat16, sharding=sharding) for n in (NUM_HEADS, KV_HEADS))
+
+    def loss(q, k, v):
+        return jnp.sum(dot_product_attention(q, k, v, mesh=mesh, **options).astype(jnp.float32) ** 2)
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)), out_shardings=sharding).lower(q, k, k).compile()
+
+
+@pytest.mark.parametrize("options", [{"context_parallel": "ring"}, {"window": 100}], ids=["ring", "window"])
+def test_keys_are_not_gathered(options):
+    program = compile_gradients(make_mesh((1, 1, 1, 8, 1)), 1024, **options).as_text()
+    assert "collective-permute" in program
+    assert "all-gather" not in program
+    # No array has all positions.
+    assert "1024" not in re.sub(r"metadata=\{[^}]*\}|//.*", "", program)
+
+
+def test_memory_does_not_grow_with_rows_whose_shards_stay_as_long():
+    def temp_bytes(num_devices, context_parallel):
+        compiled = compile_gradients(
+            make_mesh((1, 1, 1, num_devices, 1)), 256 * num_devices, context_parallel=context_parallel
+        )
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temp_bytes(8, "ring") == pytest.approx(temp_bytes(4, "ring"), rel=0.02)
+    assert temp_bytes(8, "gather") > 1.5 * temp_bytes(4, "gather")
+
+
+def test_rings_begin_where_computing_takes_longer_than_exchanging():
+    def chooses_ring(length, **options):
+        q, k = (jax.ShapeDtypeStruct((1, length, n, 8), jnp.float32) for n in (NUM_HEADS, KV_HEADS))
+        call = describe_call(q, k, k, None, options.pop("window", None), None, make_mesh((1, 1, 1, 4, 1)), **options)
+        return ring_attention.uses_ring(call, multiple=1)
+
+    assert chooses_ring(8 * 1024)
+    assert not chooses_ring(8 * 1023)
+    assert not chooses_ring(8 * 1024 + 4)
+    assert chooses_ring(64, window=2)
+    assert chooses_ring(64, context_parallel="ring")
+    assert not chooses_ring(8 * 1024, context_parallel="gather")
+    with pytest.raises(ValueError, match="takes a multiple of 8 positions on 4 devices, not 68"):
+        chooses_ring(68, context_parallel="ring")
+
+
+@pytest.mark.parametrize("num_queries", [1, 5])
+@pytest.mark.parametrize("mask", [BlockMask(), BlockMask(0), BlockMask(7), BlockMask(7, 3), BlockMask(2, 9)], ids=str)
+def test_seen_share_counts_pairs(mask, num_queries):
+    rows, columns = np.mgrid[:num_queries, :12]
+    sees = np.ones_like(rows, bool)
+    if mask.offset is not None:
+        sees &= columns <= rows + mask.offset
+        sees &= columns > rows + mask.offset - (mask.window or 99)
+    assert mask.seen_share(num_queries, 12) == pytest.approx(sees.mean())
