@@ -94,7 +94,7 @@ class Attention(KernelAttention):
             so that a head can attend to nothing (gpt-oss, arXiv 2508.10925; Xiao et al. 2023, arXiv 2309.17453).
         output_gate: whether the result of each channel is multiplied by the sigmoid of a projection of x_BSD, before
             the output projection (Qiu et al. 2025, arXiv 2505.06708).
-        implementation: the kernel. "auto" chooses splash on TPU, cuDNN on GPU and XLA elsewhere.
+        implementation: the kernel. "auto" chooses splash on TPU, cuDNN or Triton on GPU and XLA elsewhere.
         splash: config of the block sizes of the TPU kernel.
         kernel_dtype: dtype of queries, keys and values in the kernel, and of its result; None means
             model.compute_dtype. Some frameworks compute attention in float32, which takes twice the bytes of

@@ -62,30 +62,27 @@ class FlashOptions:
         scale: factor on the logits.
         softcap: cap of the logits, or None.
         mask: which keys a query sees, by position.
-        blocks: sizes of all kernels, or None to choose them by the number of channels.
+        shared_bytes: bytes of shared memory that a program may use.
+        blocks: sizes of all kernels, or None to choose them.
         interpret: run the kernels as JAX operations, on any platform.
     """
 
     scale: float
     softcap: float | None
     mask: BlockMask
+    shared_bytes: int
     blocks: Blocks | None = None
     interpret: bool = False
 
 
-def attend(
-    options: FlashOptions, q_BNSH: Array, k_BKTH: Array, v_BKTV: Array, ids: Ids | None
-) -> tuple[Array, Array]:
+def attend(options: FlashOptions, q_BNSH: Array, k_BKTH: Array, v_BKTV: Array, ids: Ids | None) -> tuple[Array, Array]:
     """See `BlockKernel.forward`; the result has the dtype of the inputs."""
     value_dim = v_BKTV.shape[3]
     q_BNSH, k_BKTH, v_BKTV = map(_pad_channels, (q_BNSH, k_BKTH, v_BKTV))
     kernel = _Kernel.describe("forward", options, q_BNSH, k_BKTH, v_BKTV)
     B, N, S, _ = q_BNSH.shape
     V = v_BKTV.shape[3]
-    out_shapes = (
-        jax.ShapeDtypeStruct((B, N, S, V), q_BNSH.dtype),
-        jax.ShapeDtypeStruct((B, N, S), jnp.float32),
-    )
+    out_shapes = (jax.ShapeDtypeStruct((B, N, S, V), q_BNSH.dtype), jax.ShapeDtypeStruct((B, N, S), jnp.float32))
     run = kernel.build(
         _attend_block,
         grid=(pl.cdiv(S, kernel.blocks.queries), N, B),
@@ -155,22 +152,70 @@ def _split_ids(ids: Ids | None) -> tuple[Array | None, Array | None]:
     return (None, None) if ids is None else (ids.queries, ids.keys)
 
 
-def choose_blocks(kernel_pass: KernelPass, row_bytes: int) -> Blocks:
-    """Return the sizes of a kernel.
+# {kernel: ((most bytes of a key and its value, sizes), ...)}. For 64 and 128 channels in 16 bits, most are the defaults
+# of PyTorch's FlexAttention for H100 (torch/_inductor, version 2.8). The others are the largest that the compilers for
+# H100 and B200 keep in registers, but for a few numbers with all masks and a cap. None was timed here.
+_BLOCKS: dict[KernelPass, tuple[tuple[int, Blocks], ...]] = {
+    "forward": (
+        (256, Blocks(128, 128, 8, 3)),
+        (512, Blocks(128, 64, 8, 3)),
+        (640, Blocks(128, 64, 8, 2)),
+        (1024, Blocks(64, 32, 4, 3)),
+        (2048, Blocks(32, 32, 4, 2)),
+    ),
+    "backward_queries": (
+        (256, Blocks(64, 64, 4, 3)),
+        (512, Blocks(128, 64, 8, 3)),
+        (640, Blocks(128, 64, 8, 2)),
+        (1024, Blocks(64, 64, 8, 2)),
+        (2048, Blocks(32, 32, 8, 2)),
+    ),
+    "backward_keys": (
+        (256, Blocks(64, 64, 4, 3)),
+        (512, Blocks(64, 128, 8, 3)),
+        (640, Blocks(32, 128, 8, 2)),
+        (1024, Blocks(32, 64, 8, 2)),
+        (2048, Blocks(32, 32, 8, 2)),
+    ),
+}
+# The same for 99 KiB of shared memory.
+_SMALL_BLOCKS: dict[KernelPass, tuple[tuple[int, Blocks], ...]] = {
+    "forward": (
+        (256, Blocks(128, 64, 4, 2)),
+        (512, Blocks(128, 64, 8, 2)),
+        (640, Blocks(128, 32, 8, 2)),
+        (1024, Blocks(64, 32, 8, 2)),
+        (2048, Blocks(32, 16, 4, 2)),
+    ),
+    "backward_queries": (
+        (256, Blocks(64, 64, 4, 2)),
+        (512, Blocks(64, 64, 4, 2)),
+        (640, Blocks(64, 32, 8, 2)),
+        (1024, Blocks(32, 32, 8, 2)),
+        (2048, Blocks(16, 16, 4, 2)),
+    ),
+    "backward_keys": (
+        (256, Blocks(64, 64, 4, 2)),
+        (512, Blocks(32, 64, 8, 2)),
+        (640, Blocks(32, 32, 8, 2)),
+        (1024, Blocks(32, 32, 8, 2)),
+        (2048, Blocks(16, 16, 4, 2)),
+    ),
+}
+# The shared memory of a program on Hopper, and on GPUs for data centers from then on.
+_LARGE_SHARED_BYTES = 227 * 2**10
 
-    Its blocks fit into the 99 KiB of shared memory that a program has on Ada, with two stages; accumulators fit into
-    registers. Nothing here was tuned on a GPU.
+
+def choose_blocks(kernel_pass: KernelPass, row_bytes: int, shared_bytes: int) -> Blocks:
+    """Return the sizes of a kernel.
 
     Args:
         kernel_pass: the kernel.
-        row_bytes: bytes of a key and a value of one head.
+        row_bytes: bytes of a key and a value of one head, at most 2048.
+        shared_bytes: bytes of shared memory that a program may use, at least 99 KiB.
     """
-    is_wide = row_bytes > 640
-    if kernel_pass == "forward":
-        return Blocks(64 if is_wide else 128, 32 if row_bytes > 512 else 64, 4 if is_wide else 8, 2)
-    if kernel_pass == "backward_queries":
-        return Blocks(64 if is_wide else 128, 32, 8, 2)
-    return Blocks(32, 64 if is_wide else 128, 8, 2)
+    table = _BLOCKS if shared_bytes >= _LARGE_SHARED_BYTES else _SMALL_BLOCKS
+    return next(blocks for most, blocks in table[kernel_pass] if row_bytes <= most)
 
 
 # --- descriptions of a kernel -----------------------------------------------------------------------------------------
@@ -245,7 +290,7 @@ class _Kernel:
         _, K, T, V = v.shape
         blocks = options.blocks
         if blocks is None:
-            blocks = choose_blocks(kernel_pass, (H + V) * q.dtype.itemsize)
+            blocks = choose_blocks(kernel_pass, (H + V) * q.dtype.itemsize, options.shared_bytes)
         return _Kernel(kernel_pass, options, N // K, S, T, H, V, blocks, B * N * S * T)
 
     def build(self, body: Any, grid: tuple[int, ...], **specs: Any) -> Any:
@@ -424,11 +469,7 @@ def _attend_block(
         return _add_product(out, weights_ST, v), new_largest_S, sums_S
 
     size = kernel.blocks.queries
-    start = (
-        _zeros(size, kernel.value_dim),
-        jnp.full((size,), _NEVER, jnp.float32),
-        jnp.zeros((size,), jnp.float32),
-    )
+    start = (_zeros(size, kernel.value_dim), jnp.full((size,), _NEVER, jnp.float32), jnp.zeros((size,), jnp.float32))
     out, largest_S, sums_S = jax.lax.fori_loop(*kernel.find_key_blocks(query_block), add_keys, start)
     # Queries without any key have a sum of 0.
     sums_S = jnp.where(sums_S == 0.0, 1.0, sums_S)
@@ -500,17 +541,15 @@ def _differentiate_keys(
         def add_queries(query_block: Array, carry: tuple[_Parts, _Parts]) -> tuple[_Parts, _Parts]:
             dk, dv = carry
             rows = kernel.rows(query_block)
-            q = _load_matrix(q_ref.at[head], rows)
+            q = _load_matrix(q_ref, rows, head)
             # Keys are rows: then weights are the left operand of the products, which tensor cores read from registers.
             logits_TS, derivatives_TS = kernel.cap(_multiply_channels(k, q))
             logits_TS = kernel.hide(logits_TS, rows, columns, _load_vector(query_ids_ref, rows), key_ids_T, 1)
             # Queries that do not exist have gradients of 0 here.
-            weights_TS = jnp.exp2(logits_TS - (_load_vector(log_sums_ref.at[head], rows) * _LOG2_E)[None, :])
-            grad = _load_matrix(grad_ref.at[head], rows)
+            weights_TS = jnp.exp2(logits_TS - (_load_vector(log_sums_ref, rows, head) * _LOG2_E)[None, :])
+            grad = _load_matrix(grad_ref, rows, head)
             dv = _add_product(dv, weights_TS, grad)
-            logit_grads_TS = weights_TS * (
-                _multiply_channels(v, grad) - _load_vector(sums_ref.at[head], rows)[None, :]
-            )
+            logit_grads_TS = weights_TS * (_multiply_channels(v, grad) - _load_vector(sums_ref, rows, head)[None, :])
             if derivatives_TS is not None:
                 logit_grads_TS *= derivatives_TS
             return _add_product(dk, logit_grads_TS, q), dv
@@ -531,19 +570,19 @@ def _choose_query_block(kernel: _Kernel) -> Array:
     return pl.num_programs(0) - 1 - block if is_causal else block
 
 
-def _load_vector(ref: Any, rows: _Range) -> Any:
-    """Return some numbers of a vector, 0 for those that do not exist; None if there is no vector."""
+def _load_vector(ref: Any, rows: _Range, *head: Array) -> Any:
+    """Return some numbers of a vector (of one head), 0 for those that do not exist; None if there is no vector."""
     if ref is None:
         return None
     exist = rows.exist()
-    return plgpu.load(ref.at[rows.slice()], mask=exist, other=None if exist is None else 0)
+    return plgpu.load(ref.at[*head, rows.slice()], mask=exist, other=None if exist is None else 0)
 
 
-def _load_matrix(ref: Any, rows: _Range) -> _Parts:
-    """Return some rows of a matrix, 0 for those that do not exist."""
+def _load_matrix(ref: Any, rows: _Range, *head: Array) -> _Parts:
+    """Return some rows of a matrix (of one head), 0 for those that do not exist."""
     mask, other = _mask_rows(rows)
     return tuple(
-        plgpu.load(ref.at[rows.slice(), pl.ds(first, count)], mask=mask, other=other)
+        plgpu.load(ref.at[*head, rows.slice(), pl.ds(first, count)], mask=mask, other=other)
         for first, count in _split_channels(ref.shape[-1])
     )
 
@@ -570,8 +609,7 @@ def _multiply_channels(x: _Parts, y: _Parts) -> Array:
     """Return the products of the rows of x and the rows of y, float32 [rows of x, rows of y]."""
     over_channels = (((1,), (1,)), ((), ()))
     products = [
-        jax.lax.dot_general(a, b, over_channels, preferred_element_type=jnp.float32)
-        for a, b in zip(x, y, strict=True)
+        jax.lax.dot_general(a, b, over_channels, preferred_element_type=jnp.float32) for a, b in zip(x, y, strict=True)
     ]
     return sum(products[1:], products[0])
 

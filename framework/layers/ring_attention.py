@@ -194,7 +194,7 @@ def _attend_window(
     ids = Ids(ids_BL, jnp.where(exists_T, key_ids_BT, _NO_SEGMENT))
     mask = BlockMask(offset=num_previous, window=call.window)
     heads_first = (x.swapaxes(1, 2) for x in (q_BLNH, k_BTKH, v_BTKV))
-    return _attend_keys(kernel, mask, *heads_first, ids, sinks_N).swapaxes(1, 2)
+    return attend_keys(kernel, mask, *heads_first, ids, sinks_N).swapaxes(1, 2)
 
 
 def _prepend_previous(x_BL: Array, count: int, call: AttentionCall) -> Array:
@@ -210,7 +210,7 @@ def _prepend_previous(x_BL: Array, count: int, call: AttentionCall) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend_keys(
+def attend_keys(
     kernel: BlockKernel,
     mask: BlockMask,
     q_BNSH: Array,
@@ -235,7 +235,7 @@ def _attend_keys_backward(kernel: BlockKernel, mask: BlockMask, residuals, grad)
     return dq, dk, dv, None, _differentiate_sinks(sinks, out, log_sums, grad)
 
 
-_attend_keys.defvjp(_attend_keys_forward, _attend_keys_backward)
+attend_keys.defvjp(_attend_keys_forward, _attend_keys_backward)
 
 
 def _finish(total: _PartialSoftmax, sinks_N: Array | None, q: Array) -> tuple[Array, Array]:
