@@ -24,6 +24,7 @@ from tests.support import small
 
 NO_CUDA = "no CUDA plugin of JAX: pip install 'plimsoll-train[plan-gpu]'"
 AXES = ("data", "fsdp", "expert", "seq", "model")
+ALL_KEYS = BlockMask()
 
 
 # --- one kernel, interpreted ------------------------------------------------------------------------------------------
@@ -34,7 +35,7 @@ class Case:
     """S queries of K * G heads and T keys of K heads."""
 
     sizes: tuple[int, int]
-    mask: BlockMask = BlockMask()
+    mask: BlockMask = ALL_KEYS
     heads: tuple[int, int] = (1, 1)
     channels: tuple[int, int] = (16, 16)
     softcap: float | None = None
@@ -56,6 +57,7 @@ CASES = {
     "window of one key": Case((64, 64), BlockMask(0, 1), blocks=(32, 16)),
     "window of a block": Case((64, 96), BlockMask(32, 32), heads=(1, 2)),
     "window that ends before the last keys": Case((33, 96), BlockMask(17, 16)),
+    "window that begins with the last key of a block": Case((33, 96), BlockMask(46, 32)),
     "window after the keys": Case((80, 32), BlockMask(0, 20)),
 }
 
@@ -349,22 +351,33 @@ def test_blocks_fit_into_shared_memory(target: str, dtype: str, channels: tuple[
 
 
 @cache
-def compile_step(window: int | None = None, context_parallel: str = "auto") -> str:
-    """Return the program of a step of Llama layers on 8 H100 GPUs that share a row of 32768 tokens."""
+def compile_step(window: int | None = None) -> str:
+    """Return the program of a step of two Llama layers on 8 H100 GPUs, which share a row of 32768 tokens."""
     targets.set_environment("h100x8")
-    model = llama_model(layers=2, heads=8, kv_heads=2, dim=1024, hidden=1024, vocab_size=64)
+    model = llama_model(layers=2, heads=8, kv_heads=2, dim=1024, hidden=768, vocab_size=64)
     model.param_dtype = model.compute_dtype = "bfloat16"
-    attention = model.stacks["stack"].pattern.layers["layer"].mixer
-    attention.window = window
-    attention.context_parallel = context_parallel
-    experiment = small.experiment(model, seq_len=32768, batch=1, mesh={"seq": 8}).instantiate()
+    model.stack.pattern[0].attention.window = window
+    options: dict[str, Any] = {"batch": 1, "mesh": {"seq": 8}}
+    experiment = small.experiment(model, seq_len=32768, memory={"remat": "none"}, **options).instantiate()
     return Program(experiment, targets.resolve("h100x8").devices()).backend.compiled_step.as_text()
 
 
 def find_loops(text: str) -> list[str]:
     """Return the bodies of a program's loops."""
-    bodies = re.findall(r"while\(.*body=%([\w.\-]+)", text)
-    return [re.search(rf"^%{re.escape(body)} \(.*?^}}", text, re.MULTILINE | re.DOTALL)[0] for body in bodies]  # pyright: ignore
+    bodies = set(re.findall(r" while\(.*body=%([\w.\-]+)", text))
+    computations = re.findall(r"^%(\S+) \(.*\n((?:  .*\n)*)}", text, re.MULTILINE)
+    return [lines for name, lines in computations if name in bodies]
+
+
+def find_gathered(text: str) -> list[int]:
+    """Return the sizes of the results of all-gathers."""
+    results = re.findall(r"= (.*?) all-gather(?:-start)?\(", text)
+    shapes = [shape for result in results for shape in re.findall(r"\w\[([\d,]+)\]", result)]
+    return [int(np.prod(list(map(int, shape.split(","))))) for shape in shapes]
+
+
+# Of a row, 2 key heads of 128 channels.
+KEYS_SIZE = 2 * 32768 * 128
 
 
 @pytest.mark.slow
@@ -376,6 +389,17 @@ def test_keys_travel_between_gpus():
     assert any("/flash_attention_backward_keys/" in body for body in rings)
     assert "/flash_attention_forward_causal/" in text
     assert "__cudnn$fmha" not in text
-    # Keys and values of all positions, [1, 2, 32768, 128] in any order, or a mask.
-    assert not re.search(r"\[(?:\d+,)*32768(?:,\d+)*,128\]\S* all-gather", text)
-    assert "4096,32768]" not in text
+    assert max(find_gathered(text), default=0) < KEYS_SIZE
+    # No mask of queries and keys.
+    assert not re.search(r"\[(?:\d+,)*(?:4096|2048),(?:32768|4096|2048)\]", text)
+
+
+@pytest.mark.slow
+def test_gpus_receive_the_keys_of_a_window():
+    pytest.importorskip("jax_cuda12_plugin", reason=NO_CUDA)
+    text = compile_step(window=1024)
+    assert "/flash_attention_forward_window_1024/" in text
+    assert "__cudnn$fmha" not in text
+    assert max(find_gathered(text), default=0) < KEYS_SIZE
+    # The last 1024 keys of the previous device come before 4096 of its own.
+    assert "bf16[1,2,5120,128]" in text
