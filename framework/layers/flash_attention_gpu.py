@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from plimsoll.framework.layers.kernels_call import BlockMask, Ids
-from plimsoll.framework.layers.kernels_triton import KernelPass, name_kernel
+from plimsoll.framework.layers.kernels_triton import NUM_PRODUCTS, KernelPass, name_kernel
 
 # The channels of a block of rows, [rows, channels of the part] each.
 _Parts = tuple[Array, ...]
@@ -296,16 +296,14 @@ class _Kernel:
     def build(self, body: Any, grid: tuple[int, ...], **specs: Any) -> Any:
         """Return a function of arrays that runs the kernel."""
         mask = self.options.mask
-        key_products, value_products = {"forward": (1, 1), "backward_queries": (2, 1), "backward_keys": (2, 2)}[
-            self.kernel_pass
-        ]
+        key_products, value_products = NUM_PRODUCTS[self.kernel_pass]
         channels = key_products * self.key_dim + value_products * self.value_dim
         return pl.pallas_call(
             partial(body, self),
             grid=grid,
             **specs,
             compiler_params=plgpu.CompilerParams(num_warps=self.blocks.num_warps, num_stages=self.blocks.num_stages),
-            # As in plans, all pairs count.
+            # Before a program is compiled, plans count all pairs.
             cost_estimate=pl.CostEstimate(
                 flops=2 * channels * self.num_pairs, transcendentals=self.num_pairs, bytes_accessed=0
             ),

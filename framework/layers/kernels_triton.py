@@ -32,6 +32,13 @@ KernelPass = Literal["forward", "backward_keys", "backward_queries"]
 _LEAST_SHARED_BYTES = 99 * 2**10
 # How the names of the kernels start.
 KERNEL_PREFIX = "flash_attention_"
+# (Products over the channels of keys, over those of values) of each pair of a query and a key: the logits, weighted
+# values, and in the backward pass the logits again, the gradients of weights, and those of the kernel's results.
+NUM_PRODUCTS: dict[KernelPass, tuple[int, int]] = {
+    "forward": (1, 1),
+    "backward_queries": (2, 1),
+    "backward_keys": (2, 2),
+}
 
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)

@@ -317,12 +317,10 @@ class _LocalKernels:
         sinks_N = options.get("sinks_N")
         if implementation == "auto":
             platform = self._platform
-            is_half_precision = query_BSNH.dtype.itemsize == 2
             has_splash = platform == "tpu" and length % 128 == 0 and head_size % 8 == 0
-            has_cudnn = platform == "gpu" and is_half_precision and head_size % 8 == 0 and head_size <= 256
-            # cuDNN has neither of these.
-            has_cudnn = has_cudnn and softcap is None and sinks_N is None
-            implementation = "fused" if has_splash or has_cudnn else "xla"
+            # cuDNN or Triton; not so with a cap or sinks if keys are gathered over seq, which Triton does not support.
+            has_flash = platform == "gpu" and query_BSNH.dtype.itemsize <= 4 and head_size <= 256
+            implementation = "fused" if has_splash or has_flash else "xla"
         if implementation != "xla":
             # Sinks are only N numbers, so they are left out of the kernel's memory and work.
             return self._flash_attention(query_BSNH, key_BSKH, value_BSKH)
