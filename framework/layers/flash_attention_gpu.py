@@ -26,6 +26,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from plimsoll.framework.layers.kernels_call import BlockMask, Ids
 from plimsoll.framework.layers.kernels_triton import NUM_PRODUCTS, KernelPass, name_kernel
+from plimsoll.framework.layers.pallas_gpu import call_kernel
 
 # The channels of a block of rows, [rows, channels of the part] each.
 _Parts = tuple[Array, ...]
@@ -298,7 +299,7 @@ class _Kernel:
         mask = self.options.mask
         key_products, value_products = NUM_PRODUCTS[self.kernel_pass]
         channels = key_products * self.key_dim + value_products * self.value_dim
-        return pl.pallas_call(
+        run = pl.pallas_call(
             partial(body, self),
             grid=grid,
             **specs,
@@ -310,6 +311,7 @@ class _Kernel:
             interpret=self.options.interpret,
             name=name_kernel(self.kernel_pass, mask),
         )
+        return run if self.options.interpret else partial(call_kernel, run)
 
     # Which part of an array a program of the grid (blocks, heads, sequences) has.
 

@@ -2,21 +2,21 @@
 
 import dataclasses
 import re
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from plimsoll.framework.families.decoders import llama_model
 from plimsoll.framework.layers import kernels_cudnn, kernels_triton
 from plimsoll.framework.layers.attention_kernels import choose_implementation, dot_product_attention
 from plimsoll.framework.layers.flash_attention_gpu import Blocks
 from plimsoll.framework.layers.kernels_call import AttentionCall, BlockMask, Ids, describe_call
-from plimsoll.framework.layers.kernels_triton import TritonKernel
+from plimsoll.framework.layers.kernels_triton import NUM_PRODUCTS, TritonKernel
 from plimsoll.framework.layers.kernels_xla import XlaKernel
 from plimsoll.framework.plan import targets
 from plimsoll.framework.program.program import Program
@@ -328,26 +328,17 @@ def test_blocks_fit_into_shared_memory(target: str, dtype: str, channels: tuple[
     H, V = channels
 
     def array(*shape: int, dtype: str = dtype) -> Any:
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=SingleDeviceSharding(device))
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, PartitionSpec()))
 
-    q, k, v, out, log_sums = (
-        array(1, 4, 500, H),
-        array(1, 2, 512, H),
-        array(1, 2, 512, V),
-        array(1, 4, 500, V),
-        array(1, 4, 500, dtype="float32"),
-    )
-    ids = Ids(array(1, 500, dtype="int32"), array(1, 512, dtype="int32"))
-    call = AttentionCall(
-        1, 500, 4, H, 2, np.dtype(jnp.dtype(dtype)), True, None, 30.0, mesh, "gpu", scale=0.1, value_dim=V
-    )
-    kernel = TritonKernel(call)
-    mask = BlockMask(12, 200)
+    def loss(q, k, v, segments):
+        options = {"segments_BS": segments, "window": 200, "softcap": 30.0, "mesh": mesh}
+        return dot_product_attention(q, k, v, implementation="triton", **options).astype(jnp.float32).sum()
+
+    arrays = array(1, 500, 4, H), array(1, 500, 2, H), array(1, 500, 2, V), array(1, 500, dtype="int32")
     # The compiler refuses programs with too much of it.
-    jax.jit(partial(kernel.forward, mask=mask)).lower(q, k, v, ids).compile()
-    jax.jit(lambda *arrays: kernel.backward(*arrays[:4], mask, *arrays[4:])).lower(
-        q, k, v, ids, out, log_sums, out
-    ).compile()
+    text = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*arrays).compile().as_text()
+    names = set(re.findall(r"[/(](flash_attention_\w+)[/)]", text))
+    assert names == {f"flash_attention_{name}_window_200" for name in NUM_PRODUCTS}
 
 
 @cache

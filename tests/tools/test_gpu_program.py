@@ -87,7 +87,7 @@ ENTRY %main (q: bf16[2,6,64,192], k: bf16[2,3,96,192], v: bf16[2,3,96,128]) -> b
   %q = bf16[2,6,64,192]{{3,2,1,0}} parameter(0)
   %k = bf16[2,3,96,192]{{3,2,1,0}} parameter(1)
   %v = bf16[2,3,96,128]{{3,2,1,0}} parameter(2)
-  ROOT %call = bf16[2,6,64,128]{{3,2,1,0}} custom-call(%q, %k, %v), custom_call_target="__gpu$xla.gpu.triton", metadata={{op_name="jit(step)/{name}/pallas_call"}}
+  ROOT %call = bf16[2,6,64,128]{{3,2,1,0}} custom-call(%q, %k, %v), custom_call_target="__gpu$xla.gpu.triton", metadata={{op_name="jit(step)/transpose(jvp({name}))/pallas_call"}}
 }}
 """  # noqa: E501
     (kernel,) = read_step(step(text).parts, H100).kernels

@@ -45,8 +45,8 @@ _CUDNN_ATTENTION_EFFICIENCY = 0.7
 # An assumption, as nobody has timed our kernels: they reach what the same paper reports of Triton's flash attention,
 # 395 TFLOP/s in the forward pass with 128 channels and 16384 keys (figure 5).
 _TRITON_ATTENTION_EFFICIENCY = 0.4
-# Our kernels. Each is in a scope with its name.
-_FLASH = re.compile(rf"/{KERNEL_PREFIX}({'|'.join(NUM_PRODUCTS)})(_causal|_window_(?P<window>\d+))?/")
+# Our kernels. Each is in a scope with its name, which may be in parentheses.
+_FLASH = re.compile(rf"\b{KERNEL_PREFIX}({'|'.join(NUM_PRODUCTS)})(_causal|_window_(?P<window>\d+))?\b")
 _HALF_TYPES = ("bf16", "f16")
 
 
