@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import jax
@@ -29,11 +30,16 @@ def call_kernel(kernel: Callable[..., T], *arrays: Any) -> T:
         return kernel(*arrays)
     leaves, tree = jax.tree.flatten(arrays)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-    # The mesh in use at this place may have GPUs that Pallas does not know.
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=_KNOWN_DEVICE)):
+    with describe_absent_gpu():
         trace = jax.make_jaxpr(lambda *leaves: kernel(*tree.unflatten(leaves)), return_shape=True)
         jaxpr, out_shapes = trace(*shapes)
     return jax.tree.structure(out_shapes).unflatten(_kernel_p.bind(*leaves, jaxpr=jaxpr))
+
+
+def describe_absent_gpu() -> AbstractContextManager[None]:
+    """Return a context in which kernels are traced for a GPU that Pallas knows, although there is none."""
+    # The mesh in use at this place may have GPUs that Pallas does not know.
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=_KNOWN_DEVICE))
 
 
 # A primitive, because the arrays belong to the mesh in use.
