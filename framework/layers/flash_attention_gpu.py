@@ -24,8 +24,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from plimsoll.framework.layers.flash_kernels import NUM_PRODUCTS, KernelPass, name_kernel
 from plimsoll.framework.layers.kernels_call import BlockMask, Ids
-from plimsoll.framework.layers.kernels_triton import NUM_PRODUCTS, KernelPass, name_kernel
 from plimsoll.framework.layers.pallas_gpu import call_kernel
 
 # The channels of a block of rows, [rows, channels of the part] each.

@@ -7,7 +7,7 @@ keys, which a ring needs (see `ring_attention`), and has neither caps on logits 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -27,20 +27,8 @@ from plimsoll.framework.layers.kernels_call import (
 if TYPE_CHECKING:
     from plimsoll.framework.layers.flash_attention_gpu import Blocks, FlashOptions
 
-KernelPass = Literal["forward", "backward_keys", "backward_queries"]
 # The shared memory that a program may use on Ada, and on GeForce and RTX cards in general.
 _LEAST_SHARED_BYTES = 99 * 2**10
-# How the names of the kernels start.
-KERNEL_PREFIX = "flash_attention_"
-# (Products over the channels of keys, over those of values) of each pair of a query and a key: the logits, weighted
-# values, and in the backward pass the logits again, the gradients of weights, and those of the kernel's results.
-NUM_PRODUCTS: dict[KernelPass, tuple[int, int]] = {
-    "forward": (1, 1),
-    "backward_queries": (2, 1),
-    "backward_keys": (2, 2),
-}
-
-
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _MAX_CHANNELS = 256
 # Tensor cores multiply bfloat16 since Ampere.
@@ -103,16 +91,6 @@ def attend(
     return on_each_device(
         call, local, q_BSNH, k_BSKH, v_BSKH, segments_BS, extra=sinks_N, extra_spec=PartitionSpec(HEADS_AXIS)
     )
-
-
-def name_kernel(kernel_pass: KernelPass, mask: BlockMask) -> str:
-    """Return the name of a kernel in programs and profiles, which also describes its mask."""
-    suffix = ""
-    if mask.window is not None:
-        suffix = f"_window_{mask.window}"
-    elif mask.offset is not None:
-        suffix = "_causal"
-    return f"{KERNEL_PREFIX}{kernel_pass}{suffix}"
 
 
 @dataclass(frozen=True)

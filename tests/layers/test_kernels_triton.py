@@ -15,8 +15,9 @@ from plimsoll.framework.families.decoders import llama_model
 from plimsoll.framework.layers import kernels_cudnn, kernels_triton
 from plimsoll.framework.layers.attention_kernels import choose_implementation, dot_product_attention
 from plimsoll.framework.layers.flash_attention_gpu import Blocks
+from plimsoll.framework.layers.flash_kernels import NUM_PRODUCTS
 from plimsoll.framework.layers.kernels_call import AttentionCall, BlockMask, Ids, describe_call
-from plimsoll.framework.layers.kernels_triton import NUM_PRODUCTS, TritonKernel
+from plimsoll.framework.layers.kernels_triton import TritonKernel
 from plimsoll.framework.layers.kernels_xla import XlaKernel
 from plimsoll.framework.plan import targets
 from plimsoll.framework.program.program import Program

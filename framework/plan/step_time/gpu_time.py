@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 from plimsoll.framework.devices.accelerators import AcceleratorSpec
-from plimsoll.framework.layers.kernels_triton import KERNEL_PREFIX, NUM_PRODUCTS, KernelPass
+from plimsoll.framework.layers.flash_kernels import KERNEL_PREFIX, NUM_PRODUCTS, KernelPass
 from plimsoll.framework.plan.hlo.arrays import arrays
 from plimsoll.framework.plan.hlo.computations import Instruction, SourceLine
 from plimsoll.framework.plan.hlo.flops import EIGHT_BIT, Flops, is_block_product
