@@ -96,7 +96,7 @@ class Attention(KernelAttention):
             so that a head can attend to nothing (gpt-oss, arXiv 2508.10925; Xiao et al. 2023, arXiv 2309.17453).
         output_gate: whether the result of each channel is multiplied by the sigmoid of a projection of x_BSD, before
             the output projection (Qiu et al. 2025, arXiv 2505.06708).
-        implementation: the kernel. "auto" chooses splash on TPU, cuDNN on GPU and XLA elsewhere.
+        implementation: the kernel. "auto" chooses splash on TPU, cuDNN or Triton on GPU and XLA elsewhere.
         splash: config of the block sizes of the TPU kernel.
         context_parallel: how devices of mesh.seq see each other's keys: "ring" sends keys around while others are in
             use, "gather" gathers all keys on each device. "auto" is a ring if a device has 2048 positions or more;

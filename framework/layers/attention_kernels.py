@@ -1,4 +1,4 @@
-"""Causal softmax(QK)V in one function: plain XLA everywhere, splash on TPU, cuDNN on GPU. No parameters."""
+"""Causal softmax(QK)V in one function: plain XLA everywhere, splash on TPU, cuDNN and Triton on GPU. No parameters."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import jax
 from jax.sharding import Mesh
 
 from plimsoll.framework.config.names import did_you_mean
-from plimsoll.framework.layers import kernels_cudnn, kernels_splash, kernels_xla
+from plimsoll.framework.layers import kernels_cudnn, kernels_splash, kernels_triton, kernels_xla, ring_attention
 from plimsoll.framework.layers.kernels_call import AttentionCall, ContextParallel, SplashBlocks, describe_call
 
-Implementation = Literal["auto", "xla", "splash", "cudnn"]
+Implementation = Literal["auto", "xla", "splash", "cudnn", "triton"]
 # Each of these modules has `why_not(call)` and `attend(call, q, k, v, segments, sinks)`.
-_KERNELS = {"xla": kernels_xla, "splash": kernels_splash, "cudnn": kernels_cudnn}
-_ONLY_PLATFORM = {"splash": "tpu", "cudnn": "gpu"}
+_KERNELS = {"xla": kernels_xla, "splash": kernels_splash, "cudnn": kernels_cudnn, "triton": kernels_triton}
+_ONLY_PLATFORM = {"splash": "tpu", "cudnn": "gpu", "triton": "gpu"}
 
 
 def dot_product_attention(
@@ -43,8 +43,8 @@ def dot_product_attention(
         window: position i attends to j in (i - window, i]; None means no limit.
         softcap: cap the logits before masking: softcap * tanh(logits / softcap); None means no cap.
         scale: factor on the logits, applied before the cap; None means H ** -0.5.
-        implementation: "xla", "splash", "cudnn", or "auto": splash on TPU and cuDNN on GPU if they support the call,
-            else xla.
+        implementation: "xla", "splash", "cudnn", "triton", or "auto": splash on TPU and, on GPU, triton for a ring and
+            for windows over seq; else cudnn if it supports the call; else triton; and xla for all other calls.
         mesh: the mesh that the arrays are sharded over, with the axes data, fsdp, expert, seq and model: batch over
             data, fsdp and expert, positions over seq, heads over model. "auto" uses the mesh's platform. None means
             JAX's default device.
@@ -53,6 +53,7 @@ def dot_product_attention(
             value; it is neither scaled nor capped. None for no sinks.
         context_parallel: how devices along seq see each other's keys: "ring" sends them around, "gather" gathers them,
             and "auto" is a ring for windows and for rows of at least 2048 positions per device; see `ring_attention`.
+            cudnn gathers them.
 
     Returns:
         [B, S, N, V] in the query's dtype, named "attention" for the remat policies. Logits and softmax are computed
@@ -80,14 +81,23 @@ def check_platform(implementation: str, platform: str) -> None:
 
 
 def choose_implementation(call: AttentionCall, implementation: str = "auto") -> str:
-    """Choose the kernel: "xla", "splash" or "cudnn". Raise ValueError like `dot_product_attention`."""
+    """Choose the kernel, such as "xla". Raise ValueError like `dot_product_attention`."""
     if implementation == "auto":
-        fastest = {"tpu": "splash", "gpu": "cudnn"}.get(call.platform, "xla")
-        # XLA supports every call, so "auto" never raises.
-        return fastest if _KERNELS[fastest].why_not(call) is None else "xla"
+        # XLA supports every call, so "auto" always finds one.
+        return next(name for name in _list_fastest(call) if _KERNELS[name].why_not(call) is None)
     if implementation not in _KERNELS:
         hint = did_you_mean(implementation, ["auto", *_KERNELS])
         raise ValueError(f"implementation = {implementation!r}: no such kernel{hint}")
     if reason := _KERNELS[implementation].why_not(call):
         raise ValueError(f"implementation={implementation!r} does not support this call: {reason}")
     return implementation
+
+
+def _list_fastest(call: AttentionCall) -> tuple[str, ...]:
+    """Return the kernels for a platform, fastest first."""
+    if call.platform == "tpu":
+        return "splash", "xla"
+    if call.platform == "gpu":
+        # cuDNN's kernel is faster, but it would gather the keys, and its mask takes memory per query and key.
+        return ("triton", "cudnn", "xla") if ring_attention.uses_ring(call, multiple=1) else ("cudnn", "triton", "xla")
+    return ("xla",)

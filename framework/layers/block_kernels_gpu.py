@@ -15,6 +15,7 @@ reads it once for both axes.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ from jaxlib.mlir import ir
 from jaxlib.triton import dialect as triton
 
 from plimsoll.framework.layers.block_rounding import PRODUCT_KERNEL, Blocks, find_scales, to_bits
+from plimsoll.framework.layers.pallas_gpu import call_kernel, describe_absent_gpu
 
 # The size of the blocks.
 TILE = 128
@@ -141,7 +143,10 @@ def _multiply_tile(
 def _call_with_8_bit_products(*operands: jax.Array, dtype: np.dtype, is_square: bool) -> jax.Array:
     """Call the kernel with the attribute that Hopper needs."""
     kernel = jax.jit(partial(_call_kernel, dtype=dtype, is_square=is_square))
-    lowered = kernel.trace(*operands).lower(lowering_platforms=("cuda",))
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    with nullcontext() if jax.default_backend() == "gpu" else describe_absent_gpu():
+        traced = kernel.trace(*shapes)
+    lowered = traced.lower(lowering_platforms=("cuda",))
     call = next(one for one in _walk(lowered.compiler_ir()) if "mhlo.backend_config" in one.attributes)
     settings = {named.name: named.attr for named in call.attributes["mhlo.backend_config"]}
     program = _allow_imprecise_sums(settings.pop("ir").value_bytes)
@@ -219,14 +224,15 @@ def round_along_both_axes(x_MK: jax.Array, interpret: bool = False) -> tuple[Blo
         jax.ShapeDtypeStruct((columns, rows), jnp.float8_e4m3fn),
         jax.ShapeDtypeStruct((rows // TILE, columns), jnp.uint8),
     )
-    values_MK, scales_BM, values_KM, scales_BK = pl.pallas_call(
+    run = pl.pallas_call(
         _round_tile_along_both_axes,
         out_shape=shapes,
         grid=(columns // TILE, rows // TILE),
         compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
         name="fp8_block_rounding",
-    )(x_MK)
+    )
+    values_MK, scales_BM, values_KM, scales_BK = run(x_MK) if interpret else call_kernel(run, x_MK)
     return Blocks(to_bits(values_MK), scales_BM.T), Blocks(to_bits(values_KM), scales_BK.T)
 
 
@@ -240,7 +246,7 @@ def round_square_tiles(x_MK: jax.Array, transpose: bool, interpret: bool = False
     rows, columns = x_MK.shape
     check_size(x_MK.size)
     grid = (columns // TILE, rows // TILE)
-    values, scales = pl.pallas_call(
+    run = pl.pallas_call(
         partial(_round_square_tile, transpose=transpose),
         out_shape=(
             jax.ShapeDtypeStruct((columns, rows) if transpose else (rows, columns), jnp.float8_e4m3fn),
@@ -250,7 +256,8 @@ def round_square_tiles(x_MK: jax.Array, transpose: bool, interpret: bool = False
         compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
         name="fp8_block_rounding",
-    )(x_MK)
+    )
+    values, scales = run(x_MK) if interpret else call_kernel(run, x_MK)
     return Blocks(to_bits(values), scales)
 
 

@@ -3,8 +3,9 @@
 Follows Dao 2023 (arXiv 2307.08691).
 
 cuDNN applies causal masks and windows itself, which costs no memory. Through JAX's public interface, cuDNN supports
-neither segments nor a mask for queries sharded over seq. Both are passed as a bias, [B, 1, S / seq, T] in the inputs'
-dtype, and its gradient takes the same amount again; compared to XLA's logits, that saves a factor of N.
+neither segments nor a mask for queries sharded over seq, whose keys are gathered: `kernels_triton` has the ring. Both
+are passed as a bias, [B, 1, S / seq, T] in the inputs' dtype, and its gradient takes the same amount again; compared to
+XLA's logits, that saves a factor of N.
 """
 
 from __future__ import annotations
@@ -28,37 +29,47 @@ def why_not(call: AttentionCall) -> str | None:
     device = jax.local_devices()[0] if jax.default_backend() == "gpu" else None
     capability = float(getattr(device, "compute_capability", 0.0))
     max_channels = 256 if capability >= 9.0 else 128
+    no_cuda = why_no_cuda()
     sharding_problem = call.why_not_sharded()
-    # find_spec does not import the plugins: importing them would load CUDA.
-    has_cuda = any(map(importlib.util.find_spec, _PLUGINS))
     reasons = [
         (call.platform != "gpu", f"it runs on NVIDIA GPUs, not on {call.platform}; use xla"),
-        (
-            not has_cuda,
-            f"JAX is installed without CUDA (none of {', '.join(_PLUGINS)}); install jax[cuda13] or use xla",
-        ),
+        (no_cuda, no_cuda),
         (
             call.dtype not in (jnp.bfloat16, jnp.float16),
             f"it takes bfloat16 or float16, not {call.dtype}; cast the inputs",
         ),
-        (call.softcap is not None, "it has no cap on logits; use xla or softcap=None"),
-        (call.has_sinks, "through JAX's public interface it has no sinks; use xla or sinks=False"),
+        (call.softcap is not None, "it has no cap on logits; use triton or softcap=None"),
+        (call.has_sinks, "through JAX's public interface it has no sinks; use triton or sinks=False"),
         (
             call.head_dim % 8 or call.head_dim > max_channels,
-            f"it takes a multiple of 8 up to {max_channels} channels per head, not {call.head_dim}; use xla",
+            f"it takes a multiple of 8 up to {max_channels} channels per head, not {call.head_dim}; use triton",
         ),
         (
             call.value_dim > call.head_dim,
-            f"it takes at most {call.head_dim} channels per head of values, as in keys, not {call.value_dim}; use xla",
+            f"it takes at most {call.head_dim} channels per head of values, as in keys, not {call.value_dim}; "
+            "use triton",
         ),
         (
             _mask_is_bias(call) and call.length % 2,
             f"with segments it takes an even number of positions, not {call.length}; pad by one",
         ),
         (sharding_problem, f"{sharding_problem}; change the mesh"),
+        (
+            call.context_parallel == "ring" and call.shards(LENGTH_AXIS) > 1,
+            "through JAX's public interface its gradients cannot be given the sums over all keys, which "
+            "context_parallel='ring' needs; use triton",
+        ),
     ]
     # The first reason is the one to fix first: no length helps on the wrong platform.
     return next((reason for holds, reason in reasons if holds), None)
+
+
+def why_no_cuda() -> str | None:
+    """Return why JAX cannot compile for NVIDIA GPUs and what would help, or None if it can."""
+    # find_spec does not import the plugins: importing them would load CUDA.
+    if any(map(importlib.util.find_spec, _PLUGINS)):
+        return None
+    return f"JAX is installed without CUDA (none of {', '.join(_PLUGINS)}); install jax[cuda13] or use xla"
 
 
 def attend(

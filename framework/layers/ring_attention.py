@@ -214,7 +214,7 @@ def _attend_window(
     ids = Ids(ids_BL, jnp.where(exists_T, key_ids_BT, _NO_SEGMENT))
     mask = BlockMask(offset=num_previous, window=call.window)
     q_BNLH, k_BKTH, v_BKTV = (x.swapaxes(1, 2) for x in (q_BLNH, k_BTKH, v_BTKV))
-    out_BNLV: Array = _attend_keys(kernel, mask, q_BNLH, k_BKTH, v_BKTV, ids, sinks_N)
+    out_BNLV: Array = attend_keys(kernel, mask, q_BNLH, k_BKTH, v_BKTV, ids, sinks_N)
     return out_BNLV.swapaxes(1, 2)
 
 
@@ -231,7 +231,7 @@ def _prepend_previous(x_BL: Array, count: int, call: AttentionCall) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend_keys(
+def attend_keys(
     kernel: BlockKernel,
     mask: BlockMask,
     q_BNSH: Array,
@@ -256,7 +256,7 @@ def _attend_keys_backward(kernel: BlockKernel, mask: BlockMask, residuals, grad)
     return dq, dk, dv, None, _differentiate_sinks(sinks, out, log_sums, grad)
 
 
-_attend_keys.defvjp(_attend_keys_forward, _attend_keys_backward)
+attend_keys.defvjp(_attend_keys_forward, _attend_keys_backward)
 
 
 def _finish(total: _PartialSoftmax, sinks_N: Array | None, q: Array) -> tuple[Array, Array]:

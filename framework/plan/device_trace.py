@@ -27,7 +27,14 @@ from plimsoll.framework.layers import kernels_xla, lookup, ring_attention
 from plimsoll.framework.layers.base import BATCH_AXES, Context, Out, batch_specs, cast
 from plimsoll.framework.layers.embedding import Embedding
 from plimsoll.framework.layers.head import LMHead
-from plimsoll.framework.layers.kernels_call import SAVED_NAME, AttentionCall, BlockMask, ContextParallel, Ids
+from plimsoll.framework.layers.kernels_call import (
+    SAVED_NAME,
+    SPLASH_LANES,
+    AttentionCall,
+    BlockMask,
+    ContextParallel,
+    Ids,
+)
 from plimsoll.framework.layers.low_precision import round_and_restore
 from plimsoll.framework.layers.stack import LayerPattern, Stack
 from plimsoll.framework.layout import MeshAxes, Nested, ParameterSpec, PyTree, StateLayout, TrainState, flatten, merge
@@ -35,8 +42,6 @@ from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.plan.jaxpr_analysis import LOCAL_ATTENTION, LOCAL_GROUPED_PRODUCT
 from plimsoll.framework.plan.split_experiment import SplitExperiment
 
-# Kernels of attention take multiples of this many positions.
-_BLOCK = 128
 # Represents flash attention, forward or backward: it has operands and results, but no body.
 ATTENTION_KERNEL = Primitive(LOCAL_ATTENTION)
 ATTENTION_KERNEL.multiple_results = True
@@ -328,12 +333,10 @@ class _LocalKernels:
         batch, length, heads, head_size = query_BSNH.shape
         if implementation == "auto":
             platform = self._platform
-            is_half_precision = query_BSNH.dtype.itemsize == 2
             has_splash = platform == "tpu" and length % 128 == 0 and head_size % 8 == 0
-            has_cudnn = platform == "gpu" and is_half_precision and head_size % 8 == 0 and head_size <= 256
-            # cuDNN has neither of these.
-            has_cudnn = has_cudnn and softcap is None and sinks_N is None
-            implementation = "fused" if has_splash or has_cudnn else "xla"
+            # cuDNN or Triton; not so with a cap or sinks if keys are gathered over seq, which Triton does not support.
+            has_flash = platform == "gpu" and query_BSNH.dtype.itemsize <= 4 and head_size <= 256
+            implementation = "fused" if has_splash or has_flash else "xla"
         num_shards = self._seq_shards
         call = AttentionCall(
             batch=batch * math.prod(mesh.shape[axis] for axis in BATCH_AXES),
@@ -352,7 +355,8 @@ class _LocalKernels:
             context_parallel=context_parallel,
         )
         arrays = (query_BSNH, key_BSKH, value_BSKH, segments_BS, sinks_N)
-        if ring_attention.uses_ring(call, multiple=_BLOCK if implementation == "fused" else 1):
+        multiple = SPLASH_LANES if implementation != "xla" and self._platform == "tpu" else 1
+        if implementation != "cudnn" and ring_attention.uses_ring(call, multiple):
             kernel = kernels_xla.XlaKernel(call) if implementation == "xla" else _TracedKernel()
             return ring_attention.attend_on_device(call, kernel, *arrays)
         if implementation == "xla":

@@ -32,7 +32,7 @@ def call(q, segments=None, window=None, softcap=None, platform="gpu"):
     [
         ({}, {"platform": "tpu"}, "it runs on NVIDIA GPUs, not on tpu"),
         ({"dtype": jnp.float32}, {}, "bfloat16 or float16, not float32"),
-        ({}, {"softcap": 50.0}, "no cap on logits; use xla or softcap=None"),
+        ({}, {"softcap": 50.0}, "no cap on logits; use triton or softcap=None"),
         ({"H": 20}, {}, "multiple of 8 up to 128 channels per head, not 20"),
         ({"H": 136}, {}, "multiple of 8 up to 128 channels per head, not 136"),
         ({"S": 255}, {"segments": jax.ShapeDtypeStruct((2, 255), jnp.int32)}, "even number of positions, not 255"),
@@ -44,7 +44,7 @@ def test_unsupported_shapes_are_refused(monkeypatch, arguments, options, message
     with pytest.raises(ValueError, match=f"implementation='cudnn' does not support this call: .*{message}"):
         choose_implementation(asked, "cudnn")
     if asked.platform == "gpu":
-        assert choose_implementation(asked) == "xla"
+        assert choose_implementation(asked) == "triton"
 
 
 def test_supported_shapes_are_accepted(monkeypatch):

@@ -135,17 +135,17 @@ def test_the_interpreted_kernel_for_tpu_equals_xla(case):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=5e-5)
 
 
-def test_where_a_kernel_has_no_sinks_auto_takes_xla_and_its_name_is_refused(monkeypatch):
+def test_where_a_kernel_has_no_sinks_auto_takes_another_and_its_name_is_refused(monkeypatch):
     monkeypatch.setattr("plimsoll.framework.layers.kernels_cudnn._PLUGINS", ("jax",))
     q, k = (jax.ShapeDtypeStruct((2, 256, heads, 64), jnp.bfloat16) for heads in (4, 2))
     sinks = jax.ShapeDtypeStruct((4,), jnp.bfloat16)
-    for platform, chosen, without in (("gpu", "xla", "cudnn"), ("tpu", "splash", "splash"), ("cpu", "xla", "xla")):
+    for platform, chosen, without in (("gpu", "triton", "cudnn"), ("tpu", "splash", "splash"), ("cpu", "xla", "xla")):
         call = describe_call(q, k, k, None, None, None, None, sinks=sinks)
         call = type(call)(**{**vars(call), "platform": platform})
         assert choose_implementation(call) == chosen
         assert choose_implementation(type(call)(**{**vars(call), "has_sinks": False})) == without
         if platform == "gpu":
-            with pytest.raises(ValueError, match=r"cudnn' does not support this call: .* it has no sinks; use xla"):
+            with pytest.raises(ValueError, match=r"cudnn' does not support this call: .* it has no sinks; use triton"):
                 choose_implementation(call, "cudnn")
 
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from plimsoll import configs
 from plimsoll.framework.config import config_for
-from plimsoll.framework.layers import kernels_splash, kernels_xla
+from plimsoll.framework.layers import kernels_splash, kernels_triton, kernels_xla
 from plimsoll.framework.layers.kernels_call import describe_call
 from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layers.low_precision import RECIPES, multiply
@@ -208,6 +208,11 @@ def test_cudnn_counts_its_products():
     from plimsoll.framework.layers import kernels_cudnn
 
     assert attention_flops(kernels_cudnn) == [2, 7]
+
+
+def test_triton_attention_counts_its_products():
+    """As splash: the logits and the gradients of weights are computed in both backward kernels."""
+    assert attention_flops(kernels_triton) == [2, 9]
 
 
 # --- a model --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ import pytest
 
 from plimsoll.framework.devices.accelerators import spec_for
 from plimsoll.framework.plan.hlo import Module
-from plimsoll.framework.plan.step_time.gpu_time import GpuKernel, GpuRates, read_step
+from plimsoll.framework.plan.step_time.device_rates import load_rates
+from plimsoll.framework.plan.step_time.gpu_time import GpuKernel, GpuRates, gpu_time, read_step
 from plimsoll.framework.plan.step_time.tpu_time import StepProgram
 from tools.bench import gpu_program, step_programs
 from tools.bench.step_programs import CompiledStep, StepInfo
@@ -69,6 +70,47 @@ def test_collective_is_hidden_only_by_concurrent_kernels() -> None:
     assert first.collective.bytes_received == DIM * DIM // 2 * 2  # the other GPU's half, in bfloat16
     assert first.seconds == first.collective.bytes_received / 450e9
     assert 0 < first.overlapped_seconds < first.seconds < second.overlapped_seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "pairs", "channels"),
+    [
+        ("flash_attention_forward", 64 * 96, 192 + 128),
+        # Query i sees keys up to 32 + i.
+        ("flash_attention_backward_queries_causal", 64 * 32 + 64 * 65 // 2, 2 * 192 + 128),
+        ("flash_attention_backward_keys_window_40", 40 * 64 - 7 * 8 // 2, 2 * 192 + 2 * 128),
+    ],
+)
+def test_triton_attention(name: str, pairs: int, channels: int) -> None:
+    text = f"""
+ENTRY %main (q: bf16[2,6,64,192], k: bf16[2,3,96,192], v: bf16[2,3,96,128]) -> bf16[2,6,64,128] {{
+  %q = bf16[2,6,64,192]{{3,2,1,0}} parameter(0)
+  %k = bf16[2,3,96,192]{{3,2,1,0}} parameter(1)
+  %v = bf16[2,3,96,128]{{3,2,1,0}} parameter(2)
+  ROOT %call = bf16[2,6,64,128]{{3,2,1,0}} custom-call(%q, %k, %v), custom_call_target="__gpu$xla.gpu.triton", metadata={{op_name="jit(step)/transpose(jvp({name}))/pallas_call"}}
+}}
+"""  # noqa: E501
+    (kernel,) = read_step(step(text).parts, H100).kernels
+    assert (kernel.category, kernel.maker, kernel.dtype) == ("attention", "Triton", "bf16")
+    assert kernel.flops == 2 * 2 * 6 * pairs * channels
+
+
+def test_triton_attention_takes_longer_than_that_of_cudnn() -> None:
+    text = """
+ENTRY %main (q: bf16[2,8,4096,128], k: bf16[2,8,4096,128], v: bf16[2,8,4096,128]) -> bf16[2,8,4096,128] {
+  %q = bf16[2,8,4096,128]{3,2,1,0} parameter(0)
+  %k = bf16[2,8,4096,128]{3,2,1,0} parameter(1)
+  %v = bf16[2,8,4096,128]{3,2,1,0} parameter(2)
+  ROOT %call = bf16[2,8,4096,128]{3,2,1,0} custom-call(%q, %k, %v), custom_call_target="TARGET", metadata={op_name="SCOPE"}, backend_config={"intermediate_tensor_shape":{"dimensions":["2","8","4096","4096"]}}
+}
+"""  # noqa: E501
+    triton = text.replace("TARGET", "__gpu$xla.gpu.triton").replace("SCOPE", "/flash_attention_forward/pallas_call")
+    cudnn = text.replace("TARGET", "__cudnn$fmhaSoftmax")
+    spec = spec_for("h100")
+    rates = load_rates(spec, 1)
+    assert rates is not None
+    seconds = [gpu_time(Module(program), spec, rates).products for program in (triton, cudnn)]
+    assert seconds[0] == pytest.approx(seconds[1] * 0.7 / 0.4)
 
 
 def test_cublas_product() -> None:

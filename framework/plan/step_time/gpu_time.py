@@ -14,9 +14,10 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 from plimsoll.framework.devices.accelerators import AcceleratorSpec
+from plimsoll.framework.layers.flash_kernels import KERNEL_PREFIX, NUM_PRODUCTS, KernelPass
 from plimsoll.framework.plan.hlo.arrays import arrays
 from plimsoll.framework.plan.hlo.computations import Instruction, SourceLine
 from plimsoll.framework.plan.hlo.flops import EIGHT_BIT, Flops, is_block_product
@@ -40,7 +41,12 @@ _EMITTERS: dict[str, KernelSource] = {"kLoop": "loop", "kInput": "reduction", "k
 _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
 # Fused attention is slower than a plain matrix product: FlashAttention-3 reports 740 of 989 TFLOP/s in the forward pass
 # and less in the backward pass (arXiv 2407.08608). cuDNN's attention is similar.
-_ATTENTION_EFFICIENCY = 0.7
+_CUDNN_ATTENTION_EFFICIENCY = 0.7
+# An assumption, as nobody has timed our kernels: they reach what the same paper reports of Triton's flash attention,
+# 395 TFLOP/s in the forward pass with 128 channels and 16384 keys (figure 5).
+_TRITON_ATTENTION_EFFICIENCY = 0.4
+# Our kernels. Each is in a scope with its name, which may be in parentheses.
+_FLASH = re.compile(rf"\b{KERNEL_PREFIX}({'|'.join(NUM_PRODUCTS)})(_causal|_window_(?P<window>\d+))?\b")
 _HALF_TYPES = ("bf16", "f16")
 
 
@@ -192,7 +198,8 @@ def gpu_time(module: Module, spec: AcceleratorSpec, rates: DeviceRates) -> Progr
                     # No curve was measured: scale that of bfloat16 by the published peaks.
                     product_seconds *= peaks.flops["bf16"] / peaks.flops[kernel.dtype]
                 if kernel.category == "attention":
-                    product_seconds /= _ATTENTION_EFFICIENCY
+                    is_ours = kernel.maker == "Triton"
+                    product_seconds /= _TRITON_ATTENTION_EFFICIENCY if is_ours else _CUDNN_ATTENTION_EFFICIENCY
                 seconds = max(seconds, product_seconds)
         name = kernel.instruction.name
         costs[name] = InstructionCost(seconds, received.get(name, 0.0))
@@ -229,7 +236,9 @@ def iter_kernels(module: Module, rates: GpuRates) -> Iterator[GpuKernel]:
             continue
         maker = _maker(instruction)
         product_flops, dtype = _product(module, flops, instruction)
-        if maker in ("cuDNN", "cuBLAS"):
+        if _is_flash(instruction):
+            kind = "attention"
+        elif maker in ("cuDNN", "cuBLAS"):
             kind = "attention" if "__cudnn$fmha" in instruction.attributes else "matmul"
         else:
             kind = "slice" if maker == "slice" else categorize(module, flops, instruction)
@@ -264,6 +273,8 @@ def _product(module: Module, flops: Flops, instruction: Instruction) -> tuple[in
     """Return (FLOPs of an instruction's matrix products, dtype of their operands)."""
     if "__cudnn$fmha" in instruction.attributes:
         return _attention_flops(instruction), arrays(instruction.type)[0].dtype
+    if _is_flash(instruction):
+        return _flash_flops(module, instruction)
     if "__cudnn$blockScaledDot" in instruction.attributes:
         # [B, M, K] and [B, N, K].
         left = arrays(module.instructions[instruction.operands[0]].type)[0]
@@ -297,3 +308,28 @@ def _attention_flops(call: Instruction) -> int:
     products = _BACKWARD_PRODUCTS if "Backward" in call.attributes else _FORWARD_PRODUCTS
     share = 2 if '"mask_type": "CAUSAL"' in call.attributes else 1
     return 2 * products * size * head_dim // share
+
+
+def _is_flash(instruction: Instruction) -> bool:
+    """Return whether an instruction is one of our attention kernels."""
+    return instruction.opcode == "custom-call" and bool(_FLASH.search(instruction.op_name))
+
+
+def _flash_flops(module: Module, call: Instruction) -> tuple[int, str]:
+    """Return (FLOPs of one of our attention kernels, dtype of its operands).
+
+    Pairs that the causal mask or the window hides do not count; those that ids hide do.
+    """
+    match = _FLASH.search(call.op_name)
+    assert match is not None
+    queries, keys, values = (arrays(operand.type)[0] for operand in module.operands(call)[:3])
+    num_queries, num_keys = queries.dims[-2], keys.dims[-2]
+    num_pairs = num_queries * num_keys
+    if match[2]:
+        # The last query sees the last key.
+        offset = num_keys - num_queries
+        most = int(match["window"] or num_keys)
+        num_pairs = sum(min(query + offset + 1, most) for query in range(num_queries))
+    key_products, value_products = NUM_PRODUCTS[cast(KernelPass, match[1])]
+    channels = key_products * keys.dims[-1] + value_products * values.dims[-1]
+    return 2 * math.prod(queries.dims[:-2]) * num_pairs * channels, queries.dtype
