@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -66,9 +66,12 @@ class Kernels(Protocol):
         value_BSKH: jax.Array,
         *,
         segments_BS: jax.Array | None,
+        sinks_N: jax.Array | None,
         window: int | None,
         softcap: float | None,
         implementation: str,
+        context_parallel: Literal["auto", "ring", "gather"],
+        mesh: Any,
         **options: object,
     ) -> jax.Array:
         """See `framework.layers.attention_kernels.dot_product_attention`."""

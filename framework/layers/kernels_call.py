@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from plimsoll.framework.config import PositiveInt, component
 from plimsoll.framework.layers.base import BATCH_AXES
@@ -76,7 +76,7 @@ class AttentionCall:
     has_segments: bool
     window: int | None
     softcap: float | None
-    mesh: Mesh | AbstractMesh | None
+    mesh: Mesh | None
     platform: str  # cpu, tpu, gpu
     scale: float
     value_dim: int

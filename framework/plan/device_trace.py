@@ -326,8 +326,8 @@ class _LocalKernels:
         softcap: float | None,
         implementation: str,
         context_parallel: ContextParallel,
-        mesh: AbstractMesh,
-        **options: Any,
+        mesh: Any,
+        **options: object,
     ) -> jax.Array:
         """Compute `dot_product_attention` on shards; "auto" does not check which packages are installed."""
         batch, length, heads, head_size = query_BSNH.shape
