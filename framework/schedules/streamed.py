@@ -173,7 +173,7 @@ def complete_update(
 
 def _gradient_specs(learner: Learner, layout: StateLayout) -> Nested:
     """Return the specs of the buffers of all gradients; those in host memory are part of the state."""
-    return {**jax.tree.map(layout.fit, learner.gradient_specs()), **layout.specs.gradient}
+    return {**learner.gradient_specs(), **layout.specs.gradient}
 
 
 @dataclass(frozen=True)
