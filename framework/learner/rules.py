@@ -200,11 +200,7 @@ def unstack(spec: ParameterSpec, length: int | None) -> ParameterSpec:
     if length is None:
         return spec
     return replace(
-        spec,
-        shape=spec.shape[1:],
-        mesh_axes=spec.mesh_axes[1:],
-        roles=spec.roles[1:],
-        indivisible=spec.indivisible[1:],
+        spec, shape=spec.shape[1:], mesh_axes=spec.mesh_axes[1:], roles=spec.roles[1:], indivisible=spec.indivisible[1:]
     )
 
 
