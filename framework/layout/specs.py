@@ -84,7 +84,7 @@ class ParameterSpec(TensorSpec):
         keeps_dtype: whether the parameter keeps its own dtype; the model's `param_dtype` then does not apply.
         quantized: whether the leaf is one of several that store a weight (codes, scales). No layer casts such leaves.
             They share the key of the path above them, so that all come from one draw.
-        gathered_as_fp8: whether devices exchange the weight as 8-bit floats when they gather it over fsdp. Its product
+        gathered_as_fp8: whether devices exchange the weight as 8-bit floats when they gather it. Its product
             rounds it in the same way, see `framework.layers.low_precision`.
         is_history: whether it records what the steps found, such as the scales of 8-bit arrays, instead of being
             optimized: neither rules of the learner nor clipping apply, and it is never cast.
