@@ -244,6 +244,7 @@ def test_optimizer_state_is_sharded_over_seq_where_it_divides_it():
     assert {count: layout.fit(spec) for count, spec in rows.items()} == rows
 
 
+@pytest.mark.once("dense")
 @pytest.mark.parametrize("model", ["dense", "experts"])
 def test_a_device_holds_its_share_of_the_state_with_seq(model):
     """Eight devices that share a row hold as many bytes each as eight devices with rows of their own."""
