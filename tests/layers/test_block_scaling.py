@@ -297,7 +297,7 @@ def test_products_and_rounding_are_counted():
         ((1, 2, 2, 1, 2), (("model", "fsdp"), None), "gpu"),
         ((1, 2, 1, 2, 2), ("model", "fsdp"), "cpu"),
         ((1, 2, 1, 2, 2), (("fsdp", "seq"), "model"), "gpu"),
-        ((1, 1, 1, 4, 2), ("model", ("fsdp", "seq")), "cpu"),
+        ((2, 1, 1, 2, 2), ("model", ("fsdp", "seq")), "cpu"),
     ],
     ids=str,
 )
