@@ -29,7 +29,8 @@ class MeshShape:
         data: number of replicas; parameters are copied, sequences are sharded (data parallelism).
         fsdp: parameters and sequences are sharded (fully sharded data parallelism, ZeRO-3).
         expert: experts of an MoE layer are sharded (expert parallelism).
-        seq: positions of each sequence are sharded (sequence parallelism).
+        seq: positions of each sequence are sharded (context parallelism). Parameters are sharded over fsdp and seq
+            together, where both divide them.
         model: heads and hidden units are sharded (tensor parallelism).
         pipe: reserved; must be 1.
         across: number of islands along each axis, such as {"data": 2} (elsewhere called `dcn_mesh_shape`). By default

@@ -31,6 +31,8 @@ _FRACTION_STEP = 1000
 CARDS_PER_HOST = 8
 # Mesh axes that shard the batch, as in layers/base.py, which this package may not import. A gradient's sum spans them.
 BATCH_AXES = ("data", "fsdp", "expert")
+# Those that shard the weights, as in layout/specs.py. Gathers of a weight span them.
+WEIGHT_AXES = ("fsdp", "seq")
 # Each axis, and both.
 _COMMUNICATORS_OF_TWO_AXES = 3
 # Fractions that this process has put in the environment itself: they are not the user's.
@@ -187,8 +189,8 @@ def _list_nccl_parts(spec: AcceleratorSpec, num_devices: int, mesh: Mapping[str,
 def _list_communicators(spec: AcceleratorSpec, num_devices: int, mesh: Mapping[str, int] | None) -> list[int]:
     """Return the number of GPUs within one NVLink domain (or one host), for each communicator of a device.
 
-    XLA makes a communicator for each distinct set of devices that a collective spans: each mesh axis, the batch axes
-    together, and all axes.
+    XLA makes a communicator for each distinct set of devices that a collective spans: each mesh axis, the axes of the
+    batch and those of the weights together, and all axes.
     """
     island = get_island_size(spec)
     if mesh is None:
@@ -203,7 +205,8 @@ def _list_communicators(spec: AcceleratorSpec, num_devices: int, mesh: Mapping[s
         local_size_by_axis[axis] = min(mesh[axis], remaining)
         remaining = max(1, remaining // local_size_by_axis[axis])
     batch_axes = tuple(axis for axis in axes if axis in BATCH_AXES)
-    spans = [*((axis,) for axis in axes), batch_axes, tuple(axes)]
+    weight_axes = tuple(axis for axis in axes if axis in WEIGHT_AXES)
+    spans = [*((axis,) for axis in axes), batch_axes, weight_axes, tuple(axes)]
     distinct_spans = [span for span in dict.fromkeys(spans) if span]
     return [math.prod(local_size_by_axis[axis] for axis in span) for span in distinct_spans] or [1]
 

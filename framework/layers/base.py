@@ -1,8 +1,8 @@
 """Base classes of all layers: `Layer`, the `Context` that is passed down, and the `Out` that is passed up.
 
 A layer never holds an array. It declares ParameterSpecs, and the training code passes the parameters in. `prepare`
-does the work that depends only on weights (cast to the compute dtype, all-gather over fsdp); `apply` is pure and has
-a static structure. This split lets a schedule differentiate, move or rebuild weights separately from activations.
+does the work that depends only on weights (cast to the compute dtype, all-gather of shards); `apply` is pure and has a
+static structure. This split lets a schedule differentiate, move or rebuild weights separately from activations.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ from jax.typing import DTypeLike
 
 from plimsoll.framework.layers.low_precision import RoundedInputs, round_and_restore
 from plimsoll.framework.layout import (
+    WEIGHT_AXES,
     MeshAxes,
+    MeshAxis,
     Nested,
     ParameterSpec,
     PyTree,
     TensorSpec,
+    axis_names,
+    fit_axes,
     fold_in_name,
     nearest_divisors,
 )
@@ -77,7 +81,7 @@ class Kernels(Protocol):
         """See `framework.layers.attention_kernels.dot_product_attention`."""
         ...
 
-    def look_up(self, table_VD: jax.Array, indices_BS: jax.Array, ctx: Context, vocab_axis: str | None) -> jax.Array:
+    def look_up(self, table_VD: jax.Array, indices_BS: jax.Array, ctx: Context, spec: TensorSpec) -> jax.Array:
         """See `framework.layers.lookup.look_up`."""
         ...
 
@@ -175,28 +179,29 @@ class Context:
             return x
         return _constrain(x, self.mesh, axes)
 
+    def constrain_weight(self, x: jax.Array, *axes: MeshAxis) -> jax.Array:
+        """Constrain a weight, or its gradient, to the sharding in which a weight with these mesh axes is stored."""
+        if self.mesh is None:
+            return x
+        return self.constrain(x, *fit_axes(axes, x.shape, self.mesh.shape))
+
     def gather(self, weight: jax.Array, mesh_axes: MeshAxes, *, as_fp8: bool = False) -> jax.Array:
-        """All-gather a weight stored with these mesh axes over fsdp; its gradient is reduce-scattered over fsdp.
+        """All-gather a weight over the axes that it is stored in shards over; its gradient is reduce-scattered.
 
         Args:
             weight: the weight.
-            mesh_axes: mesh axes of its dimensions.
+            mesh_axes: declared mesh axes of its dimensions.
             as_fp8: round the weight, and exchange 8-bit numbers; see `ParameterSpec.gathered_as_fp8`.
         """
-        gathered: list[str | tuple[str, ...] | None] = []
-        for axes in mesh_axes:
-            names = (axes,) if isinstance(axes, str) else axes or ()
-            other_names = tuple(name for name in names if name != "fsdp")
-            # A dimension has a name, a tuple of two or more names, or None.
-            gathered.append(other_names[0] if len(other_names) == 1 else other_names or None)
-        gathered_axes = tuple(gathered)
+        gathered_axes = drop_weight_axes(mesh_axes)
         if gathered_axes == mesh_axes or self.mesh is None or self.mesh.size == 1:
             return weight
         # The codes of a quantized weight are integers, which have no gradient to scatter.
         if not jnp.issubdtype(weight.dtype, jnp.floating):
             return self.constrain(weight, *gathered_axes)
+        stored_axes = fit_axes(mesh_axes, weight.shape, self.mesh.shape)
         gather = _gather_as_fp8 if as_fp8 else _gather
-        return gather(weight, self.mesh, mesh_axes, gathered_axes)
+        return gather(weight, self.mesh, stored_axes, gathered_axes)
 
     def constrain_hidden(self, x_BSD: jax.Array) -> jax.Array:
         """Apply the sharding of activations between layers: batch over BATCH_AXES, positions over seq."""
@@ -304,7 +309,7 @@ class Layer:
         return _nest(layer_specs, child_specs)
 
     def prepare(self, params: Nested, ctx: Context) -> Nested:
-        """Return the parameters in the form that `apply` needs: in the compute dtype, gathered over fsdp."""
+        """Return the parameters in the form that `apply` needs: in the compute dtype, gathered over WEIGHT_AXES."""
         weights = prepare_params(self.param_specs(), params, ctx)
         for name, child in self.children().items():
             # Children without parameters have no entry in the tree, see `_nest`.
@@ -360,6 +365,16 @@ def prepare_params(specs: Nested, params: Nested, ctx: Context) -> Nested:
     return {name: jax.tree.map(prepare, spec, params[name]) for name, spec in specs.items()}
 
 
+def drop_weight_axes(mesh_axes: MeshAxes) -> MeshAxes:
+    """Return the mesh axes of a weight that is gathered over WEIGHT_AXES."""
+    gathered_axes: list[MeshAxis] = []
+    for axes in mesh_axes:
+        names = tuple(name for name in axis_names(axes) if name not in WEIGHT_AXES)
+        # A dimension has a name, a tuple of two or more names, or None.
+        gathered_axes.append(names[0] if len(names) == 1 else names or None)
+    return tuple(gathered_axes)
+
+
 def _constrain(x: jax.Array, mesh: Mesh, axes: MeshAxes) -> jax.Array:
     sharding = NamedSharding(mesh, PartitionSpec(*axes))
     return jax.lax.with_sharding_constraint(x, sharding)
@@ -367,7 +382,7 @@ def _constrain(x: jax.Array, mesh: Mesh, axes: MeshAxes) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gather(weight: jax.Array, mesh: Mesh, stored_axes: MeshAxes, gathered_axes: MeshAxes) -> jax.Array:
-    """Gather a weight over fsdp; its gradient is scattered to the stored sharding."""
+    """Gather a weight over WEIGHT_AXES; its gradient is scattered to the stored sharding."""
     # The transpose of a plain sharding constraint is the same constraint. It would require the whole gradient on
     # every device, which is an all-reduce; the slice that the update takes comes too late for XLA to turn both into a
     # reduce-scatter.

@@ -20,7 +20,7 @@ A CPU computes both in float32 from the rounded numbers. For the backward pass, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,15 @@ from jax.typing import DTypeLike
 
 from plimsoll.framework.layers.block_rounding import Blocks, round_blocks, round_square_blocks
 from plimsoll.framework.layers.custom_gradients import dense_cotangent
-from plimsoll.framework.layout import MeshAxes
+from plimsoll.framework.layout import (
+    WEIGHT_AXES,
+    MeshAxes,
+    MeshAxis,
+    WeightShards,
+    axis_names,
+    count_shards,
+    find_weight_shards,
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ class Partition:
     Attributes:
         mesh: the devices.
         token_axes: mesh axes of x's dimensions before the last one.
-        weight_axes: mesh axes of the weight as it is stored. The product has it gathered over fsdp.
+        weight_axes: mesh axes of the weight as it is stored. The product has it gathered over WEIGHT_AXES.
     """
 
     mesh: Mesh
@@ -75,30 +83,31 @@ class Partition:
     @property
     def tokens(self) -> tuple[str, ...]:
         """The mesh axes that tokens are divided over."""
-        return tuple(name for axes in self.token_axes for name in _names(axes))
+        return tuple(name for axes in self.token_axes for name in axis_names(axes))
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """The mesh axes that inputs are divided over."""
-        return _without_fsdp(self.weight_axes[0])
+        return _drop_axes(self.weight_axes[0], WEIGHT_AXES)
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """The mesh axes that outputs are divided over."""
-        return _without_fsdp(self.weight_axes[1])
+        return _drop_axes(self.weight_axes[1], WEIGHT_AXES)
 
-    def scattered_dimension(self) -> int | None:
-        """Return the dimension of the weight whose gradient is reduce-scattered over fsdp; None if there is none."""
-        for dimension, axes in enumerate(self.weight_axes):
-            if _names(axes) == ("fsdp",) and "fsdp" in self.tokens:
-                return dimension
+    def find_scatter(self) -> WeightShards | None:
+        """Return the shards that the gradient of the weight is reduce-scattered to; None if there are none."""
+        for shards in find_weight_shards(self.weight_axes, self.mesh.shape):
+            is_divided_otherwise = bool(_drop_axes(self.weight_axes[shards.dimension], WEIGHT_AXES))
+            if not is_divided_otherwise and set(shards.axes) <= set(self.tokens):
+                return shards
         return None
 
     def local_tokens(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the share of a device of x's dimensions before the last one."""
         sizes = []
         for size, axes in zip(shape, self.token_axes, strict=True):
-            sizes.append(size // math.prod(self.mesh.shape[name] for name in _names(axes)))
+            sizes.append(size // count_shards(axes, self.mesh.shape))
         return tuple(sizes)
 
 
@@ -186,12 +195,8 @@ def _round_weight(weight_IO: jax.Array, options: BlockOptions, transpose: bool) 
     return rounding(factor, options.scaling.size)
 
 
-def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else axes or ()
-
-
-def _without_fsdp(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return tuple(name for name in _names(axes) if name != "fsdp")
+def _drop_axes(axes: MeshAxis, dropped: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in axis_names(axes) if name not in dropped)
 
 
 @dataclass(frozen=True)
@@ -218,9 +223,9 @@ class _Specs:
             return _Specs(nothing, nothing, _block_specs(nothing, nothing), nothing, nothing)
         tokens, inputs, outputs = partition.tokens, partition.inputs, partition.outputs
         weight_grad = [inputs, outputs]
-        scattered = partition.scattered_dimension()
-        if scattered is not None:
-            weight_grad[scattered] = ("fsdp",)
+        scatter = partition.find_scatter()
+        if scatter is not None:
+            weight_grad[scatter.dimension] = scatter.axes
         return _Specs(
             x=PartitionSpec(*partition.token_axes, inputs),
             y=PartitionSpec(*partition.token_axes, outputs),
@@ -291,10 +296,10 @@ def _sum_over_tokens(weight_grad: jax.Array, options: BlockOptions) -> jax.Array
     if options.partition is None:
         return weight_grad
     axes = options.partition.tokens
-    scattered = options.partition.scattered_dimension()
-    if scattered is not None:
-        weight_grad = jax.lax.psum_scatter(weight_grad, "fsdp", scatter_dimension=scattered, tiled=True)
-        axes = _without_fsdp(axes)
+    scatter = options.partition.find_scatter()
+    if scatter is not None:
+        weight_grad = jax.lax.psum_scatter(weight_grad, scatter.axes, scatter_dimension=scatter.dimension, tiled=True)
+        axes = _drop_axes(axes, scatter.axes)
     return jax.lax.psum(weight_grad, axes) if axes else weight_grad
 
 

@@ -35,7 +35,7 @@ LossAndMetrics = tuple[jax.Array, dict[str, jax.Array]]
 Inputs = TypeVar("Inputs")
 # Computes the loss of some positions from (product of their hidden states and the table [B, S', V], their inputs).
 ComputeLoss = Callable[[jax.Array, Inputs], LossAndMetrics]
-# The mesh axes of the table [V, D]. Sharding its gradient in the same way adds up the devices' partial sums.
+# The mesh axes that the table [V, D] declares. Sharding its gradient in the same way adds up the devices' partial sums.
 _TABLE_AXES = ("model", "fsdp")
 
 
@@ -401,9 +401,9 @@ class _ChunkedLoss(Generic[Inputs]):
             group_chunks, group_key = group
             loss, h_grads, table_grad = add_to_loss(loss_sum, group_chunks, dtype=sum_dtype, key=group_key)
             assert table_grad is not None
-            return (loss, self.ctx.constrain(table_sum + table_grad, *_TABLE_AXES)), h_grads
+            return (loss, self.ctx.constrain_weight(table_sum + table_grad, *_TABLE_AXES)), h_grads
 
-        table_zeros = self.ctx.constrain(jnp.zeros(factors.table_shape, sum_dtype), *_TABLE_AXES)
+        table_zeros = self.ctx.constrain_weight(jnp.zeros(factors.table_shape, sum_dtype), *_TABLE_AXES)
         grouped = jax.tree.map(lambda x: x.reshape(groups, count // groups, *x.shape[1:]), chunks)
         (loss, table_sum), h_grads = jax.lax.scan(add_group, (zeros, table_zeros), (grouped, table_keys))
         # The loop stacks groups of chunks, [groups, count / groups, ...].
@@ -458,7 +458,7 @@ class _ChunkedLoss(Generic[Inputs]):
         # One product for the whole group needs only one all-reduce of the sum over devices.
         with jax.named_scope("gradient"):
             table_grad = self.product.compute_table_grad(table_factors, chunks.hidden, dtype, key)
-            return loss, h_grads, self.ctx.constrain(table_grad, *_TABLE_AXES)
+            return loss, h_grads, self.ctx.constrain_weight(table_grad, *_TABLE_AXES)
 
     def _zeros(self, factors: Factors, inputs: Inputs) -> LossAndMetrics:
         """Return zeros with the same structure as the result of `compute_loss`."""

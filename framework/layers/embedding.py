@@ -75,14 +75,15 @@ class Embedding(Layer):
     def apply(self, weights: Nested, carry: None, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
         """Look up ctx.batch["tokens"] int32[B, S]: x_BSD in the compute dtype."""
         tokens_BS = ctx.batch["tokens"]
-        x_BSD = look_up(weights["token"], tokens_BS, ctx, "model")
+        specs = self.param_specs()
+        x_BSD = look_up(weights["token"], tokens_BS, ctx, specs["token"])
         if self.scale is not None:
             # The scale is rounded to the compute dtype, as transformers does for Gemma.
             x_BSD = x_BSD * jnp.asarray(self.scale, x_BSD.dtype)
         if self.max_positions is not None:
             positions_BS = ctx.batch.get("positions")
             if positions_BS is not None:
-                x_BSD = x_BSD + look_up(weights["position"], positions_BS, ctx, None)
+                x_BSD = x_BSD + look_up(weights["position"], positions_BS, ctx, specs["position"])
             else:
                 # Every row has the positions 0, 1, ..., so this is a slice, whose gradient needs no scatter.
                 table_SD = ctx.constrain(weights["position"][: x_BSD.shape[1]], None, None)

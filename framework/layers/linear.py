@@ -12,7 +12,7 @@ from plimsoll.framework.layers.block_scaling import Partition
 from plimsoll.framework.layers.custom_gradients import dense_cotangent
 from plimsoll.framework.layers.low_precision import Recipe, multiply
 from plimsoll.framework.layers.scale_history import HISTORY, history_spec
-from plimsoll.framework.layout import MeshAxes, ParameterSpec, fold_in_name
+from plimsoll.framework.layout import WEIGHT_AXES, MeshAxes, ParameterSpec, axis_names, fit_axes, fold_in_name
 
 
 @component
@@ -85,10 +85,9 @@ class Linear(Layer):
         if mesh.shape["seq"] > 1 and not blocks.in_shards:
             raise ValueError(f"mesh.seq = {mesh.shape['seq']}: expected 1 with model.precision = {blocks.name}")
         for axes, size in zip(self.mesh_axes, (self.inputs, self.outputs), strict=True):
-            names = (axes,) if isinstance(axes, str) else axes or ()
-            for name in names:
-                # A device has the whole weight along fsdp before it is rounded.
-                is_split = not (blocks.in_shards and name == "fsdp")
+            for name in axis_names(axes):
+                # A device has the whole weight along these axes before it is rounded.
+                is_split = not (blocks.in_shards and name in WEIGHT_AXES)
                 if is_split and size // mesh.shape[name] % blocks.size:
                     raise ValueError(
                         f"mesh.{name} = {mesh.shape[name]} splits the blocks of {blocks.size} numbers of {self.path}, "
@@ -129,7 +128,8 @@ class Linear(Layer):
             axes[0] = BATCH_AXES
         if x.ndim > 2 and x.shape[1] % mesh.shape["seq"] == 0:
             axes[1] = "seq"
-        return Partition(mesh, tuple(axes), self.mesh_axes)
+        weight_axes = fit_axes(self.mesh_axes, (self.inputs, self.outputs), mesh.shape)
+        return Partition(mesh, tuple(axes), weight_axes)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Count the matrix product: 2 * inputs * outputs."""

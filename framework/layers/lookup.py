@@ -4,68 +4,73 @@ The gradient of `jnp.take` is a scatter-add in the table's dtype. In bfloat16, i
 running sum: a token that makes up 10% of 65,536 keeps 43% of its gradient's length. Here the terms are added in
 float32, over all tokens and all devices, and the sum is rounded once to the dtype in which the parameter is stored.
 
-On a mesh, the table is never gathered. Each device looks up its own columns for the tokens of all devices of its fsdp
-group, and the group then trades columns for tokens: this moves bytes of the tokens instead of bytes of the table. The
-gradient takes the reverse path, so each device sums its own shard of the table.
+On a mesh, the table is never gathered. Each device looks up its own columns for the tokens of all devices that have its
+other columns, and this group then trades columns for tokens: this moves bytes of the tokens instead of bytes of the
+table. The gradient takes the reverse path, so each device sums its own shard of the table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from plimsoll.framework.layers.base import BATCH_AXES, Context, cast
 from plimsoll.framework.layers.custom_gradients import zero_cotangent
+from plimsoll.framework.layout import MeshAxes, TensorSpec, axis_names, count_shards, fit_axes
 
 # Maximum bytes of float32 sums that may exist next to the gradient of a table in a narrower dtype: the gradient of a
 # larger table is summed a few columns at a time.
 SUM_BYTES = 128 << 20
 # The number of lanes of a TPU's vector registers: columns are split at multiples of it if possible.
 _LANES = 128
-# The mesh axes of looked-up rows [B, S]. Not fsdp: each device of an fsdp group has all tokens of the group.
-_TOKEN_AXES = tuple(axis for axis in BATCH_AXES if axis != "fsdp"), "seq"
 
 
-def look_up(table_VD: jax.Array, indices_BS: jax.Array, ctx: Context, vocab_axis: str | None) -> jax.Array:
+def look_up(table_VD: jax.Array, indices_BS: jax.Array, ctx: Context, spec: TensorSpec) -> jax.Array:
     """Look up the rows of the table at the given indices, [B, S, D] in the compute dtype.
 
     Args:
         table_VD: the table as it is stored: neither cast nor gathered.
         indices_BS: int32, from 0 to V - 1.
         ctx: provides the mesh and the compute dtype.
-        vocab_axis: the mesh axis of V; D is sharded over fsdp.
+        spec: the spec of the table, with the declared mesh axes of V (one, or None) and D.
     """
     if ctx.kernels is not None:
-        return ctx.kernels.look_up(table_VD, indices_BS, ctx, vocab_axis)
+        return ctx.kernels.look_up(table_VD, indices_BS, ctx, spec)
     # custom_vjp keeps these functions after the trace, so they may hold the mesh but no traced arrays.
     mesh_ctx = Context(batch={}, mesh=ctx.mesh)
     dtype = ctx.compute_dtype
     mesh = ctx.mesh
-    shape = table_VD.shape
     table_dtype = table_VD.dtype
+    partition = TablePartition.make(spec, {} if mesh is None else mesh.shape)
+    tokens = partition.token_axes
 
     @jax.custom_vjp
     def rows(table: jax.Array, indices: jax.Array) -> jax.Array:
-        table = mesh_ctx.constrain(table, vocab_axis, "fsdp")
-        indices = mesh_ctx.constrain(indices, *_TOKEN_AXES)
+        table = mesh_ctx.constrain(table, *partition.table_axes)
+        indices = mesh_ctx.constrain(indices, *tokens)
         # The cast comes after the lookup: the tokens need fewer rows than the table has.
         rows_BSD = cast(jnp.take(table, indices, axis=0), dtype)
-        return mesh_ctx.constrain(rows_BSD, *_TOKEN_AXES, "fsdp")
+        for axes in partition.exchange:
+            rows_BSD = mesh_ctx.constrain(rows_BSD, *axes)
+        return rows_BSD
 
     def backward(indices: jax.Array, rows_grad: jax.Array) -> tuple[jax.Array, jax.Array | np.ndarray]:
-        gradient = partial(table_gradient, shape=shape, dtype=table_dtype)
+        gradient = partial(table_gradient, shape=spec.shape, dtype=table_dtype)
         if mesh is not None and mesh.size > 1:
+            for axes in reversed(partition.exchange[1:]):
+                rows_grad = mesh_ctx.constrain(rows_grad, *axes)
             gradient = jax.shard_map(
-                partial(shard_gradient, gradient, mesh=mesh, vocab_axis=vocab_axis),
+                partial(shard_gradient, gradient, partition=partition),
                 mesh=mesh,
-                in_specs=(PartitionSpec(*_TOKEN_AXES), PartitionSpec(*_TOKEN_AXES, "fsdp")),
-                out_specs=PartitionSpec(vocab_axis, "fsdp"),
+                in_specs=(PartitionSpec(*tokens), PartitionSpec(*tokens, partition.column_axes)),
+                out_specs=PartitionSpec(*partition.table_axes),
                 check_vma=False,
             )
         with jax.named_scope("gradient"):
@@ -76,13 +81,68 @@ def look_up(table_VD: jax.Array, indices_BS: jax.Array, ctx: Context, vocab_axis
     return ctx.constrain_hidden(rows(table_VD, indices_BS))
 
 
+@dataclass(frozen=True)
+class TablePartition:
+    """The devices that share a table [V, D].
+
+    Attributes:
+        shape: shape of the whole table.
+        table_axes: mesh axes of V and of D, as the table is stored.
+        sizes: {mesh axis: size}.
+    """
+
+    shape: tuple[int, ...]
+    table_axes: MeshAxes
+    sizes: Mapping[str, int]
+
+    @staticmethod
+    def make(spec: TensorSpec, sizes: Mapping[str, int]) -> TablePartition:
+        """Return the partition of a table on a mesh with axes of these sizes."""
+        return TablePartition(spec.shape, fit_axes(spec.mesh_axes, spec.run_counts, sizes), sizes)
+
+    @property
+    def vocab_axes(self) -> tuple[str, ...]:
+        """The mesh axes of the rows."""
+        return axis_names(self.table_axes[0])
+
+    @property
+    def column_axes(self) -> tuple[str, ...]:
+        """The mesh axes of the columns, whose devices trade columns for tokens."""
+        return axis_names(self.table_axes[1])
+
+    @property
+    def token_axes(self) -> tuple[tuple[str, ...], str | None]:
+        """The mesh axes of looked-up rows [B, S]: each device has all tokens of the devices along `column_axes`."""
+        batch_axes = tuple(axis for axis in BATCH_AXES if axis not in self.column_axes)
+        return batch_axes, None if "seq" in self.column_axes else "seq"
+
+    @property
+    def exchange(self) -> list[MeshAxes]:
+        """The mesh axes of looked-up rows [B, S, D]: after the lookup, and between two trades if there are two.
+
+        Positions are traded before sequences: XLA would all-gather the rows if both were traded at once.
+        """
+        batch_axes, _ = self.token_axes
+        steps: list[MeshAxes] = [(*self.token_axes, self.column_axes)]
+        if "seq" in self.column_axes:
+            steps.append((batch_axes, "seq", tuple(axis for axis in self.column_axes if axis != "seq")))
+        return steps
+
+    @property
+    def num_column_shards(self) -> int:
+        """The number of shards of D."""
+        return count_shards(self.column_axes, self.sizes)
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """The shape of one device's shard of the table."""
+        return tuple(
+            size // count_shards(axes, self.sizes) for size, axes in zip(self.shape, self.table_axes, strict=True)
+        )
+
+
 def shard_gradient(
-    compute_gradient: Callable[..., jax.Array],
-    indices: jax.Array,
-    rows_grad: jax.Array,
-    *,
-    mesh: Mesh | AbstractMesh,
-    vocab_axis: str | None,
+    compute_gradient: Callable[..., jax.Array], indices: jax.Array, rows_grad: jax.Array, *, partition: TablePartition
 ) -> jax.Array:
     """Compute the gradient of one device's shard of the table, summed over the devices with other tokens.
 
@@ -90,18 +150,17 @@ def shard_gradient(
 
     Args:
         compute_gradient: `table_gradient` with the shape of the whole table.
-        indices: row indices of the tokens of the device's fsdp group.
+        indices: row indices of the tokens of the devices along `column_axes`.
         rows_grad: gradients of these tokens' rows, for the device's own columns.
-        mesh, vocab_axis: see `look_up`.
+        partition: the devices that share the table.
     """
-    num_rows, num_columns = compute_gradient.keywords["shape"]  # type: ignore[attr-defined]
-    vocab_shards = 1 if vocab_axis is None else mesh.shape[vocab_axis]
-    shard = (num_rows // vocab_shards, num_columns // mesh.shape["fsdp"])
-    if vocab_axis is not None:
+    shard = partition.shard_shape
+    if partition.vocab_axes:
         # Makes indices relative to the shard's first row. Those of other shards fall outside, and are left out of the
         # sum.
-        indices = indices - jax.lax.axis_index(vocab_axis) * shard[0]
-    token_axes = tuple(axis for axis in (*_TOKEN_AXES[0], "seq") if mesh.shape[axis] > 1)
+        indices = indices - jax.lax.axis_index(partition.vocab_axes) * shard[0]
+    batch_axes, length_axis = partition.token_axes
+    token_axes = tuple(axis for axis in (*batch_axes, *axis_names(length_axis)) if partition.sizes[axis] > 1)
     if not token_axes:
         return compute_gradient(indices, rows_grad, shape=shard, over_devices=lambda sums: sums)
     over_devices = partial(jax.lax.psum, axis_name=token_axes)

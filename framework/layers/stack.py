@@ -22,7 +22,7 @@ from plimsoll.framework.layers import grad_accumulation, remat
 from plimsoll.framework.layers.base import Carry, Context, Layer, Out
 from plimsoll.framework.layers.layer_range import LayerRange
 from plimsoll.framework.layers.reversible import Cotangents, ReversedLayer, Reversible, TwoStream
-from plimsoll.framework.layout import Nested, fill_none, floats
+from plimsoll.framework.layout import WEIGHT_AXES, Nested, fill_none, floats
 
 # Runs one layer: (carry, its own parameters, the parameters that all layers share ({} for none), its buffers, its
 # context) -> (carry, Out).
@@ -433,8 +433,8 @@ class Stack(Layer):
                 weights = remat.tag(weights, remat.WEIGHTS)
             return self.pattern.apply(weights, carry, ctx, state)
 
-        # Without casts and gathers over fsdp, prepared weights are the parameters themselves.
-        gathers = ctx.mesh is not None and ctx.mesh.shape.get("fsdp", 1) > 1
+        # Without casts and gathers, prepared weights are the parameters themselves.
+        gathers = ctx.mesh is not None and any(ctx.mesh.shape.get(axis, 1) > 1 for axis in WEIGHT_AXES)
         makes_weights = gathers or any(p.dtype != ctx.compute_dtype for p in jax.tree.leaves(params))
         # "none" needs a policy too, or casts and gathered weights would be saved for the backward pass.
         if ctx.training and ctx.remat != "invert" and (ctx.remat != "none" or makes_weights):

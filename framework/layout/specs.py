@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -20,6 +20,8 @@ MemoryKind = Literal["device", "pinned_host"]
 # The mesh axis or axes over which a dimension is sharded; None if it is replicated.
 MeshAxis = str | tuple[str, ...] | None
 MeshAxes = tuple[MeshAxis, ...]  # one for each dimension
+# The mesh axes whose devices share a weight, and gather it to use it. Layers declare the first one.
+WEIGHT_AXES = ("fsdp", "seq")
 Initializer = Callable[[jax.Array, tuple[int, ...], np.dtype], jax.Array]
 
 
@@ -30,7 +32,8 @@ class TensorSpec:
     Args:
         shape: the logical (global, unsharded) shape.
         dtype: anything that `jnp.dtype` accepts.
-        mesh_axes: per dimension the mesh axis, tuple of axes, or None (replicated), as in a PartitionSpec.
+        mesh_axes: per dimension the mesh axis, tuple of axes, or None (replicated), as in a PartitionSpec. A layout
+            shards a dimension with the axis "fsdp" over `seq` too, see `fit_axes`.
         memory_kind: memory in which the leaf is stored between steps.
     """
 
@@ -63,6 +66,11 @@ class TensorSpec:
         """Return whether the leaf is stored in host memory."""
         return self.memory_kind != "device"
 
+    @property
+    def run_counts(self) -> tuple[int, ...]:
+        """Return for each axis the number of elements, or of runs of elements that no mesh may split."""
+        return self.shape
+
 
 @dataclass(frozen=True)
 class ParameterSpec(TensorSpec):
@@ -76,7 +84,7 @@ class ParameterSpec(TensorSpec):
         keeps_dtype: whether the parameter keeps its own dtype; the model's `param_dtype` then does not apply.
         quantized: whether the leaf is one of several that store a weight (codes, scales). No layer casts such leaves.
             They share the key of the path above them, so that all come from one draw.
-        gathered_as_fp8: whether devices exchange the weight as 8-bit floats when they gather it over fsdp. Its product
+        gathered_as_fp8: whether devices exchange the weight as 8-bit floats when they gather it. Its product
             rounds it in the same way, see `framework.layers.low_precision`.
         is_history: whether it records what the steps found, such as the scales of 8-bit arrays, instead of being
             optimized: neither rules of the learner nor clipping apply, and it is never cast.
@@ -100,6 +108,11 @@ class ParameterSpec(TensorSpec):
             object.__setattr__(self, "indivisible", (1,) * len(self.shape))
         matches = len(self.roles) == len(self.shape)
         assert matches, f"roles {self.roles} do not match shape {self.shape}"
+
+    @property
+    def run_counts(self) -> tuple[int, ...]:
+        """Return for each axis the number of runs of elements that no mesh may split."""
+        return tuple(dim // run for dim, run in zip(self.shape, self.indivisible, strict=True))
 
     def stacked(self, length: int) -> ParameterSpec:
         """Return the spec of the same parameter for `length` layers.
@@ -152,6 +165,76 @@ class OptStateSpec(TensorSpec):
         super().__post_init__()
         is_shared_integer = self.owner is None and jnp.issubdtype(self.dtype, jnp.integer)
         assert is_shared_integer or not self.counts_updates, f"no number of updates: {self}"
+
+
+def axis_names(axes: MeshAxis) -> tuple[str, ...]:
+    """Return the mesh axes of one dimension: a spec may name none, one or several."""
+    return (axes,) if isinstance(axes, str) else axes or ()
+
+
+def count_shards(axes: MeshAxis, sizes: Mapping[str, int]) -> int:
+    """Return the number of shards of a dimension with these mesh axes; 1 if it is replicated.
+
+    Args:
+        axes: the mesh axes.
+        sizes: {mesh axis: size} for all mesh axes.
+    """
+    return math.prod(sizes[name] for name in axis_names(axes))
+
+
+def fit_axes(mesh_axes: MeshAxes, counts: Sequence[int], sizes: Mapping[str, int]) -> MeshAxes:
+    """Return the mesh axes over which a mesh of these sizes shards an array.
+
+    These are the declared ones, with WEIGHT_AXES instead of "fsdp" where they divide the dimension. So devices that
+    have different positions of the same rows store different shards of the weights.
+
+    Args:
+        mesh_axes: the declared mesh axes of each dimension.
+        counts: size of each dimension, see `TensorSpec.run_counts`.
+        sizes: {mesh axis: size} for all mesh axes.
+    """
+    declared, *further_axes = WEIGHT_AXES
+    if declared not in mesh_axes:
+        return mesh_axes
+    # An axis of one device changes nothing, and an array cannot name an axis twice.
+    used_axes = {name for axes in mesh_axes for name in axis_names(axes)}
+    added_axes = [axis for axis in further_axes if sizes.get(axis, 1) > 1 and axis not in used_axes]
+    weight_axes = (declared, *added_axes)
+    if not added_axes:
+        return mesh_axes
+    num_shards = count_shards(weight_axes, sizes)
+    return tuple(
+        weight_axes if axes == declared and count % num_shards == 0 else axes
+        for axes, count in zip(mesh_axes, counts, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class WeightShards:
+    """The shards of a weight that devices gather to use it.
+
+    Attributes:
+        dimension: the dimension that is divided.
+        axes: the mesh axes that it is divided over, some of WEIGHT_AXES.
+    """
+
+    dimension: int
+    axes: tuple[str, ...]
+
+
+def find_weight_shards(stored_axes: MeshAxes, sizes: Mapping[str, int]) -> list[WeightShards]:
+    """Return the dimensions of a weight that a mesh of these sizes divides over WEIGHT_AXES.
+
+    Args:
+        stored_axes: mesh axes of the weight as it is stored, see `fit_axes`.
+        sizes: {mesh axis: size} for all mesh axes.
+    """
+    shards: list[WeightShards] = []
+    for dimension, axes in enumerate(stored_axes):
+        names = tuple(name for name in axis_names(axes) if name in WEIGHT_AXES and sizes[name] > 1)
+        if names:
+            shards.append(WeightShards(dimension, names))
+    return shards
 
 
 def copy_partition(specs: PyTree, *, pattern: str, memory_kind: MemoryKind) -> PyTree:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -21,11 +22,16 @@ from plimsoll.framework.layout.specs import (
     OptStateSpec,
     ParameterSpec,
     TensorSpec,
+    axis_names,
+    count_shards,
     fetch_leaf,
+    fit_axes,
     store_leaf,
 )
 from plimsoll.framework.layout.train_state import GROUPS, UNSAVED_GROUPS, Group, TrainState
 from plimsoll.framework.layout.trees import Nested, PyTree, flatten
+
+Spec = TypeVar("Spec", bound=TensorSpec)
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class StateLayout:
         self.mesh = mesh
         # Asked for each dimension of each leaf.
         self._shard_counts: dict[MeshAxis, int] = {}
-        self.specs: TrainState = jax.tree.map(self._fit_spec, specs)
+        self.specs: TrainState = jax.tree.map(self.fit, specs)
         # Parameters come first, so that an error about a dimension that is not divisible names the parameter, not one
         # of its moments.
         self.leaves: list[StateLeaf] = []
@@ -76,34 +82,29 @@ class StateLayout:
     def _num_shards(self, axes: MeshAxis) -> int:
         """Return the number of shards of a dimension with these mesh axes; 1 if replicated."""
         if axes not in self._shard_counts:
-            self._shard_counts[axes] = math.prod(self.mesh.shape[name] for name in _axis_names(axes))
+            self._shard_counts[axes] = count_shards(axes, self.mesh.shape)
         return self._shard_counts[axes]
 
-    def _fit_spec(self, spec: TensorSpec) -> TensorSpec:
-        """Replicate the axes of an optimizer state leaf that the mesh does not divide.
+    def fit(self, spec: Spec) -> Spec:
+        """Return the spec of an array as the mesh shards it, see `fit_axes`.
 
-        Such a leaf has its parameter's mesh axes, but not always its sizes (a scale per block).
+        Axes of an optimizer state leaf that the mesh does not divide are replicated: such a leaf has its parameter's
+        mesh axes, but not always its sizes (a scale per block).
         """
-        if not isinstance(spec, OptStateSpec):
-            return spec
-        fitting_axes = []
-        for dim, axes in zip(spec.shape, spec.mesh_axes, strict=True):
-            divides = dim % self._num_shards(axes) == 0
-            fitting_axes.append(axes if divides else None)
-        if tuple(fitting_axes) == tuple(spec.mesh_axes):
-            return spec
-        return replace(spec, mesh_axes=tuple(fitting_axes))
+        axes = fit_axes(spec.mesh_axes, spec.run_counts, self.mesh.shape)
+        if isinstance(spec, OptStateSpec):
+            dims = zip(spec.shape, axes, strict=True)
+            axes = tuple(names if dim % self._num_shards(names) == 0 else None for dim, names in dims)
+        return spec if axes == spec.mesh_axes else replace(spec, mesh_axes=axes)
 
     def _build_leaf(self, path: str, group: Group, spec: TensorSpec) -> StateLeaf:
         # Only parameters declare what their axes are.
         roles = spec.roles if isinstance(spec, ParameterSpec) else ("axis",) * len(spec.shape)
-        indivisible = spec.indivisible if isinstance(spec, ParameterSpec) else (1,) * len(spec.shape)
         shard_shape = []
-        for dim, axes, role, run in zip(spec.shape, spec.mesh_axes, roles, indivisible, strict=True):
+        for dim, axes, role, num_runs in zip(spec.shape, spec.mesh_axes, roles, spec.run_counts, strict=True):
             num_shards = self._num_shards(axes)
-            num_runs = dim // run
             if num_runs % num_shards:
-                mesh_field = "*".join(_axis_names(axes))
+                mesh_field = "*".join(axis_names(axes))
                 divisors = nearest_divisors(num_runs, num_shards)
                 raise ValueError(
                     f"mesh.{mesh_field} = {num_shards} does not divide {role} = {num_runs} of {path}; "
@@ -116,10 +117,13 @@ class StateLayout:
     def __iter__(self) -> Iterator[StateLeaf]:
         return iter(self.leaves)
 
+    def partition(self, spec: TensorSpec) -> PartitionSpec:
+        """Return the PartitionSpec of one leaf."""
+        return PartitionSpec(*self.fit(spec).mesh_axes)
+
     def sharding(self, spec: TensorSpec) -> NamedSharding:
         """Return the sharding of one leaf, including its memory kind."""
-        partition = PartitionSpec(*spec.mesh_axes)
-        return NamedSharding(self.mesh, partition, memory_kind=spec.memory_kind)
+        return NamedSharding(self.mesh, self.partition(spec), memory_kind=spec.memory_kind)
 
     def shardings(self, specs: PyTree = None) -> PyTree:
         """Return the tree of shardings, for jit's in_shardings and out_shardings."""
@@ -188,11 +192,6 @@ class StateLayout:
     def size(self, group: Group) -> int:
         """Return the number of elements of a group."""
         return sum(leaf.spec.size for leaf in self.leaves if leaf.group == group)
-
-
-def _axis_names(axes: MeshAxis) -> tuple[str, ...]:
-    """Return the mesh axes of one dimension: a spec may name none, one or several."""
-    return (axes,) if isinstance(axes, str) else axes or ()
 
 
 def nearest_divisors(number: int, wish: int) -> list[int]:

@@ -199,7 +199,9 @@ def unstack(spec: ParameterSpec, length: int | None) -> ParameterSpec:
     """Return the spec of one layer of a parameter stacked for `length` layers; if `length` is None, the spec itself."""
     if length is None:
         return spec
-    return replace(spec, shape=spec.shape[1:], mesh_axes=spec.mesh_axes[1:], roles=spec.roles[1:])
+    return replace(
+        spec, shape=spec.shape[1:], mesh_axes=spec.mesh_axes[1:], roles=spec.roles[1:], indivisible=spec.indivisible[1:]
+    )
 
 
 def get_learning_rate(optimizer: Config) -> LearningRate | None:

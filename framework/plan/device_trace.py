@@ -2,8 +2,8 @@
 
 The experiment's own layers are traced under `shard_map` on an abstract mesh, so shapes, remat policies, loops and
 custom layers are those of the real step, and every array has the size of one device's shard. The collectives that XLA's
-partitioner would add are written out: weights are all-gathered over fsdp where the layers prepare them, and table
-lookups exchange token indices and table columns by all-to-all. Attention kernels are opaque.
+partitioner would add are written out: weights are all-gathered where the layers prepare them, and table lookups
+exchange token indices and table columns by all-to-all. Attention kernels are opaque.
 """
 
 from __future__ import annotations
@@ -37,7 +37,20 @@ from plimsoll.framework.layers.kernels_call import (
 )
 from plimsoll.framework.layers.low_precision import round_and_restore
 from plimsoll.framework.layers.stack import LayerPattern, Stack
-from plimsoll.framework.layout import MeshAxes, Nested, ParameterSpec, PyTree, StateLayout, TrainState, flatten, merge
+from plimsoll.framework.layout import (
+    MeshAxes,
+    Nested,
+    ParameterSpec,
+    PyTree,
+    StateLayout,
+    TensorSpec,
+    TrainState,
+    WeightShards,
+    find_weight_shards,
+    fit_axes,
+    flatten,
+    merge,
+)
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.plan.jaxpr_analysis import LOCAL_ATTENTION, LOCAL_GROUPED_PRODUCT
 from plimsoll.framework.plan.split_experiment import SplitExperiment
@@ -91,8 +104,9 @@ def trace(split_experiment: SplitExperiment, sizes: dict[str, int], platform: st
     arrays = {name: ((microbatch_size, *shape[1:]), dtype) for name, (shape, dtype) in batch_arrays.items()}
     state = split_experiment.specs
     arguments = (state.parameter, state.frozen, state.buffer, batch_specs(arrays))
-    axes = jax.tree.map(lambda spec: PartitionSpec(*spec.mesh_axes), arguments)
-    shapes = StateLayout(TrainState(), step.mesh).abstract(arguments)
+    layout = StateLayout(TrainState(), step.mesh)
+    axes = jax.tree.map(layout.partition, arguments)
+    shapes = layout.abstract(arguments)
     # Results are declared as replicated so that each keeps its shape on one device.
     local = jax.shard_map(step.gradients, mesh=step.mesh, in_specs=axes, out_specs=PartitionSpec(), check_vma=False)
     closed = jax.make_jaxpr(local)(*shapes)
@@ -219,33 +233,33 @@ class _DeviceStep:
         return stage.apply(prepared, carry, ctx.fold(name), stage_buffers)
 
     def _gather(self, spec: ParameterSpec, weight: jax.Array) -> jax.Array:
-        """Return a weight on the device, in the compute dtype, all-gathered over fsdp."""
+        """Return a weight on the device, in the compute dtype, all-gathered over WEIGHT_AXES."""
         weight = _on_device(weight)
         if not spec.quantized:
             # Cast first, so that the all-gather moves the smaller dtype.
             weight = weight.astype(self.model.compute_dtype)
-        for axis, mesh_axes in enumerate(spec.mesh_axes):
-            names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
-            if self.sizes["fsdp"] > 1 and "fsdp" in names:
-                gather = _gather_as_fp8 if spec.gathered_as_fp8 else _gather
-                weight = gather(weight, axis)
+        gather = _gather_as_fp8 if spec.gathered_as_fp8 else _gather
+        stored_axes = fit_axes(spec.mesh_axes, spec.run_counts, self.sizes)
+        for shards in find_weight_shards(stored_axes, self.sizes):
+            weight = gather(weight, shards)
         return weight
 
 
-def _gather(shard: jax.Array, axis: int) -> jax.Array:
-    return jax.lax.all_gather(shard, "fsdp", axis=axis, tiled=True)
+def _gather(weight: jax.Array, shards: WeightShards) -> jax.Array:
+    return jax.lax.all_gather(weight, shards.axes, axis=shards.dimension, tiled=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gather_as_fp8(shard: jax.Array, axis: int) -> jax.Array:
+def _gather_as_fp8(weight: jax.Array, shards: WeightShards) -> jax.Array:
     """Gather the bits of 8-bit numbers. The maximum over the devices, one number, is left out."""
-    return round_and_restore(shard, lambda bits: _gather(bits, axis))
+    return round_and_restore(weight, lambda bits: _gather(bits, shards))
 
 
-_gather_as_fp8.defvjp(
-    lambda shard, axis: (_gather_as_fp8(shard, axis), None),
-    lambda axis, _, grad: (jax.lax.psum_scatter(grad, "fsdp", scatter_dimension=axis, tiled=True),),
-)
+def _scatter_gradient(shards: WeightShards, residuals: None, grad: jax.Array) -> tuple[jax.Array]:
+    return (jax.lax.psum_scatter(grad, shards.axes, scatter_dimension=shards.dimension, tiled=True),)
+
+
+_gather_as_fp8.defvjp(lambda weight, shards: (_gather_as_fp8(weight, shards), None), _scatter_gradient)
 
 
 def _trace_equal_layers_once(pattern: LayerPattern, num_ranges: int) -> None:
@@ -286,29 +300,34 @@ class _LocalKernels:
         self._platform = platform
         self._seq_shards = seq_shards
 
-    def look_up(self, table_VD: jax.Array, indices_BS: jax.Array, ctx: Context, vocab_axis: str | None) -> jax.Array:
-        """Look up rows like `lookup.look_up`, on shards: tokens of the whole fsdp group, columns of this device."""
-        mesh = ctx.mesh
-        assert mesh is not None
+    def look_up(self, table_VD: jax.Array, indices_BS: jax.Array, ctx: Context, spec: TensorSpec) -> jax.Array:
+        """Look up rows like `lookup.look_up`, on shards: tokens of all devices with other columns, own columns."""
+        assert ctx.mesh is not None
         table_type = jax.typeof(table_VD)
-        vocab_shards = 1 if vocab_axis is None else mesh.shape[vocab_axis]
-        table_shape = (table_VD.shape[0] * vocab_shards, table_VD.shape[1] * mesh.shape["fsdp"])
+        partition = lookup.TablePartition.make(spec, ctx.mesh.shape)
+        # The axis of [B, S, D] along which the devices have other tokens.
+        trades = [(name, 1 if name == "seq" else 0) for name in reversed(partition.column_axes)]
 
         @jax.custom_vjp
         def rows(table: jax.Array, indices: jax.Array) -> jax.Array:
-            local_columns = cast(jnp.take(table, indices, axis=0), ctx.compute_dtype)
+            x = cast(jnp.take(table, indices, axis=0), ctx.compute_dtype)
             # Each device sends its columns of the other devices' tokens, and receives all columns of its own tokens.
-            return jax.lax.all_to_all(local_columns, "fsdp", split_axis=0, concat_axis=2, tiled=True)
+            for name, axis in trades:
+                x = jax.lax.all_to_all(x, name, split_axis=axis, concat_axis=2, tiled=True)
+            return x
 
         def backward(indices: jax.Array, rows_grad: jax.Array) -> tuple[jax.Array, np.ndarray]:
-            rows_grad = jax.lax.all_to_all(rows_grad, "fsdp", split_axis=2, concat_axis=0, tiled=True)
-            table_gradient = functools.partial(lookup.table_gradient, shape=table_shape, dtype=table_type.dtype)
-            grad = lookup.shard_gradient(table_gradient, indices, rows_grad, mesh=mesh, vocab_axis=vocab_axis)
+            for name, axis in reversed(trades):
+                rows_grad = jax.lax.all_to_all(rows_grad, name, split_axis=2, concat_axis=axis, tiled=True)
+            table_gradient = functools.partial(lookup.table_gradient, shape=spec.shape, dtype=table_type.dtype)
+            grad = lookup.shard_gradient(table_gradient, indices, rows_grad, partition=partition)
             # Integers have a gradient of dtype float0.
             return grad, np.zeros(indices.shape, jax.dtypes.float0)
 
         rows.defvjp(lambda table, indices: (rows(table, indices), indices), backward)
-        return rows(table_VD, jax.lax.all_gather(indices_BS, "fsdp", tiled=True))
+        for name, axis in trades:
+            indices_BS = jax.lax.all_gather(indices_BS, name, axis=axis, tiled=True)
+        return rows(table_VD, indices_BS)
 
     def grouped_dot(self, x_NI: jax.Array, weight_EIO: jax.Array, *, rows: int) -> jax.Array:
         """Multiply like `grouped.grouped_dot`, on shards."""

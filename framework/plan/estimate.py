@@ -24,6 +24,7 @@ from plimsoll.framework.devices.accelerators import AcceleratorSpec
 from plimsoll.framework.devices.reserved_memory import get_limit_bytes
 from plimsoll.framework.layers import grad_accumulation
 from plimsoll.framework.layers.base import batch_shards, batch_specs
+from plimsoll.framework.layers.lookup import TablePartition
 from plimsoll.framework.layout import MemoryKind, OptStateSpec, ParameterSpec, StateLayout, StateLeaf, TensorSpec
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.plan.buffer_names import REPORT_GROUPS
@@ -289,8 +290,10 @@ class _TracedBackward:
         model = split_experiment.model
         platform = self.platform
         table = (-1,)
+        table_shards = 1
         if isinstance(model, CausalLM):
             table = (model.vocab_size // self.sizes["model"], model.dim)
+            table_shards = TablePartition.make(model.embed.param_specs()["token"], self.sizes).num_column_shards
         rules = CompilerRules(
             costly=_EXPENSIVE_OPS if platform == "cpu" else (),
             late_reduction=platform == "tpu",
@@ -298,8 +301,8 @@ class _TracedBackward:
             pads_products=platform == "gpu",
             adds_products=platform == "tpu",
             table=table,
-            # The head sums the gradient of its table in shards over fsdp, chunk by chunk.
-            table_shards=self.sizes["fsdp"],
+            # The head sums the gradient of its table in shards, chunk by chunk.
+            table_shards=table_shards,
             nbytes=functools.partial(self._count_bytes, in_host_memory=in_host_memory),
         )
         jaxpr = self.traced.jaxpr

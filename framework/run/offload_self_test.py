@@ -23,7 +23,7 @@ from plimsoll.framework.data.sources import TokenMemmap
 from plimsoll.framework.data.tokenizers import NoTokenizer
 from plimsoll.framework.layers.block import Block
 from plimsoll.framework.layers.remat import parse_policies
-from plimsoll.framework.layout import TrainState, flatten
+from plimsoll.framework.layout import WEIGHT_AXES, TrainState, count_shards, flatten
 from plimsoll.framework.learner.rules import Rule
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.program.program import Program
@@ -103,7 +103,7 @@ def shrink_config(config: Config, program: Program) -> Config:
     small = config.copy()
     sizes = program.mesh.shape
     # The sizes of the sharded axes must divide the width; 256 makes leaves large enough to be offloaded.
-    width = math.lcm(256, sizes["model"], sizes["fsdp"])
+    width = math.lcm(256, sizes["model"], count_shards(WEIGHT_AXES, sizes))
     accumulate = min(program.experiment.learner.accumulate, 2)
     # The run's dtypes, and heads that the mesh axis divides.
     block = config_for(Block)

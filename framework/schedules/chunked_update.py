@@ -144,14 +144,14 @@ def train_state_specs(layout: StateLayout, learner: Learner, group: ParamGroup, 
 
     Args:
         layout, learner, group: the layout of the training state, the learner, and the parameter group.
-        gradients: specs of the group's gradients, which are returned unchanged.
+        gradients: specs of the group's gradients, as the layout shards them or as the learner declares them.
     """
     specs = layout.specs
     weights = learner.select(specs.parameter, group)
     # Optimizer state is already keyed by stage and group; the others are selected from trees of all parameters.
     entry = specs.optimizer[group.stage][group.label]
     average = learner.select(specs.ema, group) if specs.ema else {}
-    return LayerTrainState(weights, gradients, entry, average)
+    return LayerTrainState(weights, jax.tree.map(layout.fit, gradients), entry, average)
 
 
 def update_group(

@@ -296,6 +296,8 @@ def test_products_and_rounding_are_counted():
         ((1, 2, 2, 2, 1), (None, "fsdp"), "gpu"),
         ((1, 2, 2, 1, 2), (("model", "fsdp"), None), "gpu"),
         ((1, 2, 1, 2, 2), ("model", "fsdp"), "cpu"),
+        ((1, 2, 1, 2, 2), (("fsdp", "seq"), "model"), "gpu"),
+        ((2, 1, 1, 2, 2), ("model", ("fsdp", "seq")), "cpu"),
     ],
     ids=str,
 )
@@ -307,7 +309,7 @@ def test_devices_share_products(sizes: tuple[int, ...], weight_axes: MeshAxes, p
     options = BlockOptions(FP8_BLOCK, platform, partition, interpret=True)
     found = compute_gradients(options, *arrays)
     assert_near(found, compute_gradients(ON_CPU, *arrays))
-    if "fsdp" in weight_axes:
+    if {"fsdp", ("fsdp", "seq")} & {*weight_axes}:
         # The gradient of the weight is scattered to where the weight is stored.
         stored = NamedSharding(mesh, PartitionSpec(*weight_axes))
         assert found[2].sharding.is_equivalent_to(stored, 2)

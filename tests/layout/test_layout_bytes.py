@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import Mesh
 
 from plimsoll.framework.devices.mesh import AXES
+from plimsoll.framework.families.decoders import mixture
 from plimsoll.framework.layout import (
     OptStateSpec,
     ParameterSpec,
@@ -204,6 +205,69 @@ def test_indivisible_size_suggests_the_nearest_valid_one(config, message):
     experiment = config().instantiate()
     with pytest.raises(ValueError, match=message):
         Program(experiment, jax.devices())
+
+
+def shard_axes(spec: TensorSpec, **sizes: int) -> tuple:
+    """Return the mesh axes over which the layout of a mesh shards one array."""
+    return StateLayout(TrainState(parameter={"weight": spec}), mesh(**sizes)).specs.parameter["weight"].mesh_axes
+
+
+def test_weights_are_sharded_over_seq_where_it_divides_them():
+    weight = parameter(16, 8, axes=("fsdp", "model"))
+    assert shard_axes(weight, fsdp=2, seq=4) == (("fsdp", "seq"), "model")
+    assert shard_axes(weight, seq=8) == (("fsdp", "seq"), "model")
+    assert shard_axes(weight, data=2, seq=2, model=2) == (("fsdp", "seq"), "model")
+    assert shard_axes(weight, fsdp=8) == ("fsdp", "model")
+    # Two devices divide 12, eight do not.
+    assert shard_axes(parameter(12, axes=("fsdp",)), fsdp=2, seq=4) == ("fsdp",)
+    assert shard_axes(parameter(12, axes=("fsdp",)), seq=8) == ("fsdp",)
+    # Four runs of four elements cannot be divided among eight devices.
+    assert shard_axes(parameter(16, axes=("fsdp",), indivisible=(4,)), fsdp=2, seq=4) == ("fsdp",)
+    assert shard_axes(parameter(32, axes=("fsdp",), indivisible=(4,)), fsdp=2, seq=4) == (("fsdp", "seq"),)
+    # An array names each axis once; the axes of a batch stay.
+    assert shard_axes(parameter(16, 8, axes=("fsdp", "seq")), fsdp=2, seq=4) == ("fsdp", "seq")
+    batch = parameter(16, 8, axes=(("data", "fsdp", "expert"), None))
+    assert shard_axes(batch, fsdp=2, seq=4) == batch.mesh_axes
+    with pytest.raises(ValueError, match=r"mesh\.fsdp = 4 does not divide axis = 6 of parameter/weight; nearest"):
+        shard_axes(parameter(6, axes=("fsdp",)), fsdp=4, seq=2)
+
+
+def test_optimizer_state_is_sharded_over_seq_where_it_divides_it():
+    """Scales of blocks may have fewer rows than their weight, and then fewer shards."""
+    layout = StateLayout(TrainState(), mesh(fsdp=2, seq=4))
+    rows = {count: layout.fit(OptStateSpec((count, 8), "float32", ("fsdp", None), owner="w")) for count in (16, 6, 3)}
+    assert {count: spec.mesh_axes for count, spec in rows.items()} == {
+        16: (("fsdp", "seq"), None),
+        6: ("fsdp", None),
+        3: (None, None),
+    }
+    assert {count: layout.fit(spec) for count, spec in rows.items()} == rows
+
+
+@pytest.mark.once("dense")
+@pytest.mark.parametrize("model", ["dense", "experts"])
+def test_a_device_holds_its_share_of_the_state_with_seq(model):
+    """Eight devices that share a row hold as many bytes each as eight devices with rows of their own."""
+
+    def build(sizes: dict[str, int]) -> Program:
+        config = small.gpt2() if model == "dense" else small.llama()
+        if model == "experts":
+            small.block(config).mlp = mixture(experts=4, top_k=2, hidden=16)
+        return small.program(small.experiment(config, mesh=sizes, ema=0.9))
+
+    expected = build({"fsdp": 8})
+    expected_bytes = {leaf.path: leaf.bytes_per_device for leaf in expected.layout}
+    for sizes in ({"fsdp": 1, "seq": 8}, {"fsdp": 2, "seq": 4}):
+        program = build(sizes)
+        assert {leaf.path: leaf.bytes_per_device for leaf in program.layout} == expected_bytes
+        held = dict.fromkeys(jax.devices(), 0)
+        for array in jax.tree.leaves(program.init()):
+            for shard in array.addressable_shards:
+                held[shard.device] += shard.data.nbytes
+        assert set(held.values()) == {expected.layout.bytes_per_device()}
+    # Four devices hold twice as much as eight, apart from what is not sharded.
+    half = build({"data": 2, "fsdp": 1, "seq": 4}).layout.bytes_per_device("parameter")
+    assert half > 1.8 * expected.layout.bytes_per_device("parameter")
 
 
 def test_indivisible_optimizer_blocks_are_replicated():

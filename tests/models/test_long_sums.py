@@ -14,7 +14,7 @@ from plimsoll.framework.layers import grad_accumulation, lookup
 from plimsoll.framework.layers.base import Context, Layer, Out, add_shared
 from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layers.lookup import look_up
-from plimsoll.framework.layout import ParameterSpec, flatten
+from plimsoll.framework.layout import ParameterSpec, TensorSpec, flatten
 from plimsoll.framework.schedules.step import training_context
 from tests.support import small
 
@@ -49,10 +49,11 @@ def test_lookup_gradient_is_the_sum_over_its_terms(dtype, mesh, sum_bytes, monke
     table = rng.normal(size=(rows, columns)).astype(jnp.dtype(dtype))
     devices = MeshShape(**mesh).build(jax.devices()) if mesh else None
     ctx = Context(batch={}, mesh=devices, compute_dtype=jnp.bfloat16)
+    spec = TensorSpec((rows, columns), dtype, ("model", "fsdp"))
 
     @jax.jit
     def both(table, indices, terms):
-        taken, pull = jax.vjp(lambda table: look_up(table, indices, ctx, "model"), table)
+        taken, pull = jax.vjp(lambda table: look_up(table, indices, ctx, spec), table)
         return taken, pull(terms)[0]
 
     taken, grad = both(table, indices, terms)

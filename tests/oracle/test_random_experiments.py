@@ -104,6 +104,9 @@ def test_sampling_is_seeded_and_covers_all_options():
         assert (len(values) > len(kinds)) == (name not in ("update", "accumulate")), name
     for axis in ("data", "fsdp", "expert", "seq", "model"):
         assert {phase.mesh[axis] for phase in phases} >= {1, 2, 4}, axis
+    # Weights are sharded over both axes.
+    shared_rows = [phase for phase in phases if phase.mesh["fsdp"] > 1 and phase.mesh["seq"] > 1]
+    assert {phase.update for phase in shared_rows} == {phase.update for phase in phases}
     assert {one.learner.clip_mode for one in experiments} == {
         "global_norm", "previous_norm", "update_rms", "norm_growth",
     }  # fmt: skip

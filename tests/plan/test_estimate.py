@@ -163,6 +163,22 @@ def test_saved_bytes_fall_as_recomputation_grows():
 
 
 @pytest.mark.pairs
+def test_devices_that_share_rows_share_the_weights():
+    """Weights and state take as many bytes as with rows of their own, and as many bytes travel for them."""
+
+    def on_mesh(fsdp: int, seq: int):
+        settings = (f"mesh.fsdp={fsdp}", f"mesh.seq={seq}", f"data.global_batch_size={fsdp}", "memory.remat=full")
+        return estimate_on(load("gpt2-350m", *settings), 8, "v6e")
+
+    own_rows, shared_rows = on_mesh(8, 1), on_mesh(2, 4)
+    for group in ("parameters", "optimizer_state"):
+        assert shared_rows.breakdown[group] == own_rows.breakdown[group] > 0
+    # Each layer's keys and values travel too.
+    kept = 24 * 1024 * 1024 * 2 * 8
+    assert own_rows.work.received_bytes < shared_rows.work.received_bytes < own_rows.work.received_bytes + kept
+
+
+@pytest.mark.pairs
 def test_score_matrices_count_without_an_attention_kernel():
     flash, scores = (
         estimate_on(

@@ -22,6 +22,7 @@ from plimsoll.framework.devices.reserved_memory import (
     list_reserved_parts,
 )
 from plimsoll.framework.layers.base import BATCH_AXES
+from plimsoll.framework.layout import WEIGHT_AXES
 from plimsoll.framework.plan.targets import resolve
 from plimsoll.framework.processes.distributed import Cluster
 from plimsoll.framework.run import start
@@ -96,6 +97,8 @@ def test_grows_with_the_mesh(name: str):
     two_axes = total_mib(name, 8, {"fsdp": 4, "model": 2})
     three_axes = total_mib(name, 8, {"data": 2, "fsdp": 2, "model": 2})
     assert one_axis < two_axes < three_axes
+    # Weights are gathered over fsdp and seq together.
+    assert total_mib(name, 8, {"data": 2, "fsdp": 2, "seq": 2}) > three_axes
 
 
 @pytest.mark.parametrize("name", ["4090", "a100-80", "h100", "gb200"])
@@ -108,8 +111,9 @@ def test_unknown_mesh_is_an_upper_bound(name: str):
                     assert total_mib(name, num_devices, {first: size, second: num_devices // size}) <= bound
 
 
-def test_batch_axes_are_those_of_the_layers():
+def test_axes_are_those_of_the_layers():
     assert reserved_memory.BATCH_AXES == BATCH_AXES
+    assert reserved_memory.WEIGHT_AXES == WEIGHT_AXES
 
 
 def test_users_fraction_wins(monkeypatch: pytest.MonkeyPatch):

@@ -89,6 +89,24 @@ UNLIKE = [
     ExactnessCase(model="twins", memory=exact.DELAYED, placement="state", remat="full", layers="unlike", mesh="eight"),
     ExactnessCase(model="twins", memory=exact.SPECULATIVE, placement="state", layers="unlike", mesh="eight"),
 ]
+SHARED_ROWS = [
+    ExactnessCase(memory=memory, placement=placement, remat=remat, mesh="shared rows", **rest)
+    for memory, placement, remat, rest in [
+        ("streamed", "all", "sqrt", {"optimizer": "adafactor"}),
+        ("after_backward", "device", "none", {"optimizer": "muon"}),
+        ("in_backward", "state", "full", {}),
+        ("in_backward_ahead", "all", "save:attention", {"precision": "float32"}),
+        ("two_pass", "device", "none", {}),
+        ("hosted_gradients", "all", "full", {"layers": "unlike", "microbatches": 2}),
+        ("layers", "all", "full", {}),
+        ("layers_at_once", "state", "none", {}),
+        (exact.DELAYED, "state", "full", {"precision": "bfloat16"}),
+        (exact.SPECULATIVE, "state", "none", {}),
+        ("hosted_gradients_together", "all", "sqrt", {"microbatches": 2}),
+        ("streamed", "all", "sqrt", {"model": "experts"}),
+        ("in_backward", "state", "none", {"model": "recurrent"}),
+    ]
+]
 SLOW = set(exact.list_cases(**AXES)).difference(ONCE, PAIRS)
 
 
@@ -108,7 +126,7 @@ SLOW = set(exact.list_cases(**AXES)).difference(ONCE, PAIRS)
     [
         *ONCE,
         *UNLIKE[:1],
-        *(pytest.param(case, marks=pytest.mark.pairs) for case in [*PAIRS, *TOGETHER, *UNLIKE[1:]]),
+        *(pytest.param(case, marks=pytest.mark.pairs) for case in [*PAIRS, *TOGETHER, *UNLIKE[1:], *SHARED_ROWS]),
         *slow(sorted(SLOW)),
     ],
     ids=exact.get_case_id,

@@ -1,5 +1,8 @@
 """Loss and gradients on eight devices against one, for combinations of mesh axes, with packed documents and dropout."""
 
+import re
+from collections import Counter
+
 import jax
 import numpy as np
 import optax
@@ -10,6 +13,8 @@ from plimsoll.framework.families.decoders import mixture
 from plimsoll.framework.layers.experts.experts import ClampedSwiGLU
 from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layers.mlp import MLP
+from plimsoll.framework.plan import hlo
+from plimsoll.framework.plan.hlo import transfers
 from tests.support import small
 
 MODELS = {
@@ -17,6 +22,8 @@ MODELS = {
     "gpt2": lambda: small.gpt2(head__chunk_tokens=8),
     # Grouped queries, rotary positions, an untied head, both layers unrolled.
     "llama": lambda: small.llama(stack__unroll=0, embed__dropout=0.1, head__z_loss=1e-3),
+    # A width that two devices divide, and eight do not.
+    "narrow": lambda: small.gpt2(dim=36),
     "mixture": lambda: mixture_model(None),
     "capacity": lambda: mixture_model(0.75),
     "gpt-oss": lambda: gpt_oss_model(None),
@@ -29,6 +36,11 @@ MESHES = [
     ("gpt2", {"fsdp": 2, "seq": 2, "model": 2}),
     ("llama", {"data": 2, "fsdp": 2, "model": 2}),
     ("llama", {"fsdp": 2, "seq": 2, "model": 2}),
+    # Weights are sharded over seq too.
+    ("gpt2", {"fsdp": 1, "seq": 8}),
+    ("llama", {"fsdp": 2, "seq": 4}),
+    ("llama", {"data": 2, "fsdp": 1, "seq": 2, "model": 2}),
+    ("narrow", {"fsdp": 2, "seq": 4}),
 ]
 # Experts are sharded over their axis only, together with all other axes, and with one expert per device.
 EXPERT_MESHES = [
@@ -39,6 +51,7 @@ EXPERT_MESHES = [
     ("mixture", {"data": 2, "fsdp": 2, "model": 2}),
     ("capacity", {"fsdp": 2, "expert": 2, "model": 2}),
     ("capacity", {"fsdp": 1, "expert": 4, "seq": 2}),
+    ("capacity", {"fsdp": 2, "expert": 2, "seq": 2}),
     ("gpt-oss", {"data": 2, "fsdp": 2, "model": 2}),
     ("gpt-oss", {"expert": 4, "seq": 2, "fsdp": 1}),
     ("gpt-oss", {"fsdp": 2, "expert": 2, "model": 2}),
@@ -141,14 +154,19 @@ def test_token_dispatch_collectives(model, operations):
         assert f"f32{shape}" not in text, shape
 
 
-def test_init_and_steps_do_not_depend_on_the_mesh():
+@pytest.mark.once("{'data':2,'fsdp':2,'model':2}")
+@pytest.mark.parametrize(
+    "mesh",
+    [{"data": 2, "fsdp": 2, "model": 2}, {"fsdp": 2, "seq": 4}, {"fsdp": 1, "seq": 8}],
+    ids=lambda value: str(value).replace(" ", ""),
+)
+def test_init_and_steps_do_not_depend_on_the_mesh(mesh):
     """This includes clipping, EMA and counters.
 
     It uses SGD, because Adam turns the rounding error of a zero gradient into a full update.
     """
     fields = {"ema": 0.9, "clip": 0.5, "optimizer": config_for(optax.sgd, learning_rate=0.3, momentum=0.9)}
     single = small.program(small.experiment(documents=True, **fields))
-    mesh = {"data": 2, "fsdp": 2, "model": 2}
     program = small.program(small.experiment(documents=True, mesh=mesh, **fields))
     alone, together = single.init(), program.init()
     program.layout.check(together)
@@ -170,3 +188,28 @@ def test_init_and_steps_do_not_depend_on_the_mesh():
         small.assert_close(small.arrays(together[group]), small.arrays(alone[group]), 2e-5)
     for name in ("step", "skipped", "rng"):
         small.assert_same_bits({name: together["counter"][name]}, {name: alone["counter"][name]})
+
+
+@pytest.mark.pairs
+def test_the_devices_of_a_row_gather_weights_at_once():
+    """Eight devices hold an eighth of the weights each, and one collective over both axes gathers them."""
+
+    def count_gathers(mesh: dict[str, int]) -> Counter[tuple[int, str]]:
+        """Return the number of all-gathers of floats, by the size of their groups and their result.
+
+        Those of the heads of keys and values, which have four axes, are left out.
+        """
+        program = small.program(small.experiment(small.llama(stack__unroll=0), mesh=mesh))
+        module = hlo.Module(program.jit_step.compiled_step.as_text())
+        counts: Counter[tuple[int, str]] = Counter()
+        for one in transfers.collectives(module):
+            result = one.instruction.type
+            # Token ids, which are integers, are gathered over one axis after the other.
+            if one.kind == "all-gather" and re.match(r"f32\[(\d+,){0,2}\d+\]", result):
+                counts[transfers.group_size(one.instruction), result] += one.runs
+        return counts
+
+    expected = count_gathers({"fsdp": 8})
+    # Seven matrices in each of two layers, and the head's table.
+    assert expected.total() >= 2 * 7 + 1
+    assert count_gathers({"fsdp": 2, "seq": 4}) == expected

@@ -1,5 +1,6 @@
 """Bytes that each schedule moves between chips, and between host and device, in the program compiled for TPU."""
 
+import re
 from collections import Counter
 
 import pytest
@@ -56,6 +57,20 @@ def test_weights_are_gathered_twice_and_their_gradients_scattered_once(schedule)
         received[one.kind] += one.bytes_received * one.runs
     assert received["all-reduce"] < 0.1 * STACK_BYTES
     # Besides the stack, there are the head's table and the position table.
+    assert STACK_BYTES <= received["reduce-scatter"] < 1.2 * STACK_BYTES
+    assert 2 * STACK_BYTES <= received["all-gather"] < 2.2 * STACK_BYTES
+
+
+@pytest.mark.pairs
+def test_devices_that_share_rows_gather_and_scatter_weights_at_once():
+    """Weights travel between all eight chips, in one collective for both axes, as without shared rows."""
+    shared = module(**SCHEDULES["streamed"], **{"mesh.fsdp": 2, "mesh.seq": 4, "data.global_batch_size": 2})
+    received: Counter[str] = Counter()
+    for one in collectives(shared):
+        # The heads of queries, keys and values have four axes, and travel between the chips of a row.
+        if not re.search(r"\[\d+,\d+,\d+,\d+\]", one.instruction.type):
+            received[one.kind] += one.bytes_received * one.runs
+    assert received["all-reduce"] < 0.1 * STACK_BYTES
     assert STACK_BYTES <= received["reduce-scatter"] < 1.2 * STACK_BYTES
     assert 2 * STACK_BYTES <= received["all-gather"] < 2.2 * STACK_BYTES
 

@@ -86,8 +86,17 @@ PLACEMENTS |= {"state+weights": PLACEMENTS["all"][:2], "weights+boundaries": PLA
 PLACEMENTS |= {"state+boundaries": PLACEMENTS["all"][::2]}
 REMATS = ("none", "full", "save:attention", "sqrt", "offload", "invert")
 MESHES = {"one": None, "eight": {"data": 2, "fsdp": 2, "model": 2}}
+# Four devices share a row, and weights are sharded over both axes.
+SHARED_ROWS = {"shared rows": {"fsdp": 2, "seq": 4}}
 # The meshes of eight devices for models with experts.
-MODEL_MESHES = {name: {"fsdp": 2, "expert": 2, "model": 2} for name in ("experts", "latent")}
+MODEL_MESHES = {
+    ("eight", "experts"): {"fsdp": 2, "expert": 2, "model": 2},
+    ("eight", "latent"): {"fsdp": 2, "expert": 2, "model": 2},
+    ("shared rows", "experts"): {"fsdp": 2, "expert": 2, "seq": 2},
+    ("shared rows", "latent"): {"fsdp": 2, "expert": 2, "seq": 2},
+    # The axis divides the heads of the recurrence.
+    ("shared rows", "recurrent"): {"fsdp": 4, "seq": 2},
+}
 
 # Dtypes of parameters and master copy, and how much parameters may differ (see `differences`).
 # The model always computes in float64, because the tests compare updates. 20 steps would amplify the rounding of a
@@ -240,9 +249,9 @@ class ExactnessCase(NamedTuple):
         if self.layers == "unlike":
             memory = self._by_layer(memory, len(model.stack.pattern))
         optimizer = (OPTIMIZERS | SMALL)[self.optimizer].copy()
-        mesh = MESHES[self.mesh]
+        mesh = (MESHES | SHARED_ROWS)[self.mesh]
         if mesh is not None:
-            mesh = MODEL_MESHES.get(self.model, mesh)
+            mesh = MODEL_MESHES.get((self.mesh, self.model), mesh)
         return small.program(small.experiment(model, mesh=mesh, memory=memory, optimizer=optimizer, **learner))
 
     def _by_layer(self, memory: dict[str, Any], pattern_length: int) -> dict[str, Any]:

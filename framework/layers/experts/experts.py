@@ -35,7 +35,7 @@ from plimsoll.framework.layers.experts.grouped import (
 from plimsoll.framework.layers.experts.groups import add_biases, collect, dispatch, find_row_experts, group
 from plimsoll.framework.layers.experts.scores import ExpertChoice
 from plimsoll.framework.layers.mlp import ACTIVATIONS
-from plimsoll.framework.layout import Nested, ParameterSpec
+from plimsoll.framework.layout import Nested, ParameterSpec, find_weight_shards, fit_axes
 
 # Multiplies rows by their experts' weights.
 Dot = Callable[[jax.Array, jax.Array], jax.Array]
@@ -193,7 +193,9 @@ class Experts(Layer):
         # A single token, as in generation, cannot be sharded over seq: these devices compute the same.
         length_axis = "seq" if x_BSD.shape[1] % mesh.shape["seq"] == 0 else None
         token_spec = PartitionSpec(BATCH_AXES, length_axis, None)
-        weight_specs = jax.tree.map(lambda spec: PartitionSpec(*spec.mesh_axes), self.param_specs())
+        weight_specs = jax.tree.map(
+            lambda spec: PartitionSpec(*fit_axes(spec.mesh_axes, spec.run_counts, mesh.shape)), self.param_specs()
+        )
         on_device = jax.shard_map(
             partial(self._on_device, ctx=ctx, gathers=True),
             mesh=mesh,
@@ -208,16 +210,16 @@ class Experts(Layer):
     ) -> jax.Array:
         """Process one device's tokens with its shard of the weights, inside shard_map.
 
-        With `gathers`, the weights are first all-gathered over fsdp.
+        With `gathers`, the weights are first all-gathered over WEIGHT_AXES.
         """
         assert ctx.mesh is not None
         sizes = ctx.mesh.shape
-        if gathers and sizes["fsdp"] > 1:
+        if gathers:
 
             def gather(spec: ParameterSpec, weight: jax.Array) -> jax.Array:
-                if "fsdp" not in spec.mesh_axes:
-                    return weight
-                return jax.lax.all_gather(weight, "fsdp", axis=spec.mesh_axes.index("fsdp"), tiled=True)
+                for shards in find_weight_shards(fit_axes(spec.mesh_axes, spec.run_counts, sizes), sizes):
+                    weight = jax.lax.all_gather(weight, shards.axes, axis=shards.dimension, tiled=True)
+                return weight
 
             weights = jax.tree.map(gather, self.param_specs(), weights)
         if self.bias and sizes["model"] > 1:

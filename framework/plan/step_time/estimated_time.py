@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from plimsoll.framework.devices.accelerators import AcceleratorSpec
 from plimsoll.framework.layers.base import batch_shards
-from plimsoll.framework.layout import GROUPS, StateLayout
+from plimsoll.framework.layout import GROUPS, StateLayout, count_shards, find_weight_shards
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.plan.jaxpr_analysis import (
     LOCAL_ATTENTION,
@@ -229,29 +229,31 @@ def _expert_bytes(layout: StateLayout, sizes: dict[str, int]) -> float:
     weights for both passes. On v5p it sums the gradients with an all-reduce, although each device needs only its shard,
     so the sum counts twice. In the final program of Mixtral 8x7B on 128 v5p, each of these four is 87 GiB.
     """
-    shards = sizes["fsdp"]
     gathers = 2
     sums = 2
     received = 0.0
     for leaf in layout:
-        axes = leaf.spec.mesh_axes
-        if "expert" in axes and "fsdp" in axes and leaf.group in ("parameter", "frozen"):
-            times = gathers + sums if leaf.group == "parameter" else gathers
-            received += times * leaf.bytes_per_device * (shards - 1)
+        if "expert" not in leaf.spec.mesh_axes or leaf.group not in ("parameter", "frozen"):
+            continue
+        times = gathers + sums if leaf.group == "parameter" else gathers
+        for shards in find_weight_shards(leaf.spec.mesh_axes, sizes):
+            received += times * leaf.bytes_per_device * (count_shards(shards.axes, sizes) - 1)
     return received
 
 
 def _replica_bytes(layout: StateLayout, sizes: dict[str, int]) -> int:
     """Return the bytes that a device receives in a step to sum gradients over replicas.
 
-    Replicas are along `data` and, except for experts' weights, along `expert`. Along the other axes the weights are
-    already sharded.
+    Replicas are along `data` and, except for experts' weights, along `expert`, and along `seq` if the weight is sharded
+    over `fsdp` only. Along the other axes the weights are already sharded.
     """
     received = 0.0
     for leaf in layout:
         if leaf.group != "parameter":
             continue
         replicas = sizes["data"] * (1 if "expert" in leaf.spec.mesh_axes else sizes["expert"])
+        if "fsdp" in leaf.spec.mesh_axes:
+            replicas *= sizes["seq"]
         received += 2 * leaf.bytes_per_device * (replicas - 1) / replicas
     return round(received)
 

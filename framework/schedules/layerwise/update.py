@@ -11,7 +11,16 @@ import jax
 import jax.numpy as jnp
 
 from plimsoll.framework.layers.base import Out
-from plimsoll.framework.layout import Nested, PyTree, StateLayout, TensorSpec, TrainState, flatten, unflatten
+from plimsoll.framework.layout import (
+    Nested,
+    ParameterSpec,
+    PyTree,
+    StateLayout,
+    TensorSpec,
+    TrainState,
+    flatten,
+    unflatten,
+)
 from plimsoll.framework.learner.decisions import Decision
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.update import LayerTrainState, LayerUpdate, LayerUpdateFn
@@ -87,7 +96,9 @@ class UpdateFunctions:
         self.learner = learner
         self.layout = layout
         self._num_repeats = {name: stack.num_repeats for name, stack in model.stacks.items()}
-        self._parameter_specs = {name: flatten(specs) for name, specs in model.parameter_specs().items()}
+        self._parameter_specs: dict[str, dict[str, ParameterSpec]] = {}
+        for stage, specs in model.parameter_specs().items():
+            self._parameter_specs[stage] = flatten(jax.tree.map(layout.fit, specs))
 
     def add_gradients(self, stage: str, grads: Nested, grad_sums: Nested | None) -> Nested:
         """Add gradients to the sums of earlier microbatches, in their parameters' sharding and in the sums' dtype.
