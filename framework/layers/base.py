@@ -35,6 +35,11 @@ Carry: TypeAlias = PyTree
 # The mesh axes that shard the sequences of a batch. They include `expert`: without it, the devices along that axis
 # would all compute the same non-expert layers.
 BATCH_AXES = ("data", "fsdp", "expert")
+# The mesh axis that shards the layers of a stack.
+LAYER_AXIS = "pipe"
+# The mesh axes that shard the vocabulary of the tables. They include `pipe`: without it, the devices along that axis
+# would all compute the same logits, as only layers of the stack are different there.
+VOCAB_AXES = ("pipe", "model")
 
 
 def batch_shards(sizes: Mapping[str, int]) -> int:
@@ -74,7 +79,9 @@ class Kernels(Protocol):
         """See `framework.layers.attention_kernels.dot_product_attention`."""
         ...
 
-    def look_up(self, table_VD: jax.Array, indices_BS: jax.Array, ctx: Context, vocab_axis: str | None) -> jax.Array:
+    def look_up(
+        self, table_VD: jax.Array, indices_BS: jax.Array, ctx: Context, vocab_axes: tuple[str, ...]
+    ) -> jax.Array:
         """See `framework.layers.lookup.look_up`."""
         ...
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from plimsoll.framework.config import Config, Fraction, PositiveFloat, PositiveInt, component, config_for
-from plimsoll.framework.layers.base import Context, Layer, Out, add_shared
+from plimsoll.framework.layers.base import VOCAB_AXES, Context, Layer, Out, add_shared
 from plimsoll.framework.layers.lookup import look_up
 from plimsoll.framework.layout import Nested, ParameterSpec
 
@@ -47,7 +47,7 @@ class Embedding(Layer):
             "token": ParameterSpec(
                 (self.vocab_size, self.dim),
                 "float32",
-                ("model", "fsdp"),
+                (VOCAB_AXES, "fsdp"),
                 initializer=self._init,
                 roles=("vocab", "out"),
             )
@@ -75,14 +75,14 @@ class Embedding(Layer):
     def apply(self, weights: Nested, carry: None, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
         """Look up ctx.batch["tokens"] int32[B, S]: x_BSD in the compute dtype."""
         tokens_BS = ctx.batch["tokens"]
-        x_BSD = look_up(weights["token"], tokens_BS, ctx, "model")
+        x_BSD = look_up(weights["token"], tokens_BS, ctx, VOCAB_AXES)
         if self.scale is not None:
             # The scale is rounded to the compute dtype, as transformers does for Gemma.
             x_BSD = x_BSD * jnp.asarray(self.scale, x_BSD.dtype)
         if self.max_positions is not None:
             positions_BS = ctx.batch.get("positions")
             if positions_BS is not None:
-                x_BSD = x_BSD + look_up(weights["position"], positions_BS, ctx, None)
+                x_BSD = x_BSD + look_up(weights["position"], positions_BS, ctx, ())
             else:
                 # Every row has the positions 0, 1, ..., so this is a slice, whose gradient needs no scatter.
                 table_SD = ctx.constrain(weights["position"][: x_BSD.shape[1]], None, None)

@@ -11,6 +11,7 @@ gradient takes the reverse path, so each device sums its own shard of the table.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -32,17 +33,17 @@ _LANES = 128
 _TOKEN_AXES = tuple(axis for axis in BATCH_AXES if axis != "fsdp"), "seq"
 
 
-def look_up(table_VD: jax.Array, indices_BS: jax.Array, ctx: Context, vocab_axis: str | None) -> jax.Array:
+def look_up(table_VD: jax.Array, indices_BS: jax.Array, ctx: Context, vocab_axes: tuple[str, ...]) -> jax.Array:
     """Look up the rows of the table at the given indices, [B, S, D] in the compute dtype.
 
     Args:
         table_VD: the table as it is stored: neither cast nor gathered.
         indices_BS: int32, from 0 to V - 1.
         ctx: provides the mesh and the compute dtype.
-        vocab_axis: the mesh axis of V; D is sharded over fsdp.
+        vocab_axes: the mesh axes of V; () if it is not sharded. D is sharded over fsdp.
     """
     if ctx.kernels is not None:
-        return ctx.kernels.look_up(table_VD, indices_BS, ctx, vocab_axis)
+        return ctx.kernels.look_up(table_VD, indices_BS, ctx, vocab_axes)
     # custom_vjp keeps these functions after the trace, so they may hold the mesh but no traced arrays.
     mesh_ctx = Context(batch={}, mesh=ctx.mesh)
     dtype = ctx.compute_dtype
@@ -52,7 +53,7 @@ def look_up(table_VD: jax.Array, indices_BS: jax.Array, ctx: Context, vocab_axis
 
     @jax.custom_vjp
     def rows(table: jax.Array, indices: jax.Array) -> jax.Array:
-        table = mesh_ctx.constrain(table, vocab_axis, "fsdp")
+        table = mesh_ctx.constrain(table, vocab_axes or None, "fsdp")
         indices = mesh_ctx.constrain(indices, *_TOKEN_AXES)
         # The cast comes after the lookup: the tokens need fewer rows than the table has.
         rows_BSD = cast(jnp.take(table, indices, axis=0), dtype)
@@ -62,10 +63,10 @@ def look_up(table_VD: jax.Array, indices_BS: jax.Array, ctx: Context, vocab_axis
         gradient = partial(table_gradient, shape=shape, dtype=table_dtype)
         if mesh is not None and mesh.size > 1:
             gradient = jax.shard_map(
-                partial(shard_gradient, gradient, mesh=mesh, vocab_axis=vocab_axis),
+                partial(shard_gradient, gradient, mesh=mesh, vocab_axes=vocab_axes),
                 mesh=mesh,
                 in_specs=(PartitionSpec(*_TOKEN_AXES), PartitionSpec(*_TOKEN_AXES, "fsdp")),
-                out_specs=PartitionSpec(vocab_axis, "fsdp"),
+                out_specs=PartitionSpec(vocab_axes or None, "fsdp"),
                 check_vma=False,
             )
         with jax.named_scope("gradient"):
@@ -82,7 +83,7 @@ def shard_gradient(
     rows_grad: jax.Array,
     *,
     mesh: Mesh | AbstractMesh,
-    vocab_axis: str | None,
+    vocab_axes: tuple[str, ...],
 ) -> jax.Array:
     """Compute the gradient of one device's shard of the table, summed over the devices with other tokens.
 
@@ -92,15 +93,15 @@ def shard_gradient(
         compute_gradient: `table_gradient` with the shape of the whole table.
         indices: row indices of the tokens of the device's fsdp group.
         rows_grad: gradients of these tokens' rows, for the device's own columns.
-        mesh, vocab_axis: see `look_up`.
+        mesh, vocab_axes: see `look_up`.
     """
     num_rows, num_columns = compute_gradient.keywords["shape"]  # type: ignore[attr-defined]
-    vocab_shards = 1 if vocab_axis is None else mesh.shape[vocab_axis]
+    vocab_shards = math.prod(mesh.shape[axis] for axis in vocab_axes)
     shard = (num_rows // vocab_shards, num_columns // mesh.shape["fsdp"])
-    if vocab_axis is not None:
+    if vocab_axes:
         # Makes indices relative to the shard's first row. Those of other shards fall outside, and are left out of the
         # sum.
-        indices = indices - jax.lax.axis_index(vocab_axis) * shard[0]
+        indices = indices - jax.lax.axis_index(vocab_axes) * shard[0]
     token_axes = tuple(axis for axis in (*_TOKEN_AXES[0], "seq") if mesh.shape[axis] > 1)
     if not token_axes:
         return compute_gradient(indices, rows_grad, shape=shard, over_devices=lambda sums: sums)

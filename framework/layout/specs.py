@@ -101,15 +101,15 @@ class ParameterSpec(TensorSpec):
         matches = len(self.roles) == len(self.shape)
         assert matches, f"roles {self.roles} do not match shape {self.shape}"
 
-    def stacked(self, length: int) -> ParameterSpec:
+    def stacked(self, length: int, mesh_axis: str | None = None) -> ParameterSpec:
         """Return the spec of the same parameter for `length` layers.
 
-        It has a leading "layer" axis, which is never sharded, and is initialized layer by layer.
+        It has a leading "layer" axis, sharded over `mesh_axis`, and is initialized layer by layer.
         """
         return replace(
             self,
             shape=(length, *self.shape),
-            mesh_axes=(None, *self.mesh_axes),
+            mesh_axes=(mesh_axis, *self.mesh_axes),
             roles=("layer", *self.roles),
             indivisible=(1, *self.indivisible),
         )

@@ -103,7 +103,7 @@ class StateLayout:
             num_shards = self._num_shards(axes)
             num_runs = dim // run
             if num_runs % num_shards:
-                mesh_field = "*".join(_axis_names(axes))
+                mesh_field = "*".join(name for name in _axis_names(axes) if self.mesh.shape[name] > 1)
                 divisors = nearest_divisors(num_runs, num_shards)
                 raise ValueError(
                     f"mesh.{mesh_field} = {num_shards} does not divide {role} = {num_runs} of {path}; "

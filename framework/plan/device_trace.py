@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from plimsoll.framework.layers import kernels_xla, lookup
-from plimsoll.framework.layers.base import Context, Out, batch_specs, cast
+from plimsoll.framework.layers.base import LAYER_AXIS, Context, Out, batch_specs, cast
 from plimsoll.framework.layers.embedding import Embedding
 from plimsoll.framework.layers.head import LMHead
 from plimsoll.framework.layers.kernels_call import SAVED_NAME, AttentionCall
@@ -33,6 +34,7 @@ from plimsoll.framework.layout import MeshAxes, Nested, ParameterSpec, PyTree, S
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.plan.jaxpr_analysis import LOCAL_ATTENTION, LOCAL_GROUPED_PRODUCT
 from plimsoll.framework.plan.split_experiment import SplitExperiment
+from plimsoll.framework.schedules.pipeline_shape import STACK
 
 # Represents flash attention, forward or backward: it has operands and results, but no body.
 ATTENTION_KERNEL = Primitive(LOCAL_ATTENTION)
@@ -111,6 +113,10 @@ class _DeviceStep:
                 layer.localize(sizes)
             num_ranges = sum(stack.pattern is pattern for stack in self.model.stacks.values())
             _trace_equal_layers_once(pattern, num_ranges)
+        if sizes[LAYER_AXIS] > 1:
+            # A device has the layers of its stage of the pipeline.
+            stack = self.model.stacks[STACK]
+            self.model.stages[STACK] = stack.select_layers(stack.num_repeats // sizes[LAYER_AXIS])
         self.specs = self.model.parameter_specs()
 
     def gradients(self, params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> PyTree:
@@ -278,12 +284,14 @@ class _LocalKernels:
         self._platform = platform
         self._flash_attention = _make_flash_attention(seq_shards)
 
-    def look_up(self, table_VD: jax.Array, indices_BS: jax.Array, ctx: Context, vocab_axis: str | None) -> jax.Array:
+    def look_up(
+        self, table_VD: jax.Array, indices_BS: jax.Array, ctx: Context, vocab_axes: tuple[str, ...]
+    ) -> jax.Array:
         """Look up rows like `lookup.look_up`, on shards: tokens of the whole fsdp group, columns of this device."""
         mesh = ctx.mesh
         assert mesh is not None
         table_type = jax.typeof(table_VD)
-        vocab_shards = 1 if vocab_axis is None else mesh.shape[vocab_axis]
+        vocab_shards = math.prod(mesh.shape[axis] for axis in vocab_axes)
         table_shape = (table_VD.shape[0] * vocab_shards, table_VD.shape[1] * mesh.shape["fsdp"])
 
         @jax.custom_vjp
@@ -295,7 +303,7 @@ class _LocalKernels:
         def backward(indices: jax.Array, rows_grad: jax.Array) -> tuple[jax.Array, np.ndarray]:
             rows_grad = jax.lax.all_to_all(rows_grad, "fsdp", split_axis=2, concat_axis=0, tiled=True)
             table_gradient = functools.partial(lookup.table_gradient, shape=table_shape, dtype=table_type.dtype)
-            grad = lookup.shard_gradient(table_gradient, indices, rows_grad, mesh=mesh, vocab_axis=vocab_axis)
+            grad = lookup.shard_gradient(table_gradient, indices, rows_grad, mesh=mesh, vocab_axes=vocab_axes)
             # Integers have a gradient of dtype float0.
             return grad, np.zeros(indices.shape, jax.dtypes.float0)
 
