@@ -16,7 +16,7 @@ from plimsoll.framework.devices.mesh import AXES, MeshShape
 from plimsoll.framework.layers.stack import Stack
 from plimsoll.framework.layout import flatten
 from plimsoll.framework.learner.rules import Rule
-from plimsoll.framework.program.program import Program
+from plimsoll.framework.program.program import Program, inference_program
 from plimsoll.framework.schedules.pipeline_shape import PipelineShape
 from plimsoll.framework.schedules.pipeline_stages import exchange_chunks
 from tests.schedules.test_sharding_equivalence import mixture_model
@@ -297,6 +297,16 @@ def test_models_next_to_the_trained_one_are_refused():
     experiment.batch_transform = Reference()
     with pytest.raises(ValueError, match=r"mesh\.pipe = 4 with batch_transform = Reference"):
         experiment.check_pipeline(4)
+
+
+def test_inference_runs_on_another_mesh():
+    experiment = small.experiment(small.llama(stack__num_layers=8), mesh={"pipe": 4, "fsdp": 2}).instantiate()
+    messages: list[str] = []
+    program = inference_program(experiment, host_weights=False, is_mesh_requested=False, log=messages.append)
+    assert dict(program.mesh.shape) == {"pipe": 1, "data": 1, "fsdp": 8, "expert": 1, "seq": 1, "model": 1}
+    assert messages == ["mesh.pipe = 4: only training runs in a pipeline; using mesh.fsdp = 8"]
+    with pytest.raises(ValueError, match=r"mesh\.pipe = 4: only training runs in a pipeline"):
+        inference_program(experiment, host_weights=False, is_mesh_requested=True, log=messages.append)
 
 
 def test_chunks_need_stages():
