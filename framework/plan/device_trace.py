@@ -114,7 +114,8 @@ class _DeviceStep:
             num_ranges = sum(stack.pattern is pattern for stack in self.model.stacks.values())
             _trace_equal_layers_once(pattern, num_ranges)
         if sizes[LAYER_AXIS] > 1:
-            # A device has the layers of its stage of the pipeline.
+            # A device has the layers of its stage of the pipeline. If they are several chunks, only one of these has
+            # residuals at a time, so this trace overestimates the residuals.
             stack = self.model.stacks[STACK]
             self.model.stages[STACK] = stack.select_layers(stack.num_repeats // sizes[LAYER_AXIS])
         self.specs = self.model.parameter_specs()
