@@ -1,6 +1,7 @@
-"""The device mesh, with the axes data, fsdp, expert, seq and model, in that order.
+"""The device mesh, with the axes pipe, data, fsdp, expert, seq and model, in that order.
 
-The axis model varies fastest, so it gets the nearest devices.
+The axis model varies fastest, so it gets the nearest devices. The axis pipe varies slowest: only the activations
+between two stages of the pipeline cross it, so it is the first to span several islands.
 
 Devices form islands, with a fast network inside and a slow one between them: TPU slices, and groups of GPUs that NVLink
 joins (usually those of one host). JAX numbers both kinds as `slice_index`, regardless of the number of processes.
@@ -18,7 +19,7 @@ from plimsoll.framework.config import PositiveInt, component, did_you_mean
 from plimsoll.framework.devices.accelerators import Device
 from plimsoll.framework.layout import nearest_divisors
 
-AXES = ("data", "fsdp", "expert", "seq", "model")
+AXES = ("pipe", "data", "fsdp", "expert", "seq", "model")
 
 
 @component
@@ -32,10 +33,14 @@ class MeshShape:
         seq: positions of each sequence are sharded (context parallelism). Parameters are sharded over fsdp and seq
             together, where both divide them.
         model: heads and hidden units are sharded (tensor parallelism).
-        pipe: reserved; must be 1.
+        pipe: layers of the stack are sharded, and the microbatches of learner.accumulate pass from stage to stage
+            (pipeline parallelism), see `framework.schedules.pipeline`.
+        pipe_chunks: number of chunks of consecutive layers in each stage. With 1, the schedule is 1F1B; with more, it
+            is interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473): the pipeline fills and drains in as many
+            times fewer layers, and each microbatch crosses the network as many times more often.
         across: number of islands along each axis, such as {"data": 2} (elsewhere called `dcn_mesh_shape`). By default
-            the first axes are split between islands as far as possible, because the axes data and fsdp cause the least
-            traffic on the slow network.
+            the first axes are split between islands as far as possible, because the axes pipe, data and fsdp
+            cause the least traffic on the slow network.
     """
 
     def __init__(
@@ -47,13 +52,16 @@ class MeshShape:
         seq: int = 1,
         model: int = 1,
         pipe: int = 1,
+        pipe_chunks: PositiveInt = 1,
         across: dict[str, PositiveInt] = {},  # noqa: B006
     ):
         self.across = across
         # Keep the order of AXES, which is the order of the mesh's dimensions.
-        self.sizes: dict[str, int] = {"data": data, "fsdp": fsdp, "expert": expert, "seq": seq, "model": model}
-        if pipe != 1:
-            raise ValueError(f"pipe: expected 1 (pipeline parallelism is reserved), given {pipe}")
+        given = {"pipe": pipe, "data": data, "fsdp": fsdp, "expert": expert, "seq": seq, "model": model}
+        self.sizes: dict[str, int] = {axis: given[axis] for axis in AXES}
+        if pipe_chunks > 1 and pipe == 1:
+            raise ValueError(f"pipe_chunks = {pipe_chunks} with pipe = 1: expected pipe over 1, or pipe_chunks = 1")
+        self.pipe_chunks = pipe_chunks
         for axis, size in self.sizes.items():
             if size != -1 and size < 1:
                 raise ValueError(f"{axis}: expected -1 (all remaining devices) or at least 1, given {size}")
@@ -99,7 +107,7 @@ class MeshShape:
         """
         splits: dict[str, int] = {}
         remaining_islands = islands
-        # Split the first axes as far as possible: data and fsdp cause the least traffic.
+        # Split the first axes as far as possible: pipe, data and fsdp cause the least traffic.
         for axis, size in sizes.items():
             split = math.gcd(size, remaining_islands)
             remaining_islands //= split
@@ -168,10 +176,12 @@ def island(device: Device) -> int:
 
 
 def mesh_text(sizes: Mapping[str, int], splits: Mapping[str, int], platform: str) -> str:
-    """Describe a mesh: `data 2 (between slices)  fsdp 256`."""
+    """Describe a mesh: `data 2 (between slices)  fsdp 256`. The axis pipe is left out if it has size 1."""
     islands = "slices" if platform == "tpu" else "hosts"
     parts: list[str] = []
     for axis, size in sizes.items():
+        if axis == "pipe" and size == 1:
+            continue
         text = f"{axis} {size}"
         if axis in splits:
             count = splits[axis]

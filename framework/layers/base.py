@@ -39,6 +39,11 @@ Carry: TypeAlias = PyTree
 # The mesh axes that shard the sequences of a batch. They include `expert`: without it, the devices along that axis
 # would all compute the same non-expert layers.
 BATCH_AXES = ("data", "fsdp", "expert")
+# The mesh axis that shards the layers of a stack.
+LAYER_AXIS = "pipe"
+# The mesh axes that shard the vocabulary of the tables. They include `pipe`: without it, the devices along that axis
+# would all compute the same logits, as only layers of the stack are different there.
+VOCAB_AXES = ("pipe", "model")
 
 
 def batch_shards(sizes: Mapping[str, int]) -> int:

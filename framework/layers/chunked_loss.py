@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal
 
-from plimsoll.framework.layers.base import BATCH_AXES, Context
+from plimsoll.framework.layers.base import BATCH_AXES, VOCAB_AXES, Context
 from plimsoll.framework.layers.custom_gradients import zero_cotangent
 from plimsoll.framework.layers.logits_product import Factor, Factors, LogitsProduct, split_key
 from plimsoll.framework.layers.low_precision import Rounded
@@ -36,7 +36,7 @@ Inputs = TypeVar("Inputs")
 # Computes the loss of some positions from (product of their hidden states and the table [B, S', V], their inputs).
 ComputeLoss = Callable[[jax.Array, Inputs], LossAndMetrics]
 # The mesh axes that the table [V, D] declares. Sharding its gradient in the same way adds up the devices' partial sums.
-_TABLE_AXES = ("model", "fsdp")
+_TABLE_AXES = (VOCAB_AXES, "fsdp")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from plimsoll.framework.config import Config, Fraction, PositiveFloat, PositiveInt, component, config_for
-from plimsoll.framework.layers.base import Context, Layer, Out, add_shared
+from plimsoll.framework.layers.base import VOCAB_AXES, Context, Layer, Out, add_shared
 from plimsoll.framework.layers.lookup import look_up
 from plimsoll.framework.layout import Nested, ParameterSpec
 
@@ -47,7 +47,7 @@ class Embedding(Layer):
             "token": ParameterSpec(
                 (self.vocab_size, self.dim),
                 "float32",
-                ("model", "fsdp"),
+                (VOCAB_AXES, "fsdp"),
                 initializer=self._init,
                 roles=("vocab", "out"),
             )

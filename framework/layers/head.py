@@ -13,7 +13,7 @@ from typing import TypeVar
 import jax
 
 from plimsoll.framework.config import Config, NonNegativeFloat, PositiveFloat, PositiveInt, component, config_for
-from plimsoll.framework.layers.base import Context, Layer, Out, batch_shards, prepare_params, scale
+from plimsoll.framework.layers.base import VOCAB_AXES, Context, Layer, Out, batch_shards, prepare_params, scale
 from plimsoll.framework.layers.chunked_loss import (
     Chunks,
     ComputeLoss,
@@ -109,7 +109,7 @@ class LMHead(Layer):
         return ParameterSpec(
             (self.vocab_size, self.dim),
             "float32",
-            ("model", "fsdp"),
+            (VOCAB_AXES, "fsdp"),
             initializer=self._init,
             roles=("vocab", "in"),
             # Also for a tied table: the embedding does not gather it.

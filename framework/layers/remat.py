@@ -86,6 +86,11 @@ def parse_policies(remat: str) -> list[PolicyRange]:
     return policy_ranges
 
 
+def is_uniform(remat: str) -> bool:
+    """Return whether a setting is one policy for all layers."""
+    return parse_policies(remat) == [PolicyRange(remat, None)]
+
+
 def _is_policy(remat: str) -> bool:
     """Return whether `remat` is a single policy."""
     saved, offloaded = _names(remat)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from plimsoll.framework.config import Config, PositiveInt, component
 from plimsoll.framework.layers import grad_accumulation, remat
-from plimsoll.framework.layers.base import Carry, Context, Layer, Out
+from plimsoll.framework.layers.base import LAYER_AXIS, Carry, Context, Layer, Out
 from plimsoll.framework.layers.layer_range import LayerRange
 from plimsoll.framework.layers.reversible import Cotangents, ReversedLayer, Reversible, TwoStream
 from plimsoll.framework.layout import WEIGHT_AXES, Nested, fill_none, floats
@@ -180,6 +180,19 @@ class Stack(Layer):
         selected.layer_range = layer_range
         return selected
 
+    def select_layers(self, count: int) -> Stack:
+        """Return the stack for `count` consecutive layers of this one, which start at the `first` of `run_layers`."""
+        selected = copy.copy(self)
+        selected.num_repeats = count
+        selected.unroll = count if self.unroll == self.num_repeats else min(self.unroll, count)
+        return selected
+
+    @property
+    def layer_axis(self) -> str | None:
+        """The mesh axis that shards the layers."""
+        # The layers before the main stack run with the embedding, on all devices along that axis.
+        return None if self.is_first else LAYER_AXIS
+
     def policy(self, remat: str) -> str:
         """Return the remat policy: the layer range's if there is one, else `remat`, the context's."""
         if self.layer_range is not None:
@@ -206,7 +219,7 @@ class Stack(Layer):
         """Return the specs of the parameters that each repeat has separately, with a leading axis of num_repeats."""
         pattern_specs = self.pattern.parameter_specs()
         layer_specs = {name: specs for name, specs in pattern_specs.items() if name not in self.shared}
-        return jax.tree.map(lambda spec: spec.stacked(self.num_repeats), layer_specs)
+        return jax.tree.map(lambda spec: spec.stacked(self.num_repeats, self.layer_axis), layer_specs)
 
     def shared_specs(self) -> Nested:
         """Return the specs of the parameters that all repeats share, by layer of the pattern.
@@ -218,7 +231,9 @@ class Stack(Layer):
     def buffer_specs(self) -> Nested:
         """Return the specs of the pattern's buffers, with a leading axis of num_repeats."""
         return jax.tree.map(
-            lambda spec: replace(spec, shape=(self.num_repeats, *spec.shape), mesh_axes=(None, *spec.mesh_axes)),
+            lambda spec: replace(
+                spec, shape=(self.num_repeats, *spec.shape), mesh_axes=(self.layer_axis, *spec.mesh_axes)
+            ),
             self.pattern.buffer_specs(),
         )
 
@@ -279,12 +294,31 @@ class Stack(Layer):
             fetch: moves one layer's parameters, including the shared ones, to the device that computes.
             shared: the shared parameters, in the structure of `shared_specs`.
         """
-        carry = self.enter(carry)
+        carry, outs = self.run_layers(params, self.enter(carry), ctx, layer_state, fetch, shared)
+        return self.leave(carry, ctx), self.combine(outs)
+
+    def run_layers(
+        self,
+        params: Nested | list[Nested],
+        carry: Carry,
+        ctx: Context,
+        layer_state: Nested,
+        fetch: Fetch = lambda layer_params: layer_params,
+        shared: Nested | None = None,
+        first: jax.Array | None = None,
+    ) -> tuple[Carry, Out]:
+        """Run all layers in order, from the carry of the layers to the carry of the layers; see `forward`.
+
+        Args:
+            first: index of the first layer in its stack, for `select_layers`; None means 0. Not with remat = invert.
+
+        Returns:
+            (carry, the layers' Outs, stacked).
+        """
         shared = shared or {}
         if ctx.training and ctx.remat == "invert":
             assert isinstance(params, dict), "`is_unrolled` keeps the loop"
-            carry, outs = self._run_invertible(params, carry, shared, ctx, layer_state, fetch)
-            return self.leave(carry, ctx), self.combine(outs)
+            return self._run_invertible(params, carry, shared, ctx, layer_state, fetch)
         # The gradient of a shared parameter is a sum over layers; taps compute this sum in float32.
         body = self._loop_body(params, ctx, fetch, shared, grad_accumulation.make_taps(shared))
         if isinstance(params, list):
@@ -295,9 +329,10 @@ class Stack(Layer):
                 # The index is an array, as in a loop, so that folding it into a key is the same operation.
                 carry, out = body(carry, (jnp.asarray(index), layer_params, state))
                 layer_outs.append(out)
-            outs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layer_outs)
-            return self.leave(carry, ctx), self.combine(outs)
-        xs = (jnp.arange(self.num_repeats), params, layer_state)
+            return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *layer_outs)
+        indices = jnp.arange(self.num_repeats)
+        # Not `indices + 0`, which would be an extra operation.
+        xs = (indices if first is None else indices + first, params, layer_state)
         group = remat.group_size(ctx.remat, self.num_repeats) if ctx.training else None
         if group is None:
             unroll = self.unroll if self.is_unrolled(ctx.remat) else self._loop_unroll
@@ -309,7 +344,7 @@ class Stack(Layer):
             run_group = remat.wrap(partial(jax.lax.scan, body), "full", unrolled=False)
             carry, outs = jax.lax.scan(run_group, carry, grouped_xs)
             outs = jax.tree.map(lambda x: x.reshape(self.num_repeats, *x.shape[2:]), outs)
-        return self.leave(carry, ctx), self.combine(outs)
+        return carry, outs
 
     def _loop_body(
         self, params: Nested | list[Nested], ctx: Context, fetch: Fetch, shared: Nested, taps: Nested

@@ -114,15 +114,15 @@ class ParameterSpec(TensorSpec):
         """Return for each axis the number of runs of elements that no mesh may split."""
         return tuple(dim // run for dim, run in zip(self.shape, self.indivisible, strict=True))
 
-    def stacked(self, length: int) -> ParameterSpec:
+    def stacked(self, length: int, mesh_axis: str | None = None) -> ParameterSpec:
         """Return the spec of the same parameter for `length` layers.
 
-        It has a leading "layer" axis, which is never sharded, and is initialized layer by layer.
+        It has a leading "layer" axis, sharded over `mesh_axis`, and is initialized layer by layer.
         """
         return replace(
             self,
             shape=(length, *self.shape),
-            mesh_axes=(None, *self.mesh_axes),
+            mesh_axes=(mesh_axis, *self.mesh_axes),
             roles=("layer", *self.roles),
             indivisible=(1, *self.indivisible),
         )

@@ -104,7 +104,7 @@ class StateLayout:
         for dim, axes, role, num_runs in zip(spec.shape, spec.mesh_axes, roles, spec.run_counts, strict=True):
             num_shards = self._num_shards(axes)
             if num_runs % num_shards:
-                mesh_field = "*".join(axis_names(axes))
+                mesh_field = "*".join(name for name in axis_names(axes) if self.mesh.shape[name] > 1)
                 divisors = nearest_divisors(num_runs, num_shards)
                 raise ValueError(
                     f"mesh.{mesh_field} = {num_shards} does not divide {role} = {num_runs} of {path}; "

@@ -184,13 +184,15 @@ class GroupOptimizer:
         flat_specs: dict[str, ParameterSpec] = flatten(self.specs)
         length = self.group.length
         precision = self.precision
+        # All parameters of a stack shard their layers alike.
+        layer_axis = next(iter(flat_specs.values())).mesh_axes[0] if length is not None else None
 
         def make_storage_spec(spec: OptStateSpec) -> OptStateSpec:
             if precision.moment_dtype is not None and mirrors_parameter(spec):
                 spec = replace(spec, dtype=precision.moment_dtype)
             if length is None:
                 return spec
-            return replace(spec, shape=(length, *spec.shape), mesh_axes=(None, *spec.mesh_axes))
+            return replace(spec, shape=(length, *spec.shape), mesh_axes=(layer_axis, *spec.mesh_axes))
 
         entry: Nested = {STATE: jax.tree.map(make_storage_spec, self.transformation.partition(self.layer_specs))}
         if precision.keeps_master(flat_specs.values()):
@@ -205,8 +207,8 @@ class GroupOptimizer:
             entry[COMPENSATION] = unflatten(errors)
         if self.keeps_norms:
             # One norm per tensor and layer, because `limit_norm_growth` runs under the vmap over the layers.
-            shape = () if length is None else (length,)
-            norms = {path: OptStateSpec(shape, "float32", owner=path) for path in flat_specs}
+            shape, axes = ((), ()) if length is None else ((length,), (layer_axis,))
+            norms = {path: OptStateSpec(shape, "float32", axes, owner=path) for path in flat_specs}
             entry[NORM] = unflatten(norms)
         return entry
 

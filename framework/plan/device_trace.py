@@ -24,7 +24,7 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from plimsoll.framework.layers import kernels_xla, lookup, ring_attention
-from plimsoll.framework.layers.base import BATCH_AXES, Context, Out, batch_specs, cast
+from plimsoll.framework.layers.base import BATCH_AXES, LAYER_AXIS, Context, Out, batch_specs, cast
 from plimsoll.framework.layers.embedding import Embedding
 from plimsoll.framework.layers.head import LMHead
 from plimsoll.framework.layers.kernels_call import (
@@ -54,6 +54,7 @@ from plimsoll.framework.layout import (
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.plan.jaxpr_analysis import LOCAL_ATTENTION, LOCAL_GROUPED_PRODUCT
 from plimsoll.framework.plan.split_experiment import SplitExperiment
+from plimsoll.framework.schedules.pipeline_shape import STACK
 
 # Represents flash attention, forward or backward: it has operands and results, but no body.
 ATTENTION_KERNEL = Primitive(LOCAL_ATTENTION)
@@ -133,6 +134,11 @@ class _DeviceStep:
                 layer.localize(sizes)
             num_ranges = sum(stack.pattern is pattern for stack in self.model.stacks.values())
             _trace_equal_layers_once(pattern, num_ranges)
+        if sizes[LAYER_AXIS] > 1:
+            # A device has the layers of its stage of the pipeline. If they are several chunks, only one of these has
+            # residuals at a time, so this trace overestimates the residuals.
+            stack = self.model.stacks[STACK]
+            self.model.stages[STACK] = stack.select_layers(stack.num_repeats // sizes[LAYER_AXIS])
         self.specs = self.model.parameter_specs()
 
     def gradients(self, params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> PyTree:

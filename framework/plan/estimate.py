@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, Mesh
 from plimsoll.framework.devices.accelerators import AcceleratorSpec
 from plimsoll.framework.devices.reserved_memory import get_limit_bytes
 from plimsoll.framework.layers import grad_accumulation
-from plimsoll.framework.layers.base import batch_shards, batch_specs
+from plimsoll.framework.layers.base import LAYER_AXIS, batch_shards, batch_specs
 from plimsoll.framework.layers.lookup import TablePartition
 from plimsoll.framework.layout import MemoryKind, OptStateSpec, ParameterSpec, StateLayout, StateLeaf, TensorSpec
 from plimsoll.framework.models.causal_lm import CausalLM
@@ -38,6 +38,7 @@ from plimsoll.framework.program.backend import get_stack_split
 from plimsoll.framework.program.batch_transform import ForwardCost
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.schedules.chunked_update import BLOCK
+from plimsoll.framework.schedules.pipeline_shape import STACK, PipelineShape
 
 # XLA's CPU compiler never computes these twice (InstructionFusion::IsExpensive).
 _EXPENSIVE_OPS = ("exp", "log", "logistic", "tanh", "erf", "pow", "rsqrt", "sqrt", "sin", "cos", "div")
@@ -96,6 +97,8 @@ def estimate(
     if experiment.data.global_batch_size % (experiment.learner.accumulate * batch_shards(sizes)):
         # This check gives the exact error message, but is too slow to run every time.
         experiment.check(mesh)
+    if sizes[LAYER_AXIS] > 1:
+        experiment.check_pipeline(sizes[LAYER_AXIS])
     split_experiment = SplitExperiment(experiment)
     layout = StateLayout(split_experiment.specs, mesh)
     running_layout = _get_running_layout(experiment, sizes)
@@ -178,6 +181,13 @@ def _flops(experiment: Experiment, sizes: dict[str, int], traced: ClosedJaxpr) -
     num_devices = math.prod(sizes.values())
     step = flops(traced).scale(num_devices * learner.accumulate)
     total = step.flops
+    if sizes[LAYER_AXIS] > 1:
+        # Each tick runs all stages, whether or not they have work, and the backward pass runs its stage forward again.
+        tokens = data.global_batch_size * data.seq_len
+        stack_flops = experiment.model.stacks[STACK].flops_per_token(data.seq_len) * tokens
+        outer_flops = experiment.model.flops_per_token(data.seq_len) * tokens - 3 * stack_flops
+        shape = PipelineShape(sizes[LAYER_AXIS], experiment.mesh.pipe_chunks, learner.accumulate)
+        total = round(outer_flops + shape.idle_factor * (total - outer_flops + stack_flops))
     if learner.clip is not None and learner.clip_mode == "two_pass" and experiment.memory.traits.updates_in_backward:
         # The first update needs the norm of all gradients, but each gradient is freed after its update, so the passes
         # run twice.
@@ -205,7 +215,15 @@ def _count_backward_bytes(backward_pass: _TracedBackward, offloaded_activations:
         # The other microbatches of the pass have their residuals, and the input or the cotangent of a layer.
         residuals = backward_pass.find_residual_bytes() - offloaded_activations
         most["activations"] += others * (residuals + backward_pass.count_boundary_bytes())
-    if learner.accumulate > 1:
+    stages = backward_pass.sizes[LAYER_AXIS]
+    if stages > 1:
+        shape = PipelineShape(stages, split_experiment.experiment.mesh.pipe_chunks, learner.accumulate)
+        # The saved inputs, and what arrives from the neighboring stages.
+        most["activations"] += (shape.num_slots + 2) * backward_pass.count_boundary_bytes()
+        if shape.chunks > 1:
+            # The weights in the order in which their layers run.
+            most["parameters"] += sum(_count_stack_bytes(layout, [STACK]).values())
+    if learner.accumulate > 1 or stages > 1:
         # The sums of the gradients are alive during the whole pass, next to the gradients of a microbatch. If all
         # microbatches of a layer run together, the sums take the place of these.
         for leaf in layout:
@@ -292,8 +310,9 @@ class _TracedBackward:
         table = (-1,)
         table_shards = 1
         if isinstance(model, CausalLM):
-            table = (model.vocab_size // self.sizes["model"], model.dim)
-            table_shards = TablePartition.make(model.embed.param_specs()["token"], self.sizes).num_column_shards
+            partition = TablePartition.make(model.embed.param_specs()["token"], self.sizes)
+            table = (partition.shard_shape[0], model.dim)
+            table_shards = partition.num_column_shards
         rules = CompilerRules(
             costly=_EXPENSIVE_OPS if platform == "cpu" else (),
             late_reduction=platform == "tpu",

@@ -13,7 +13,7 @@ from plimsoll.framework.config import Config, ConfigError, component, config_for
 from plimsoll.framework.data.batches import Pipeline, Shapes
 from plimsoll.framework.devices.compiler import Compiler
 from plimsoll.framework.devices.mesh import MeshShape
-from plimsoll.framework.layers.base import batch_shards
+from plimsoll.framework.layers.base import LAYER_AXIS, batch_shards
 from plimsoll.framework.layout import Nested, TensorSpec, TrainState, move_to_host, nearest_divisors
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.rules import ALL_STAGES
@@ -25,6 +25,7 @@ from plimsoll.framework.program.batch_transform import BatchTransform
 from plimsoll.framework.program.options import CheckpointOptions, TrainerOptions
 from plimsoll.framework.schedules.delayed_update import pending_specs
 from plimsoll.framework.schedules.memory import Memory, Placement
+from plimsoll.framework.schedules.pipeline_shape import check_pipeline
 from plimsoll.framework.schedules.speculative_update import select_spare_specs
 from plimsoll.framework.schedules.stack_layout import split_stacks
 
@@ -131,6 +132,8 @@ class Experiment:
             ValueError: they do not fit; the error names both numbers.
         """
         self.model.check(mesh, self.data)
+        if mesh.shape[LAYER_AXIS] > 1:
+            self.check_pipeline(mesh.shape[LAYER_AXIS])
         if self.learner.scope == "model" and self.memory.traits.updates_in_chunks:
             raise ValueError(
                 f"learner.scope = model with memory.update = {self.memory.update}: one optimizer for all parameters "
@@ -191,6 +194,15 @@ class Experiment:
                 f"nearest global_batch_size: {nearest_sizes}"
             )
         self._check_objective()
+
+    def check_pipeline(self, stages: int) -> None:
+        """Raise ValueError if the experiment cannot train in a pipeline of this many stages, the size of mesh.pipe."""
+        check_pipeline(self.model, self.learner, self.memory, stages, self.mesh.pipe_chunks)
+        if self.batch_transform is not None:
+            raise ValueError(
+                f"mesh.pipe = {stages} with batch_transform = {type(self.batch_transform).__name__}: its model runs "
+                "outside of the pipeline; expected no batch_transform, or mesh.pipe = 1"
+            )
 
     def _check_objective(self) -> None:
         """Raise ValueError if batches lack an array that the head's objective reads, or are not meant for it."""

@@ -11,15 +11,16 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from plimsoll.framework.devices.executables import HostBytes, compile_or_load, peak_bytes
+from plimsoll.framework.layers.base import LAYER_AXIS
 from plimsoll.framework.layers.remat import check_platform
-from plimsoll.framework.layout import Nested, StateLayout, TrainState, merge
+from plimsoll.framework.layout import Nested, StateLayout, TrainState, fetch_leaf, merge
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.program.backend import StepBackend
 from plimsoll.framework.program.compile_thread import EVALUATION, INIT, CompileThread
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.rows import Batch, BatchRows
-from plimsoll.framework.schedules import after_backward, in_backward, streamed
+from plimsoll.framework.schedules import after_backward, in_backward, pipeline, streamed
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker
 from plimsoll.framework.schedules.speculative_update import exchange_spares
 from plimsoll.framework.schedules.stack_layout import split_stacks
@@ -73,6 +74,11 @@ class JitStep(StepBackend):
             experiment.model.split_into_ranges(layer_ranges), experiment.learner.split_into_ranges(layer_ranges)
         )
 
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether the layers of the stack are sharded over the mesh."""
+        return self.mesh.shape[LAYER_AXIS] > 1
+
     # --- the state at step 0 ------------------------------------------------------------------------------------------
 
     def init_jit(self, seed: int | None = None, given_paths: Collection[str] = ()) -> jax.stages.Wrapped:
@@ -121,7 +127,8 @@ class JitStep(StepBackend):
         build = STEP_BUILDERS[memory.update]
         check_platform(memory.remat, self.platform)
         running = self.running
-        step = build(running.model, running.learner, self.layout, memory)
+        options = {"pipe_chunks": experiment.mesh.pipe_chunks} if self.has_pipeline else {}
+        step = build(running.model, running.learner, self.layout, memory, **options)
         # `rows.sharding` also contains the arrays that only evaluation reads, which are not arguments of the step.
         batch_sharding = {name: self.rows.sharding[name] for name in self.rows.specs}
         return self.jit(
@@ -190,6 +197,18 @@ class JitStep(StepBackend):
 
         def evaluate(params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> Metrics:
             params = merge(params, frozen)
+            if self.has_pipeline:
+                specs = merge(layout.specs[group], layout.specs.frozen)
+                ctx = evaluation_context(batch, model, layout)
+                out = pipeline.evaluate(
+                    model,
+                    jax.tree.map(fetch_leaf, specs, params),
+                    buffers,
+                    ctx,
+                    chunks=self.experiment.mesh.pipe_chunks,
+                    num_microbatches=num_microbatches,
+                )
+                return model.scores(out, batch)
             if num_microbatches == 1:
                 return sums(params, buffers, batch)
             # A batch that trains in microbatches would not fit as a whole here either.

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from plimsoll.framework.devices.mesh import MeshShape
-from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.base import LAYER_AXIS, Context
 from plimsoll.framework.layout import Nested, StateLayout, TensorSpec, TrainState, flatten, merge, move_to_host
 from plimsoll.framework.program.backend import StepBackend
 from plimsoll.framework.program.compile_thread import EVALUATION, CompileThread
@@ -223,6 +223,8 @@ def inference_program(
     """
     mesh = experiment.mesh
     try:
+        if mesh.sizes[LAYER_AXIS] != 1:
+            raise ValueError(f"mesh.pipe = {mesh.sizes[LAYER_AXIS]}: only training runs in a pipeline")
         mesh.build(jax.devices())
     except ValueError as error:
         if is_mesh_requested:

@@ -58,6 +58,9 @@ def answer_table(program: Program, state: TrainState) -> AnswerTable:
     model = experiment.model
     if not isinstance(data, DataPipeline) or not isinstance(model, CausalLM) or not data.tokenizer.has_text:
         return []
+    # Generation runs layer after layer, for which the layers of all stages would be gathered.
+    if program.mesh.shape["pipe"] > 1:
+        return []
     # A model that scores sequences does not generate answers.
     if not isinstance(model.head, LMHead) or not {"segments", "ends"} <= data.arrays().keys():
         return []

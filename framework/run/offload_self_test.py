@@ -115,9 +115,11 @@ def shrink_config(config: Config, program: Program) -> Config:
     small.model.compute_dtype = config.model.compute_dtype
     small.model.stack.num_layers = NUM_LAYERS
     small.model.stack.pattern = [block]
-    # The small model has no experts, so their mesh axis becomes a data axis.
-    small.mesh.data = sizes["data"] * sizes["expert"]
+    # The small model has no experts and few layers, so their mesh axes become data axes.
+    small.mesh.data = sizes["data"] * sizes["expert"] * sizes["pipe"]
     small.mesh.expert = 1
+    small.mesh.pipe = 1
+    small.mesh.pipe_chunks = 1
     # The token file is never opened: `compare` makes its own batches.
     source = config_for(TokenMemmap, path="")
     tokenizer = config_for(NoTokenizer, vocab_size=8 * width)

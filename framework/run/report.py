@@ -99,6 +99,9 @@ def sample_text(program: Program, state: TrainState) -> str | None:
     data = program.experiment.data
     if not options.sample_tokens or not isinstance(data, DataPipeline) or not data.tokenizer.has_text:
         return None
+    # Generation runs layer after layer, for which the layers of all stages would be gathered.
+    if program.mesh.shape["pipe"] > 1:
+        return None
     # A model that scores sequences cannot continue a prompt.
     if not isinstance(program.experiment.language_model.head, LMHead):
         return None

@@ -12,12 +12,13 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from plimsoll.framework.layers.base import Context, Out
+from plimsoll.framework.layers.base import LAYER_AXIS, Context, Out
 from plimsoll.framework.layout import Nested, StateLayout, TrainState, merge
 from plimsoll.framework.learner.decisions import Decision
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.learner.update import LayerUpdate
 from plimsoll.framework.models.chain import Chain
+from plimsoll.framework.schedules import pipeline
 from plimsoll.framework.schedules.memory import Memory
 from plimsoll.framework.schedules.step import Metrics, Step, finish, microbatches, training_context
 
@@ -48,6 +49,7 @@ def build_step(
     memory: Memory,
     *,
     update: Callable[[Learner, StateLayout, TrainState, Nested, Decision], LayerUpdate] = update_whole,
+    pipe_chunks: int = 1,
 ) -> Step:
     """Return the training step, to be jitted with the layout's shardings and a donated state.
 
@@ -56,6 +58,7 @@ def build_step(
         memory: placement of the state, and what the backward pass recomputes.
         update: (learner, layout, state, gradients, decision) -> new parameters, optimizer state (placed as in the
             layout) and averages.
+        pipe_chunks: mesh.pipe_chunks, if the mesh has several devices along pipe.
 
     Returns:
         step(state, batch) -> (state, metrics): metrics are f32 scalars; "loss" is the mean over counted targets.
@@ -63,7 +66,10 @@ def build_step(
 
     def step(state: TrainState, batch: Nested) -> tuple[TrainState, Metrics]:
         ctx = training_context(batch, state.counter, model, layout, memory.remat)
-        (loss, out), grads = accumulate_gradients(model, learner, state, ctx)
+        if layout.mesh.shape[LAYER_AXIS] > 1:
+            (loss, out), grads = pipeline.accumulate_gradients(model, learner, state, ctx, chunks=pipe_chunks)
+        else:
+            (loss, out), grads = accumulate_gradients(model, learner, state, ctx)
         with jax.named_scope("update"):
             norm = learner.norm(grads)
             decision = learner.decide(loss, norm, state.counter)

@@ -105,7 +105,7 @@ def split_stacks(model: Chain, memory: Memory) -> list[LayerRange]:
     is_cut = not all(layer_range.is_whole for layer_range in layer_ranges)
     # An unsplit stack also needs a range if its settings come from layer counts: neither the context's policy nor the
     # stages outside the stack have them.
-    counts_layers = remat.parse_policies(memory.remat) != [remat.PolicyRange(memory.remat, None)]
+    counts_layers = not remat.is_uniform(memory.remat)
     return layer_ranges if is_cut or counts_layers or memory.activations.is_partial else []
 
 

@@ -308,7 +308,7 @@ def test_incompatible_flow_settings_are_refused():
     with pytest.raises(ValueError, match=r"stacks\.0\.pattern\.0: expected a layer of plimsoll\.extras\.flows, given"):
         flow([config_for(MLP, hidden=8)])
     data = config_for(ImagePipeline, source=config_for(DigitsSource), global_batch_size=8).instantiate()
-    shape = {"data": 1, "fsdp": 1, "expert": 1, "seq": 1, "model": 1}
+    shape = {"pipe": 1, "data": 1, "fsdp": 1, "expert": 1, "seq": 1, "model": 1}
     mesh = type("Mesh", (), {"shape": shape})()
     flow(shape=(8, 8, 1), levels=17).check(mesh, data)
     with pytest.raises(ValueError, match=r"model\.image_shape = \(4, 4, 1\), but the data's is \(8, 8, 1\)"):

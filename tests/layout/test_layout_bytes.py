@@ -107,17 +107,17 @@ def test_a_language_models_shards_on_a_mesh():
     program = small.program(small.experiment(model, mesh={"fsdp": 4, "model": 2}, master_dtype="float32"))
     leaves = {leaf.path: leaf for leaf in program.layout}
     token = leaves["parameter/embed/token"]
-    assert token.spec.mesh_axes == ("model", "fsdp")
+    assert token.spec.mesh_axes == (("pipe", "model"), "fsdp")
     assert token.bytes_per_device == small.VOCAB * 32 * 2 // 8
     up = leaves["parameter/stack/block0/mlp/up/weight"]
-    assert (up.spec.shape, up.spec.mesh_axes) == ((2, 32, 128), (None, "fsdp", "model"))
+    assert (up.spec.shape, up.spec.mesh_axes) == ((2, 32, 128), ("pipe", "fsdp", "model"))
     assert up.bytes_per_device == 2 * 32 * 128 * 2 // 8
     assert leaves["parameter/stack/block0/mlp/up/bias"].bytes_per_device == 2 * 128 * 2 // 2
     assert leaves["parameter/head/norm/scale"].bytes_per_device == 32 * 2
     # The master copy and the moments are sharded like their parameter, at twice the bytes.
     owned = [leaf for path, leaf in leaves.items() if path.endswith("mlp/up/weight") and leaf.group == "optimizer"]
     assert len(owned) == 3
-    assert {leaf.spec.mesh_axes for leaf in owned} == {(None, "fsdp", "model")}
+    assert {leaf.spec.mesh_axes for leaf in owned} == {("pipe", "fsdp", "model")}
     assert {leaf.bytes_per_device for leaf in owned} == {2 * up.bytes_per_device}
 
 

@@ -63,7 +63,7 @@ def test_copy_partition_without_a_match_is_an_error():
 
 @pytest.fixture(scope="module")
 def table() -> StateLayout:
-    mesh = Mesh(np.asarray(jax.devices()).reshape(1, 4, 1, 1, 2), AXES)
+    mesh = Mesh(np.asarray(jax.devices()).reshape(1, 1, 4, 1, 1, 2), AXES)
     return StateLayout(
         TrainState(
             parameter={"w": ParameterSpec((8, 4), "float32", ("fsdp", "model"), roles=("in", "out"))},

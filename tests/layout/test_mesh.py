@@ -37,6 +37,8 @@ def lines(devices: np.ndarray, axis: str, attribute: str = "slice_index") -> np.
     [
         ("2xv5e-256", {}, {"fsdp": 2}),
         ("2xv5e-256", {"data": 2}, {"data": 2, "fsdp": 1}),
+        ("2xv5e-256", {"pipe": 2}, {"pipe": 2, "data": 1, "fsdp": 1}),
+        ("2xv5e-256", {"pipe": 4}, {"pipe": 2, "fsdp": 1}),
         ("2xv5e-256", {"data": 8, "model": 4}, {"data": 2, "fsdp": 1, "model": 1}),
         ("4xv5e-16", {"data": 2}, {"data": 2, "fsdp": 2}),  # 2 x 2: data takes as much as it can
         ("3xv5e-4", {"fsdp": 4, "model": 3}, {"fsdp": 1, "model": 3}),
@@ -54,9 +56,9 @@ def test_the_first_axes_lie_across_slices(build, name, sizes, across):
 @pytest.mark.parametrize(
     ("name", "sizes", "inside", "across"),
     [
-        ("2xv5e-256", {}, (1, 256, 1, 1, 1), (1, 2, 1, 1, 1)),
-        ("2xv5e-256", {"data": 8, "model": 4}, (4, 16, 1, 1, 4), (2, 1, 1, 1, 1)),
-        ("4xv5e-16", {"data": 8, "fsdp": 8}, (2, 8, 1, 1, 1), (4, 1, 1, 1, 1)),
+        ("2xv5e-256", {}, (1, 1, 256, 1, 1, 1), (1, 1, 2, 1, 1, 1)),
+        ("2xv5e-256", {"data": 8, "model": 4}, (1, 4, 16, 1, 1, 4), (1, 2, 1, 1, 1, 1)),
+        ("4xv5e-16", {"data": 8, "fsdp": 8}, (1, 2, 8, 1, 1, 1), (1, 4, 1, 1, 1, 1)),
     ],
 )
 def test_device_order_matches_jax_for_slices(build, name, sizes, inside, across):
@@ -71,9 +73,9 @@ def test_device_order_matches_jax_for_slices(build, name, sizes, inside, across)
 
 def test_axis_may_split_a_torus_dimension(build):
     devices = build("v5e-16", data=2)  # fsdp=8 of 4x4 chips
-    assert devices.shape == (2, 8, 1, 1, 1)
+    assert devices.shape == (1, 2, 8, 1, 1, 1)
     assert len({device.id for device in devices.flat}) == 16
-    halves = [{device.coords[axis] // 2 for device in devices[0].flat} for axis in (0, 1)]
+    halves = [{device.coords[axis] // 2 for device in devices[0, 0].flat} for axis in (0, 1)]
     assert sorted(map(len, halves)) == [1, 2]  # each replica is one half of the torus and not scattered over all of it
 
 

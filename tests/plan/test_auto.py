@@ -253,7 +253,7 @@ def test_experts_wait_for_their_weights_on_tpu():
     """
     config = small_mixture()
     spec = targets.resolve("v5e-4").spec
-    sizes = {"data": 1, "fsdp": 4, "expert": 1, "seq": 1, "model": 1}
+    sizes = {"pipe": 1, "data": 1, "fsdp": 4, "expert": 1, "seq": 1, "model": 1}
     work = estimate(config.instantiate(), sizes, spec).work
     elements = 4 * 6 * 3 * 512 * 512
     parameter_bytes = jnp.dtype(config.model.param_dtype).itemsize

@@ -76,6 +76,10 @@ def test_xla_counts_the_same_for_products_in_a_row():
     )  # at the second product, before the result exists
 
 
+# Settings of nanogpt-cpu with which its tables can be sharded over pipe.
+PIPELINE = ["model.stack.unroll=1", "model.vocab_size=264", "learner.accumulate=4", "mesh.data=1"]
+
+
 def load(name, *settings):
     config = configs.load(name)
     for setting in settings:
@@ -201,6 +205,7 @@ def test_score_matrices_count_without_an_attention_kernel():
         ("stdlib-tiny", 2, ["mesh.data=1", "mesh.model=2", "learner.accumulate=2", "model.stack.unroll=1"]),
         ("moe-tiny", 1, ["model.stack.unroll=1", "model.stack.num_layers=2"]),
         ("moe-tiny", 4, ["model.stack.unroll=1", "mesh.data=1", "mesh.fsdp=2", "mesh.expert=2"]),
+        ("nanogpt-cpu", 4, [*PIPELINE, "mesh.pipe=2", "mesh.fsdp=2", "data.global_batch_size=64"]),
     ],
 )
 def test_the_compiler_agrees(name, devices, settings):
@@ -345,6 +350,8 @@ def test_recomputation_is_the_stacks_products_without_the_last():
         ("mesh.data=8", "learner.accumulate=2", "memory.remat=dots_no_batch"),
         ("memory.update=in_backward", "learner.clip_mode=two_pass", "learner.clip=1.0", "mesh.data=8"),
         ("memory.update=streamed", "memory.remat=full", "mesh.data=8"),
+        (*PIPELINE, "mesh.pipe=2", "mesh.fsdp=4"),
+        (*PIPELINE, "mesh.pipe=4", "mesh.model=2", "memory.remat=full"),
     ],
 )
 def test_flops_match_the_traced_step_on_any_mesh(settings):

@@ -26,6 +26,7 @@ from plimsoll.framework.plan.step_time.time_breakdown import StepTime
 from plimsoll.framework.plan.step_time.tpu_operations import PCIE_EFFICIENCY
 from plimsoll.framework.program.batch_transform import ForwardCost
 from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.schedules.pipeline_shape import PipelineShape
 
 # Fraction of the peak that matrix products reach in compiled steps, by the compiler's own cycles
 # (`tools.bench.tpu_time`): 0.80 on v5e and 0.60 on v6e in Llama steps with attention. On tpu7x, the published rate of
@@ -61,6 +62,8 @@ _EXPOSED_IN_LOOPS = 0.16
 # The most host-link time that these loops can hide, together with the update, as a fraction of the time of matrix
 # products: as much as `_HIDEABLE_BY_BACKWARD` in the backward pass, and the same share of the forward pass.
 _HIDEABLE_IN_LOOPS = 0.9
+# Forward, forward again and backward, compared with forward and backward, if a backward pass takes twice as long.
+_FORWARD_TWICE = 4 / 3
 # For these, the bytes that a device receives are the difference between the sizes of results and operands.
 _GATHERS = ("all_gather", "reduce_scatter", "psum_scatter")
 # For these, the bytes that a device receives are this factor times the operands, in a ring of many devices.
@@ -139,7 +142,10 @@ def count_work(
     device_flops = step_flops.flops / num_devices
     microbatch = count_traced_work(traced)
     parameter_bytes = layout.bytes_per_device("parameter")
-    received = accumulate * microbatch.received_bytes
+    # In a pipeline, every tick moves the weights of a stage, and runs the stage forward twice.
+    runs = accumulate * (_FORWARD_TWICE * get_pipeline_shape(experiment, sizes).idle_factor if sizes["pipe"] > 1 else 1)
+    received = runs * microbatch.received_bytes
+    received += _pipeline_bytes(experiment, sizes)
     received += _replica_bytes(layout, sizes)
     received += _tensor_parallel_bytes(experiment, sizes)
     device_bytes = layout.bytes_per_device(memory_kind="device")
@@ -187,7 +193,7 @@ def count_work(
         loop_bytes = float(passes * (weights + activations))
     return StepWork(
         flops=device_flops,
-        product_bytes=accumulate * microbatch.product_bytes,
+        product_bytes=runs * microbatch.product_bytes,
         # The update reads and writes state and weights, and gradients, which have the size of the weights.
         update_bytes=2.0 * (device_bytes + parameter_bytes + layout.bytes_per_device(memory_kind="pinned_host")),
         received_bytes=received if num_devices > 1 else 0,
@@ -256,6 +262,30 @@ def _replica_bytes(layout: StateLayout, sizes: dict[str, int]) -> int:
             replicas *= sizes["seq"]
         received += 2 * leaf.bytes_per_device * (replicas - 1) / replicas
     return round(received)
+
+
+def get_pipeline_shape(experiment: Experiment, sizes: dict[str, int]) -> PipelineShape:
+    """Return the sizes of a step's pipeline, on a mesh of these sizes."""
+    return PipelineShape(sizes["pipe"], experiment.mesh.pipe_chunks, experiment.learner.accumulate)
+
+
+def _pipeline_bytes(experiment: Experiment, sizes: dict[str, int]) -> int:
+    """Return the bytes that a device receives in a step because layers are sharded over axis `pipe`.
+
+    Each tick moves activations to the next stage and cotangents to the previous one. All-reduces along the axis pass
+    the output of the embedding and of the last stage to all devices, and sum up the cotangents of both.
+    """
+    stages = sizes["pipe"]
+    if stages == 1:
+        return 0
+    shape = get_pipeline_shape(experiment, sizes)
+    data = experiment.data
+    model = experiment.language_model
+    rows = data.global_batch_size // (experiment.learner.accumulate * batch_shards(sizes))
+    activation_bytes = rows * data.seq_len // sizes["seq"] * model.dim * jnp.dtype(model.compute_dtype).itemsize
+    moves = 2 * shape.end_of_forward
+    sums = 4 * 2 * (stages - 1) / stages * shape.microbatches
+    return round((moves + sums) * activation_bytes)
 
 
 def _tensor_parallel_bytes(experiment: Experiment, sizes: dict[str, int]) -> int:

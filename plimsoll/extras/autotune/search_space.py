@@ -90,7 +90,9 @@ class SearchSpace:
         if self._fixed & set(MESH):
             return [()]
         present = self._experiment.mesh.resolve(self._target.num_devices)
-        devices = self._target.num_devices
+        # The number of stages of a pipeline stays as it is.
+        stages = present["pipe"]
+        devices = self._target.num_devices // stages
         present_sizes = tuple(present[path.removeprefix("mesh.")] for path in MESH)
         meshes = []
         for expert, seq, model in itertools.product(self._expert_shards(), self._seq_shards(), self._model_shards()):
@@ -102,7 +104,7 @@ class SearchSpace:
                 # Only gradients should cross the network between slices, or between hosts without NVLink, so the data
                 # axis has to cover the slices.
                 sizes = (data, batch_shards // data, expert, seq, model)
-                if data % self._target.num_slices == 0 and sizes != present_sizes:
+                if stages * data % self._target.num_slices == 0 and sizes != present_sizes:
                     meshes.append(sizes)
         meshes.sort(key=lambda sizes: (sizes[4], sizes[3], sizes[2], sizes[0]))
         as_settings = [tuple(map(setting, MESH, sizes)) for sizes in meshes]

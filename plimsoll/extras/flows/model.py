@@ -104,7 +104,7 @@ class Flow(Chain):
             comparable = tuple(actual) if name == "image_shape" else actual
             if expected != comparable:
                 raise ValueError(f"model.{name} = {expected}, but the data's is {actual}")
-        for axis in ("model", "seq", "expert"):
+        for axis in ("pipe", "model", "seq", "expert"):
             if mesh.shape[axis] > 1:
                 raise ValueError(f"mesh.{axis} = {mesh.shape[axis]}: a flow is split over images only; expected 1")
 
