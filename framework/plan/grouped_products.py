@@ -1,4 +1,8 @@
-"""Counts the FLOPs of grouped matrix products, whose arrays have room for more rows than a router fills."""
+"""Counts the work of experts under balanced routing, which shapes of arrays do not show.
+
+The arrays of grouped matrix products have room for more rows than a router fills, and the rounds of an exchange of
+tokens depend on the router.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,13 @@ import math
 import re
 from collections.abc import Iterable
 
+from plimsoll.framework.layers.experts.expert_exchange import FURTHER_ROUNDS
 from plimsoll.framework.layers.experts.experts import Experts
 from plimsoll.framework.layers.experts.grouped import EVEN_ROWS
 from plimsoll.framework.models.chain import Chain
 
 _SCOPE = re.compile(rf"{EVEN_ROWS}(\d+)")
+_ROUNDS = re.compile(rf"{FURTHER_ROUNDS}(\d+)(?:/while)?$")
 
 
 def count_grouped_flops(name: str, float_shapes: Iterable[tuple[int, ...]]) -> int:
@@ -29,6 +35,17 @@ def count_grouped_flops(name: str, float_shapes: Iterable[tuple[int, ...]]) -> i
         return 0
     even_rows = int(match[1])
     return 2 * even_rows * math.prod(weights[0][1:])
+
+
+def count_further_rounds(name: str) -> int | None:
+    """Return the trip count of the loop over an exchange's rounds after the first one, under balanced routing.
+
+    Args:
+        name: path of the scopes that a loop is in; the result is None if it is not such a loop.
+    """
+    # The loop is the last scope: the loops inside it are others.
+    match = _ROUNDS.search(name)
+    return None if match is None else int(match[1])
 
 
 def note_ragged_products(model: Chain, platform: str) -> list[str]:

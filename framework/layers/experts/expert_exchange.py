@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -31,9 +32,9 @@ from plimsoll.framework.layers.experts.groups import rows_or_zeros
 from plimsoll.framework.layout import PyTree
 
 AXIS = "expert"
-# Name of a scope around the rounds after the first one. A plan does not count them: framework/plan recognizes the
-# loops by this name.
-OVERFLOW_ROUNDS = "expert_overflow_rounds"
+# Prefix of the name of a scope around the loop over the rounds after the first one. The number of rounds that an even
+# router needs follows; framework/plan/grouped_products.py counts the loop by it.
+FURTHER_ROUNDS = "further_rounds_"
 
 
 @jax.tree_util.register_dataclass
@@ -290,6 +291,7 @@ def sum_rounds(
     arguments: PyTree,
     routing: PyTree,
     num_rounds: jax.Array,
+    even_rounds: int,
 ) -> jax.Array:
     """Return the sum of run_round(arguments, routing, index) over all rounds.
 
@@ -301,8 +303,10 @@ def sum_rounds(
         arguments: tree of arrays that may be differentiated.
         routing: tree of integer arrays.
         num_rounds: int32, at least 1, the same on all devices of the mesh.
+        even_rounds: number of rounds that an even router needs, for counting a program's work.
     """
     leaves, structure = jax.tree.flatten(arguments)
+    add_further_rounds = partial(_add_further_rounds, scope=f"{FURTHER_ROUNDS}{even_rounds - 1}")
 
     def run(leaves: Sequence[jax.Array], routing: PyTree, index: jax.Array | int) -> jax.Array:
         return run_round(jax.tree.unflatten(structure, leaves), routing, index)
@@ -310,7 +314,7 @@ def sum_rounds(
     @jax.custom_vjp
     def total(leaves: list[jax.Array], routing: PyTree, num_rounds: jax.Array) -> jax.Array:
         first = run(leaves, routing, 0)
-        return _add_overflow_rounds(first, num_rounds, lambda index: run(leaves, routing, index))
+        return add_further_rounds(first, num_rounds, lambda index: run(leaves, routing, index))
 
     def forward(
         leaf_primals: list[CustomVJPPrimal], routing_primals: PyTree, num_rounds_primal: CustomVJPPrimal
@@ -324,7 +328,7 @@ def sum_rounds(
         )
         varied = _select(leaves, is_varied)
         first, pull = jax.vjp(lambda varied: run(_replace(leaves, is_varied, varied), routing, 0), varied)
-        result = _add_overflow_rounds(first, num_rounds, lambda index: run(leaves, routing, index))
+        result = add_further_rounds(first, num_rounds, lambda index: run(leaves, routing, index))
         return result, _SumResiduals(pull, leaves, routing, num_rounds, is_varied)
 
     def backward(
@@ -340,7 +344,7 @@ def sum_rounds(
             return pull(result_grad)[0]
 
         (first_grads,) = saved.pull(result_grad)
-        varied_grads = _add_overflow_rounds(first_grads, saved.num_rounds, differentiate)
+        varied_grads = add_further_rounds(first_grads, saved.num_rounds, differentiate)
         zeros = [zero_cotangent(leaf) for leaf in saved.leaves]
         leaf_grads = _replace(zeros, saved.is_varied, varied_grads)
         return leaf_grads, jax.tree.map(zero_cotangent, saved.routing), zero_cotangent(saved.num_rounds)
@@ -349,14 +353,16 @@ def sum_rounds(
     return total(leaves, routing, num_rounds)
 
 
-def _add_overflow_rounds(first: PyTree, num_rounds: jax.Array, compute: Callable[[jax.Array], PyTree]) -> PyTree:
+def _add_further_rounds(
+    first: PyTree, num_rounds: jax.Array, compute: Callable[[jax.Array], PyTree], scope: str
+) -> PyTree:
     """Return first + compute(1) + ... + compute(num_rounds - 1), computed one after the other."""
 
     def add(carry: tuple[jax.Array, PyTree]) -> tuple[jax.Array, PyTree]:
         index, total = carry
         return index + 1, jax.tree.map(jnp.add, total, compute(index))
 
-    with jax.named_scope(OVERFLOW_ROUNDS):
+    with jax.named_scope(scope):
         _, total = jax.lax.while_loop(lambda carry: carry[0] < num_rounds, add, (jnp.int32(1), first))
     return total
 

@@ -302,6 +302,8 @@ class Experts(Layer):
             kernels=ctx.kernels,
             even_rows=num_choices,
         )
+        # An estimate traces a single round, with all rows of an even router.
+        even_rows = num_choices if ctx.kernels is not None else min(num_choices, room)
         groups = group(choice.experts_BSK.reshape(num_tokens, self.top_k), self.num_experts, num_choices)
         counts_PG = jax.lax.all_gather(groups.sizes_E, "expert")
         routing = _Routing(groups, counts_PG, jax.lax.axis_index("expert"))
@@ -312,17 +314,16 @@ class Experts(Layer):
             weights, x_TD, shares_TK = arguments
             round_ = plan_round(routing.counts_PG, routing.device, index, room)
             x_ND = send_rows(transport, dispatch(x_TD, routing.groups), round_, num_rows)
-            y_ND = self._run_rows(weights, x_ND, round_.sizes_E, ctx.kernels, implementation, num_choices)
+            y_ND = self._run_rows(weights, x_ND, round_.sizes_E, ctx.kernels, implementation, even_rows)
             y_TKD = collect(return_rows(transport, y_ND, round_, num_choices), routing.groups)
             return _combine_outputs(y_TKD, shares_TK)
 
         arguments = (weights, x_TD, choice.shares_BSK.reshape(num_tokens, self.top_k))
         if room == worst_rows or ctx.kernels is not None:
-            # A plan counts an even share of rows, which is a single round's work.
             y_TD = run_round(arguments, routing, 0)
         else:
             num_rounds = transport.agree_on_most(count_rounds(counts_PG, room))
-            y_TD = sum_rounds(run_round, arguments, routing, num_rounds)
+            y_TD = sum_rounds(run_round, arguments, routing, num_rounds, even_rounds=-(-num_choices // room))
         return y_TD.reshape(x_BSD.shape)
 
     def _run_local_experts(
