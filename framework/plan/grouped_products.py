@@ -16,7 +16,8 @@ from plimsoll.framework.layers.experts.grouped import EVEN_ROWS
 from plimsoll.framework.models.chain import Chain
 
 _SCOPE = re.compile(rf"{EVEN_ROWS}(\d+)")
-_ROUNDS = re.compile(rf"{FURTHER_ROUNDS}(\d+)(?:/while)?$")
+# The loop is the last scope; loops inside it have further ones. Transformations of jax may surround the scope.
+_ROUNDS = re.compile(rf"{FURTHER_ROUNDS}(\d+)\)*(?:/while)?$")
 
 
 def count_grouped_flops(name: str, float_shapes: Iterable[tuple[int, ...]]) -> int:
@@ -43,7 +44,6 @@ def count_further_rounds(name: str) -> int | None:
     Args:
         name: path of the scopes that a loop is in; the result is None if it is not such a loop.
     """
-    # The loop is the last scope: the loops inside it are others.
     match = _ROUNDS.search(name)
     return None if match is None else int(match[1])
 

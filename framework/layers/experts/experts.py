@@ -43,7 +43,16 @@ from plimsoll.framework.layers.experts.grouped import (
     multiply_stored,
     with_spare_rows,
 )
-from plimsoll.framework.layers.experts.groups import Groups, add_biases, collect, dispatch, find_row_experts, group
+from plimsoll.framework.layers.experts.groups import (
+    Groups,
+    add_biases,
+    collect,
+    dispatch,
+    dispatch_choices,
+    find_row_experts,
+    group,
+    sum_choices,
+)
 from plimsoll.framework.layers.experts.scores import ExpertChoice
 from plimsoll.framework.layers.mlp import ACTIVATIONS
 from plimsoll.framework.layout import Nested, ParameterSpec
@@ -313,10 +322,11 @@ class Experts(Layer):
         ) -> jax.Array:
             weights, x_TD, shares_TK = arguments
             round_ = plan_round(routing.counts_PG, routing.device, index, room)
-            x_ND = send_rows(transport, dispatch(x_TD, routing.groups), round_, num_rows)
-            y_ND = self._run_rows(weights, x_ND, round_.sizes_E, ctx.kernels, implementation, even_rows)
-            y_TKD = collect(return_rows(transport, y_ND, round_, num_choices), routing.groups)
-            return _combine_outputs(y_TKD, shares_TK)
+            groups = routing.groups
+            x_ND = send_rows(transport, dispatch(x_TD, groups), round_, num_rows)
+            shares_N1 = send_rows(transport, dispatch_choices(shares_TK, groups), round_, num_rows)
+            y_ND = self._run_rows(weights, x_ND, round_.sizes_E, ctx.kernels, implementation, even_rows, shares_N1)
+            return sum_choices(return_rows(transport, y_ND, round_, num_choices), groups)
 
         arguments = (weights, x_TD, choice.shares_BSK.reshape(num_tokens, self.top_k))
         if room == worst_rows or ctx.kernels is not None:
@@ -365,6 +375,7 @@ class Experts(Layer):
         kernels: Kernels | None,
         implementation: Chosen,
         even_rows: int,
+        shares_N1: jax.Array | None = None,
     ) -> jax.Array:
         """Return the results of rows that are sorted by expert, [N, D].
 
@@ -375,6 +386,7 @@ class Experts(Layer):
             kernels: see `Context.kernels`.
             implementation: kernel of the products.
             even_rows: number of rows that an even router would fill.
+            shares_N1: the share of each row, which multiplies its result; None multiplies by nothing.
         """
         dot: Dot = partial(grouped_dot, sizes_E=sizes_E, implementation=implementation, even_rows=even_rows)
         multiply: Multiply = partial(multiply_stored, implementation=implementation, even_rows=even_rows)
@@ -392,16 +404,37 @@ class Experts(Layer):
                 return y_NO
             return add_biases(y_NO, weights[f"{name}_bias"], experts_N)
 
-        h_NF = self._compute_hidden(project, x_ND)
-        return checkpoint_name(project("down", h_NF), "mlp_down")
+        if self.bias and shares_N1 is not None:
+            # The share multiplies the bias too.
+            y_ND = project("down", self._compute_hidden(project, x_ND))
+            y_ND = save_inputs(_scale_rows)(y_ND, shares_N1)
+        else:
+            # The gradients of the shares then need hidden activations, but no results, so a backward pass that computes
+            # the layer again leaves out the product with `down` and the way back of its results.
+            y_ND = project("down", self._compute_hidden(project, x_ND, shares_N1))
+        return checkpoint_name(y_ND, "mlp_down")
 
-    def _compute_hidden(self, project: Callable[[str, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-        """Return the inner activations; project(name, x) is the projection with that name."""
+    def _compute_hidden(
+        self, project: Callable[[str, jax.Array], jax.Array], x: jax.Array, shares: jax.Array | None = None
+    ) -> jax.Array:
+        """Return the inner activations.
+
+        Args:
+            project: project(name, x) is the projection with that name.
+            x: inputs [..., D].
+            shares: factors [..., 1] on the inner activations; None multiplies by nothing.
+        """
         up = checkpoint_name(project("up", x), "mlp_up")
-        if "gate" not in self.names:
-            return save_inputs(self.activation)(up)
-        gate = checkpoint_name(project("gate", x), "mlp_gate")
-        return save_inputs(self.gating)(gate, up)
+        function = self.activation
+        operands = (up,)
+        if "gate" in self.names:
+            gate = checkpoint_name(project("gate", x), "mlp_gate")
+            function = self.gating
+            operands = (gate, up)
+        if shares is None:
+            return save_inputs(function)(*operands)
+        # One function, so that the activations are not saved without the factors too.
+        return save_inputs(lambda shares, *operands: _scale_rows(function(*operands), shares))(shares, *operands)
 
     def _with_capacity(
         self, weights: Nested, x_BSD: jax.Array, choice: ExpertChoice, ctx: Context
@@ -464,6 +497,12 @@ def _multiply_for_estimate(
     """Compute `multiply_stored` with the product of an estimate."""
     weight_EIO = dense_experts(dense, weights, x)
     return dot(x, weight_EIO.mT if transpose else weight_EIO)
+
+
+def _scale_rows(x: jax.Array, factors: jax.Array) -> jax.Array:
+    """Return x [..., D] times factors [..., 1], in x's dtype; only the product is rounded."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return (x.astype(wide) * factors.astype(wide)).astype(x.dtype)
 
 
 def _combine_outputs(y_TKD: jax.Array, shares_TK: jax.Array) -> jax.Array:
