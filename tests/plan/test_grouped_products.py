@@ -19,7 +19,7 @@ from plimsoll.framework.layers.experts.experts import Experts
 from plimsoll.framework.layers.experts.grouped import Chosen, grouped_dot, with_spare_rows
 from plimsoll.framework.layers.experts.scores import ExpertChoice
 from plimsoll.framework.plan import gpu_description, targets
-from plimsoll.framework.plan.grouped_products import count_further_rounds, note_ragged_products
+from plimsoll.framework.plan.grouped_products import count_further_rounds, note_exchange, note_ragged_products
 from plimsoll.framework.plan.hlo.flops import Flops
 from plimsoll.framework.plan.hlo.module import Module, iter_executed
 from plimsoll.framework.plan.jaxpr_analysis import flops
@@ -122,6 +122,23 @@ def test_estimate_reports_what_it_omits_in_ragged_products():
     assert "because XLA for GPU multiplies all rows with all experts" in line
     (line,) = notes("ragged", "tpu")
     assert "because for the gradient of the weights XLA for TPU multiplies" in line
+
+
+def test_notes_on_the_exchange_of_tokens():
+    def notes(expert: int, num_tokens: int, **fields: float) -> list[str]:
+        model = small.llama()
+        moe = mixture(experts=4, top_k=2, hidden=24)
+        for name, value in fields.items():
+            setattr(moe.experts, name, value)
+        small.block(model).mlp = moe
+        return note_exchange(model.instantiate(), {"expert": expert}, num_tokens)
+
+    assert notes(1, 10**6) == notes(4, 10**6, capacity=1.5) == []
+    # In the worst case, a device has a row for each token of four devices.
+    (line,) = notes(4, 1024)
+    assert line == "experts.exchange is all_gather: arrays have room for the tokens of 4 devices"
+    (line,) = notes(4, 1025, buffer_factor=1.5)
+    assert line.startswith("experts.exchange is all_to_all: a device receives up to 1.5 times its even share of rows")
 
 
 @pytest.mark.pairs
