@@ -50,8 +50,8 @@ def group(experts_TK: jax.Array, num_experts: int, num_rows: int) -> Groups:
     positions = jnp.zeros(num_choices, jnp.int32).at[order].set(jnp.arange(num_choices, dtype=jnp.int32))
     rows_TK = jnp.where(is_here, positions, num_rows).reshape(experts_TK.shape)
     # There may be more rows than choices, or fewer.
-    filled = jnp.full(max(num_rows, num_choices), num_choices, jnp.int32).at[:num_choices].set(order)[:num_rows]
-    choices_N = jnp.where(jnp.arange(num_rows) < num_here, filled, num_choices)
+    padded = jnp.pad(order, (0, max(0, num_rows - num_choices)), constant_values=num_choices)[:num_rows]
+    choices_N = jnp.where(jnp.arange(num_rows) < num_here, padded, num_choices)
     return Groups(sizes_E, rows_TK, choices_N)
 
 
