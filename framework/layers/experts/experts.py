@@ -433,8 +433,12 @@ class Experts(Layer):
             operands = (gate, up)
         if shares is None:
             return save_inputs(function)(*operands)
+
         # One function, so that the activations are not saved without the factors too.
-        return save_inputs(lambda shares, *operands: _scale_rows(function(*operands), shares))(shares, *operands)
+        def scale(shares: jax.Array, *operands: jax.Array) -> jax.Array:
+            return _scale_rows(function(*operands), shares)
+
+        return save_inputs(scale, apart=True)(shares, *operands)
 
     def _with_capacity(
         self, weights: Nested, x_BSD: jax.Array, choice: ExpertChoice, ctx: Context
