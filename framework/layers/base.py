@@ -94,6 +94,13 @@ class Kernels(Protocol):
         """See `framework.layers.experts.grouped.grouped_dot`; `rows` is an estimate of the rows computed."""
         ...
 
+    def exchange_rows(self, rows_MD: jax.Array, num_rows: int, axis: str, *, even_rows: int) -> jax.Array:
+        """Return [num_rows, D], the rows that arrive if each device sends its rows to others along a mesh axis.
+
+        See `framework.layers.experts.expert_exchange.Transport.move`; `even_rows` is an estimate of the rows sent.
+        """
+        ...
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def save_inputs(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+def save_inputs(function: Callable[..., jax.Array], *, apart: bool = False) -> Callable[..., jax.Array]:
     """Wrap a cheap function so that only its inputs are saved, and the backward pass recomputes the rest.
 
     Differentiating GELU saves six arrays of the hidden width, and differentiating a norm saves six float32 arrays of
@@ -18,9 +18,13 @@ def save_inputs(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
     Args:
         function: maps arrays to an array; it closes over no traced array. It should be cheap: no matrix products.
+        apart: keep XLA from computing the result and the gradients at the same time, where both are computed from the
+            saved inputs: the result could not be freed before the cotangent is there.
     """
 
     def backward(inputs: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, ...]:
+        if apart:
+            inputs, cotangent = jax.lax.optimization_barrier((inputs, cotangent))
         _, pull = jax.vjp(function, *inputs)
         return pull(cotangent)
 

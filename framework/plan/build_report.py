@@ -9,13 +9,14 @@ from typing import Any
 import jax
 
 from plimsoll.framework.config import Config
+from plimsoll.framework.layers.base import batch_shards
 from plimsoll.framework.layout import Nested, TrainState, merge
 from plimsoll.framework.plan import cache, dry_run
 from plimsoll.framework.plan.buffer_names import REPORT_GROUPS, NamedBuffer
 from plimsoll.framework.plan.compilation import CompiledProgram
 from plimsoll.framework.plan.dry_run import compile_programs, compile_step, dry_run_batch_transform
 from plimsoll.framework.plan.estimate import Estimate
-from plimsoll.framework.plan.grouped_products import note_ragged_products
+from plimsoll.framework.plan.grouped_products import note_exchange, note_ragged_products
 from plimsoll.framework.plan.hlo import Array
 from plimsoll.framework.plan.host_memory import HostMemoryModel, build_host_model
 from plimsoll.framework.plan.jaxpr_analysis import FlopCount, find_zero_gradients, sum_flops
@@ -306,6 +307,10 @@ def _describe(name: str, experiment: Experiment, target: Target, limit: int | No
     if data.item == "token":
         in_effect["data.seq_len"] = data.seq_len
     loops = f"{flops.uncounted_loops} loops have a data-dependent trip count; their FLOPs count as one iteration"
+    tokens_per_device = tokens // (experiment.learner.accumulate * batch_shards(sizes) * sizes["seq"])
+    notes = note_exchange(experiment.model, sizes, tokens_per_device)
+    if flops.uncounted_loops:
+        notes.append(loops)
     return PlanReport(
         config=name,
         target=target.name,
@@ -326,7 +331,7 @@ def _describe(name: str, experiment: Experiment, target: Target, limit: int | No
         flops_per_step=flops.flops,
         flops_per_token=flops.flops / tokens,
         model_flops_per_token=experiment.model.flops_per_token(data.seq_len),
-        notes=[loops] if flops.uncounted_loops else [],
+        notes=notes,
     )
 
 

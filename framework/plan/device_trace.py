@@ -3,7 +3,8 @@
 The experiment's own layers are traced under `shard_map` on an abstract mesh, so shapes, remat policies, loops and
 custom layers are those of the real step, and every array has the size of one device's shard. The collectives that XLA's
 partitioner would add are written out: weights are all-gathered where the layers prepare them, and table lookups
-exchange token indices and table columns by all-to-all. Attention kernels are opaque.
+exchange token indices and table columns by all-to-all. Attention kernels are opaque, and so is the exchange of tokens
+between experts, whose work is that of an even router.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from plimsoll.framework.layout import (
     merge,
 )
 from plimsoll.framework.models.causal_lm import CausalLM
-from plimsoll.framework.plan.jaxpr_analysis import LOCAL_ATTENTION, LOCAL_GROUPED_PRODUCT
+from plimsoll.framework.plan.jaxpr_analysis import LOCAL_ATTENTION, LOCAL_EXCHANGE, LOCAL_GROUPED_PRODUCT
 from plimsoll.framework.plan.split_experiment import SplitExperiment
 from plimsoll.framework.schedules.pipeline_shape import STACK
 
@@ -64,6 +65,9 @@ ATTENTION_KERNEL.def_abstract_eval(lambda *operands, results, seen_share: list(r
 # of rows, not from the capacity of the arrays.
 GROUPED_PRODUCT = Primitive(LOCAL_GROUPED_PRODUCT)
 GROUPED_PRODUCT.def_abstract_eval(lambda *operands, result, flops: result)
+# Represents an exchange of rows along a mesh axis. The bytes that it receives follow from the average number of rows.
+EXCHANGE = Primitive(LOCAL_EXCHANGE)
+EXCHANGE.def_abstract_eval(lambda rows, *, result, received_bytes: result)
 
 
 @jax.tree_util.register_dataclass
@@ -338,6 +342,16 @@ class _LocalKernels:
     def grouped_dot(self, x_NI: jax.Array, weight_EIO: jax.Array, *, rows: int) -> jax.Array:
         """Multiply like `grouped.grouped_dot`, on shards."""
         return _make_grouped_product(rows)(x_NI, weight_EIO)
+
+    def exchange_rows(self, rows_MD: jax.Array, num_rows: int, axis: str, *, even_rows: int) -> jax.Array:
+        """Exchange rows like `expert_exchange.Transport.move`; the caller has its own gradient."""
+        rows = jax.typeof(rows_MD)
+        dim = rows.shape[1]
+        devices = jax.lax.axis_size(axis)
+        # The rows for a device's own experts do not travel.
+        received_rows = even_rows * (devices - 1) // devices
+        received_bytes = received_rows * dim * rows.dtype.itemsize
+        return EXCHANGE.bind(rows_MD, result=rows.update(shape=(num_rows, dim)), received_bytes=received_bytes)
 
     def attention(
         self,

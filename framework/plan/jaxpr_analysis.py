@@ -14,7 +14,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from plimsoll.framework.layers.block_rounding import PRODUCT_KERNEL
 from plimsoll.framework.layout import PyTree
-from plimsoll.framework.plan.grouped_products import count_grouped_flops
+from plimsoll.framework.plan.grouped_products import count_further_rounds, count_grouped_flops
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ def flops(jaxpr: ClosedJaxpr | Jaxpr) -> FlopCount:
     """Return the FLOPs of all matrix products and convolutions of a computation, including remat.
 
     Loops count by their trip count (a `fori_loop` between constants is a scan), branches by the most expensive one.
+    Experts count the work of an even router.
     Code under shard_map counts once per device, replicas included. A Pallas kernel counts its author's cost estimate,
     or else its whole grid: blocks that splash skips because the causal mask empties them are counted, as in PaLM's
     formula (arXiv 2204.02311, appendix B). The same holds for cuDNN's attention. Other custom calls count as 0.
@@ -95,6 +96,7 @@ _CUDNN = {
 # mask leaves, `seen_share`, on the device that has most.
 LOCAL_ATTENTION = "attention_kernel"
 LOCAL_GROUPED_PRODUCT = "grouped_products"
+LOCAL_EXCHANGE = "row_exchange"
 # Primitives of products of 8-bit floats with a scale for each block: that of `jax.nn.scaled_matmul`, and ours.
 SCALED_PRODUCTS = ("scaled_matmul_wrapper", PRODUCT_KERNEL)
 
@@ -160,6 +162,10 @@ def _count_flops(eqn: JaxprEqn) -> FlopCount:
         work = count_grouped_flops(str(eqn.source_info.name_stack), float_shapes)
         if work:
             return FlopCount(work)
+    if name == "while":
+        rounds = count_further_rounds(str(eqn.source_info.name_stack))
+        if rounds is not None:
+            return _sum(map(flops, inner_jaxprs(params))).scale(rounds)
     if name == "pallas_call" and params["cost_estimate"] is not None:
         return FlopCount(int(params["cost_estimate"].flops))
     return _flops_inside(name, params)

@@ -20,11 +20,11 @@ import jax
 from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from plimsoll.framework.plan.jaxpr_analysis import SCALED_PRODUCTS, inner_jaxprs, scan_counts
+from plimsoll.framework.plan.jaxpr_analysis import LOCAL_EXCHANGE, SCALED_PRODUCTS, inner_jaxprs, scan_counts
 
 _VIEWS = ("reshape", "squeeze", "expand_dims", "transpose", "name", "copy", "sharding_constraint", "stop_gradient")
 _STORED = (
-    "dot_general", "conv_general_dilated", *SCALED_PRODUCTS, "attention_kernel",
+    "dot_general", "conv_general_dilated", *SCALED_PRODUCTS, "attention_kernel", LOCAL_EXCHANGE,
     "all_gather", "reduce_scatter", "psum", "psum_invariant",
     "all_to_all", "ppermute", "gather", "scatter", "scatter-add", "dynamic_update_slice", "scan", "while", "cond",
     "sort", "top_k", "cumsum", "random_bits", "threefry2x32", "pallas_call", "custom_call",

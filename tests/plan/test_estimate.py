@@ -325,6 +325,27 @@ def test_mixture_counts_only_active_experts(mesh):
     assert estimate_on(experiment, devices, "cpu").flops.flops == pytest.approx(expected, rel=0.1)
 
 
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_exchange_receives_an_even_share_while_nothing_else_runs(factor):
+    """An all-gather receives three times a device's tokens each way, which products may hide."""
+    settings = ["mesh.data=1", "mesh.expert=4", "data.global_batch_size=16", "model.stack.unroll=1"]
+    path = "model.stack.pattern.0.mlp.experts"
+    gathered = load("moe-tiny", *settings, f"{path}.exchange=all_gather")
+    exchanged = load("moe-tiny", *settings, f"{path}.exchange=all_to_all", f"{path}.buffer_factor={factor}")
+    works = [estimate_on(experiment, 4, "cpu").work for experiment in (gathered, exchanged)]
+    model, data = exchanged.model, exchanged.data
+    experts = model.stack.pattern.layers["block0"].mlp.experts
+    num_rows = data.global_batch_size * data.seq_len // 4 * experts.top_k
+    # Tokens there and results back, and their gradients; shares in float32 there, and their gradients back.
+    row_bytes = 4 * model.dim * jnp.dtype(model.compute_dtype).itemsize + 2 * 4
+    assert len(model.stack.pattern.layers) == 1
+    assert (
+        works[1].exposed_received_bytes - works[0].exposed_received_bytes
+        == model.stack.num_repeats * num_rows * 3 / 4 * row_bytes
+    )
+    assert works[1].flops == works[0].flops
+
+
 @pytest.mark.pairs
 def test_recomputation_is_the_stacks_products_without_the_last():
     by_policy = {

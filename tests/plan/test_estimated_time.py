@@ -193,14 +193,16 @@ _EXPERTS = [
         (_IN_BACKWARD, "host link", 0.671, 2.33),
         ([*_IN_BACKWARD, "--config.memory.prefetch=layer"], "host link", 0.162, 1.82),
         (["--config=mixtral-8x7b", *_EXPERTS], "links", 1.36, 10.5),
+        (["--config=mixtral-8x7b", *_EXPERTS, "--config.mesh.expert=8"], "links", 0.468, 9.37),
         (["--config=hf:Qwen/Qwen3-235B-A22B", *_EXPERTS], "links", 6.9, 30.5),
     ],
-    ids=["in pieces", "by the unit", "Mixtral", "Qwen3"],
+    ids=["in pieces", "by the unit", "Mixtral", "Mixtral, exchange", "Qwen3"],
 )
 def test_estimated_waits_match_the_compiled_step(tmp_path, words, part, waited, seconds):
     """`waited` and `seconds` are seconds of the compiled programs, from the same commands without --estimate.
 
-    They were recorded on 2026-11-26 with jax 0.10.2 and libtpu 0.0.42.1 (Qwen3's on 2026-11-25).
+    They were recorded on 2026-11-26 with jax 0.10.2 and libtpu 0.0.42.1 (Qwen3's on 2026-11-25, and the exchange of
+    tokens on 2026-11-30).
     """
     file = tmp_path / "plan.json"
     plan.main([*words, "--step_only", "--estimate", f"--json={file}"])

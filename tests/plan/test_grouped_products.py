@@ -8,13 +8,18 @@ from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
+from plimsoll.framework.config import config_for
 from plimsoll.framework.families.decoders import mixture
+from plimsoll.framework.layers.base import Context
+from plimsoll.framework.layers.experts.experts import Experts
 from plimsoll.framework.layers.experts.grouped import Chosen, grouped_dot, with_spare_rows
+from plimsoll.framework.layers.experts.scores import ExpertChoice
 from plimsoll.framework.plan import gpu_description, targets
-from plimsoll.framework.plan.grouped_products import note_ragged_products
+from plimsoll.framework.plan.grouped_products import count_further_rounds, note_exchange, note_ragged_products
 from plimsoll.framework.plan.hlo.flops import Flops
 from plimsoll.framework.plan.hlo.module import Module, iter_executed
 from plimsoll.framework.plan.jaxpr_analysis import flops
@@ -54,6 +59,32 @@ def test_a_traced_program_counts_the_rows_that_an_even_router_fills(implementati
     assert (count.flops, count.uncounted_loops) == (EXPECTED, 0)
 
 
+@pytest.mark.parametrize("factor", [1.5, 0.25])
+def test_an_exchange_counts_the_rounds_of_an_even_router(factor: float):
+    """On each of four devices, 128 rows go through three products, in one round or in four."""
+    experts = config_for(Experts, hidden=OUTPUTS, exchange="all_to_all", buffer_factor=factor, implementation="blocks")
+    layer = experts.instantiate(dim=INPUTS, num_experts=4, top_k=2)
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(1, 1, 4, 1, 1), ("data", "fsdp", "expert", "seq", "model"))
+    weights = {name: jnp.zeros(spec.shape) for name, spec in layer.param_specs().items()}
+    choice = ExpertChoice(jnp.zeros((4, 64, 2), jnp.int32), jnp.ones((4, 64, 2)))
+
+    def apply(x_BSD: jax.Array) -> jax.Array:
+        return layer(weights, x_BSD, choice, Context({}, mesh=mesh))[0]
+
+    traced = jax.make_jaxpr(apply)(jnp.zeros((4, 64, INPUTS)))
+    count = flops(traced)
+    assert count.flops == 4 * 3 * 2 * 128 * INPUTS * OUTPUTS
+    assert count.uncounted_loops == 0
+
+
+def test_scopes_of_further_rounds():
+    assert count_further_rounds("jit(step)/transpose(jvp(stack))/shard_map/further_rounds_0/while") == 0
+    assert count_further_rounds("jit(step)/jvp(further_rounds_3)/while") == 3
+    assert count_further_rounds("experts/further_rounds_3") == 3
+    assert count_further_rounds("experts/further_rounds_3/while/body/even_rows_8/while") is None
+    assert count_further_rounds("experts/while") is None
+
+
 def count_compiled_flops(target: str, implementation: Chosen) -> int:
     targets.set_environment(target)
     sharding = SingleDeviceSharding(targets.resolve(target).devices()[0])
@@ -91,6 +122,23 @@ def test_estimate_reports_what_it_omits_in_ragged_products():
     assert "because XLA for GPU multiplies all rows with all experts" in line
     (line,) = notes("ragged", "tpu")
     assert "because for the gradient of the weights XLA for TPU multiplies" in line
+
+
+def test_notes_on_the_exchange_of_tokens():
+    def notes(expert: int, num_tokens: int, **fields: float) -> list[str]:
+        model = small.llama()
+        moe = mixture(experts=4, top_k=2, hidden=24)
+        for name, value in fields.items():
+            setattr(moe.experts, name, value)
+        small.block(model).mlp = moe
+        return note_exchange(model.instantiate(), {"expert": expert}, num_tokens)
+
+    assert notes(1, 10**6) == notes(4, 10**6, capacity=1.5) == []
+    # In the worst case, a device has a row for each token of four devices.
+    (line,) = notes(4, 1024)
+    assert line == "experts.exchange is all_gather: arrays have room for the tokens of 4 devices"
+    (line,) = notes(4, 1025, buffer_factor=1.5)
+    assert line.startswith("experts.exchange is all_to_all: a device receives up to 1.5 times its even share of rows")
 
 
 @pytest.mark.pairs

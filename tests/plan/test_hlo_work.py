@@ -127,6 +127,9 @@ ENTRY %main (a: bf16[64,128], b: f32[1024]) -> f32[64] {
   %send = (f32[1024], f32[1024], u32[], u32[]) collective-permute-start(%b), channel_id=9, source_target_pairs={{0,1},{1,0}}
   %sent = f32[1024] collective-permute-done(%send)
   %swap = bf16[64,128] all-to-all(%a), channel_id=10, replica_groups=mesh['x'=2,'y'=4] {'x','y'}, dimensions={0}
+  %room = bf16[80,128] broadcast(%zero), dimensions={}
+  %i = s32[16] constant({...})
+  %rows = bf16[80,128] ragged-all-to-all(%a, %room, %i, %i, %i, /*index=5*/%i), channel_id=11, replica_groups={{0,1,2,3,4,5,6,7}}
   ROOT %last = f32[64] fusion(%b), kind=kCustom, calls=%all-reduce-scatter.1
 }
 """
@@ -138,11 +141,14 @@ def test_collectives():
         ("all-gather", "async"): 15 * 64 * 128 * 2,
         ("collective-permute", "async"): 1024 * 4,
         ("all-to-all", "sync"): 7 / 8 * 64 * 128 * 2,
+        # All 64 rows of a chip; the array that they arrive in has room for 80.
+        ("ragged-all-to-all", "sync"): 7 / 8 * 64 * 128 * 2,
         ("reduce-scatter", "fused"): 3 / 4 * 1024 * 4,
     }
     # Two fusions with the same channel are steps of one collective.
     assert all(one.runs == 1 for key, one in found.items() if key[0] != "all-gather")
-    assert [group_size(one.instruction) for one in found.values()] == [16, 1, 8, 4]
+    assert [group_size(one.instruction) for one in found.values()] == [16, 1, 8, 8, 4]
+    assert Module(EXCHANGE).collective_bytes()["ragged-all-to-all"] == 80 * 128 * 2
 
 
 ON_A_SPARSE_CORE = """HloModule offloaded, is_scheduled=true

@@ -28,6 +28,8 @@ MODELS = {
     "capacity": lambda: mixture_model(0.75),
     "gpt-oss": lambda: gpt_oss_model(None),
     "gpt-oss, capacity": lambda: gpt_oss_model(0.75),
+    "exchange": lambda: exchange_model(mixture_model(None)),
+    "gpt-oss, exchange": lambda: exchange_model(gpt_oss_model(None)),
 }
 MESHES = [
     ("gpt2", {"data": 8, "fsdp": 1}),
@@ -56,6 +58,10 @@ EXPERT_MESHES = [
     ("gpt-oss", {"expert": 4, "seq": 2, "fsdp": 1}),
     ("gpt-oss", {"fsdp": 2, "expert": 2, "model": 2}),
     ("gpt-oss, capacity", {"fsdp": 2, "expert": 2, "model": 2}),
+    ("exchange", {"expert": 8, "fsdp": 1}),
+    ("exchange", {"fsdp": 2, "expert": 2, "model": 2}),
+    ("exchange", {"data": 2, "fsdp": 1, "expert": 4}),
+    ("gpt-oss, exchange", {"expert": 4, "seq": 2, "fsdp": 1}),
 ]
 
 
@@ -84,6 +90,14 @@ def gpt_oss_model(capacity: float | None):
     block.mlp.router.logit_bias = True
     block.mlp.experts.bias = True
     block.mlp.experts.gating = config_for(ClampedSwiGLU, limit=0.5)
+    return model
+
+
+def exchange_model(model):
+    """Return a mixture model whose tokens travel only to their experts; about half of them in a second round."""
+    experts = small.block(model).mlp.experts
+    experts.exchange = "all_to_all"
+    experts.buffer_factor = 0.6
     return model
 
 
@@ -141,7 +155,8 @@ def test_experts_that_the_mesh_does_not_divide_are_refused():
 
 @pytest.mark.pairs
 @pytest.mark.parametrize(
-    ("model", "operations"), [("mixture", ("all-gather", "reduce-scatter")), ("capacity", ("all-to-all",))]
+    ("model", "operations"),
+    [("mixture", ("all-gather", "reduce-scatter")), ("capacity", ("all-to-all",)), ("exchange", ("all-to-all",))],
 )
 def test_token_dispatch_collectives(model, operations):
     """Also, no device ever holds the weights of another device's experts."""

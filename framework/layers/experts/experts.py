@@ -2,14 +2,15 @@
 
 Without a capacity, no choice is dropped. Rows of tokens are sorted by expert, and each group of rows is multiplied by
 its expert's weights (Gale et al. 2022, arXiv 2211.15841). On a mesh whose `expert` axis shards the experts, tokens
-are all-gathered along that axis; each device applies its own experts, and the outputs are reduce-scattered. So every
-token reaches its experts regardless of the router's choices, in arrays of fixed size. Each token travels once to
-every device of the axis, and its result once back.
+travel to the devices of their experts and the results back, in rounds of bounded size (`expert_exchange`). Few tokens
+are all-gathered along that axis instead; each device applies its own experts, and the outputs are reduce-scattered.
+Both ways, every token reaches its experts regardless of the router's choices, in arrays of fixed size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -20,11 +21,21 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from plimsoll.framework.config import Config, PositiveFloat, PositiveInt, component, config_for
-from plimsoll.framework.layers.base import BATCH_AXES, Context, Layer, add_shared, cast
+from plimsoll.framework.layers.base import BATCH_AXES, Context, Kernels, Layer, add_shared, cast
 from plimsoll.framework.layers.custom_gradients import save_inputs
 from plimsoll.framework.layers.experts import capacity as capacities
+from plimsoll.framework.layers.experts.expert_exchange import (
+    Transport,
+    count_buffer_rows,
+    count_rounds,
+    plan_round,
+    return_rows,
+    send_rows,
+    sum_rounds,
+)
 from plimsoll.framework.layers.experts.expert_storage import Dense, Multiply, StoredMatrix, dense_experts
 from plimsoll.framework.layers.experts.grouped import (
+    Chosen,
     Implementation,
     check_platform,
     choose_implementation,
@@ -32,13 +43,25 @@ from plimsoll.framework.layers.experts.grouped import (
     multiply_stored,
     with_spare_rows,
 )
-from plimsoll.framework.layers.experts.groups import add_biases, collect, dispatch, find_row_experts, group
+from plimsoll.framework.layers.experts.groups import (
+    Groups,
+    add_biases,
+    collect,
+    dispatch,
+    dispatch_choices,
+    find_row_experts,
+    group,
+    sum_choices,
+)
 from plimsoll.framework.layers.experts.scores import ExpertChoice
 from plimsoll.framework.layers.mlp import ACTIVATIONS
 from plimsoll.framework.layout import Nested, ParameterSpec, find_weight_shards, fit_axes
 
 # Multiplies rows by their experts' weights.
 Dot = Callable[[jax.Array, jax.Array], jax.Array]
+Exchange = Literal["auto", "all_to_all", "all_gather"]
+# With at most this many rows in the worst case, the latency of collectives matters more than memory and bytes.
+_FEW_ROWS = 4096
 
 
 @component
@@ -80,6 +103,12 @@ class Experts(Layer):
         capacity: capacity factor: an expert has this times K * n / E slots in a sequence of n tokens, rounded up.
             Choices above the capacity are dropped: first choices come before second ones, earlier tokens before later
             ones. Padding takes no slot. None means a slot for every choice.
+        exchange: how tokens reach their experts on a mesh whose `expert` axis shards them, without a capacity.
+            "all_to_all" sends each choice only to the device of its expert; "all_gather" sends all tokens to all
+            devices of the axis, which reserve memory for the worst case; "auto" means "all_gather" if that memory is
+            at most 4,096 rows, as in generation, and "all_to_all" otherwise.
+        buffer_factor: with "all_to_all", a device receives up to this multiple of its even share of rows at a time. If
+            the router sends it more, they are computed in further rounds; no choice is dropped.
         implementation: kernel of the products without a capacity, see `framework.layers.experts.grouped`.
         init: config of the initializer of each expert's weights.
         output_init_scale: factor on the initial `down` weights; set by the stack.
@@ -97,6 +126,8 @@ class Experts(Layer):
         gating: Config | None = None,
         bias: bool = False,
         capacity: PositiveFloat | None = None,
+        exchange: Exchange = "auto",
+        buffer_factor: PositiveFloat = 1.25,
         implementation: Implementation = "auto",
         init: Config = config_for(jax.nn.initializers.normal, stddev=0.02),
         output_init_scale: float = 1.0,
@@ -118,6 +149,8 @@ class Experts(Layer):
         self.names = ("gate", "up", "down") if gated else ("up", "down")
         self.bias = bias
         self.capacity = capacity
+        self.exchange: Exchange = exchange
+        self.buffer_factor = buffer_factor
         self.implementation: Implementation = implementation
         self._init = init.instantiate()
         self._output_scale = output_init_scale
@@ -226,17 +259,84 @@ class Experts(Layer):
             # Each device of the model axis has a partial sum over F, so only one of them may add the bias.
             is_first = jax.lax.axis_index("model") == 0
             weights = {**weights, "down_bias": jnp.where(is_first, weights["down_bias"], 0)}
+        shards = sizes["expert"]
+        uses_all_to_all = self.uses_all_to_all(x_BSD.shape[0] * x_BSD.shape[1], shards)
         first_expert: jax.Array | int = 0
-        if sizes["expert"] > 1:
-            tokens = (x_BSD, choice)
-            x_BSD, choice = jax.tree.map(lambda x: jax.lax.all_gather(x, "expert", axis=0, tiled=True), tokens)
-            first_expert = jax.lax.axis_index("expert") * _num_experts(weights)
-        y_BSD = self._run_local_experts(weights, x_BSD, choice, ctx, first_expert, shards=sizes["expert"])
+        if uses_all_to_all:
+            y_BSD = self._exchange_tokens(weights, x_BSD, choice, ctx)
+        else:
+            if shards > 1:
+                tokens = (x_BSD, choice)
+                x_BSD, choice = jax.tree.map(lambda x: jax.lax.all_gather(x, "expert", axis=0, tiled=True), tokens)
+                first_expert = jax.lax.axis_index("expert") * _num_experts(weights)
+            y_BSD = self._run_local_experts(weights, x_BSD, choice, ctx, first_expert, shards)
         if sizes["model"] > 1:
             y_BSD = jax.lax.psum(y_BSD, "model")
-        if sizes["expert"] > 1:
+        if shards > 1 and not uses_all_to_all:
             y_BSD = jax.lax.psum_scatter(y_BSD, "expert", scatter_dimension=0, tiled=True)
         return y_BSD
+
+    def uses_all_to_all(self, num_tokens: int, shards: int) -> bool:
+        """Return whether tokens travel only to the devices of their experts; see the argument `exchange`.
+
+        Args:
+            num_tokens: number of tokens of a device.
+            shards: number of devices that share the experts.
+        """
+        if shards == 1 or self.capacity is not None:
+            return False
+        if self.exchange != "auto":
+            return self.exchange == "all_to_all"
+        return self._count_worst_rows(num_tokens, shards) > _FEW_ROWS
+
+    def _count_worst_rows(self, num_tokens: int, shards: int) -> int:
+        """Return the number of rows of a device if all tokens of all devices choose as many of its experts as possible.
+
+        A token chooses an expert at most once.
+        """
+        return shards * num_tokens * min(self.top_k, self.num_experts // shards)
+
+    def _exchange_tokens(self, weights: Nested, x_BSD: jax.Array, choice: ExpertChoice, ctx: Context) -> jax.Array:
+        """Return the weighted sum of the experts' results for this device's tokens, [B, S, D], inside shard_map."""
+        assert ctx.mesh is not None
+        shards = ctx.mesh.shape["expert"]
+        x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
+        num_tokens = x_TD.shape[0]
+        num_choices = num_tokens * self.top_k
+        worst_rows = self._count_worst_rows(num_tokens, shards)
+        room = count_buffer_rows(num_choices, self.buffer_factor, worst_rows)
+        implementation = choose_implementation(self.implementation, ctx.platform, x_TD.dtype)
+        num_rows = with_spare_rows(room, implementation)
+        transport = Transport(
+            is_ragged=ctx.platform in ("tpu", "gpu"),
+            mesh_axes=tuple(ctx.mesh.axis_names),
+            kernels=ctx.kernels,
+            even_rows=num_choices,
+        )
+        # An estimate traces a single round, with all rows of an even router.
+        even_rows = num_choices if ctx.kernels is not None else min(num_choices, room)
+        groups = group(choice.experts_BSK.reshape(num_tokens, self.top_k), self.num_experts, num_choices)
+        counts_PG = jax.lax.all_gather(groups.sizes_E, "expert")
+        routing = _Routing(groups, counts_PG, jax.lax.axis_index("expert"))
+
+        def run_round(
+            arguments: tuple[Nested, jax.Array, jax.Array], routing: _Routing, index: jax.Array | int
+        ) -> jax.Array:
+            weights, x_TD, shares_TK = arguments
+            round_ = plan_round(routing.counts_PG, routing.device, index, room)
+            groups = routing.groups
+            x_ND = send_rows(transport, dispatch(x_TD, groups), round_, num_rows)
+            shares_N1 = send_rows(transport, dispatch_choices(shares_TK, groups), round_, num_rows)
+            y_ND = self._run_rows(weights, x_ND, round_.sizes_E, ctx.kernels, implementation, even_rows, shares_N1)
+            return sum_choices(return_rows(transport, y_ND, round_, num_choices), groups)
+
+        arguments = (weights, x_TD, choice.shares_BSK.reshape(num_tokens, self.top_k))
+        if room == worst_rows or ctx.kernels is not None:
+            y_TD = run_round(arguments, routing, 0)
+        else:
+            num_rounds = transport.agree_on_most(count_rounds(counts_PG, room))
+            y_TD = sum_rounds(run_round, arguments, routing, num_rounds, even_rounds=-(-num_choices // room))
+        return y_TD.reshape(x_BSD.shape)
 
     def _run_local_experts(
         self,
@@ -264,35 +364,83 @@ class Experts(Layer):
         groups = group(experts_TK, num_experts, num_rows)
         x_ND = dispatch(x_TD, groups)
         even_rows = x_TD.shape[0] * top_k // shards
-        dot: Dot = partial(grouped_dot, sizes_E=groups.sizes_E, implementation=implementation, even_rows=even_rows)
+        y_ND = self._run_rows(weights, x_ND, groups.sizes_E, ctx.kernels, implementation, even_rows)
+        y_TKD = collect(y_ND, groups)
+        y_TD = _combine_outputs(y_TKD, choice.shares_BSK.reshape(-1, top_k))
+        return y_TD.reshape(x_BSD.shape)
+
+    def _run_rows(
+        self,
+        weights: Nested,
+        x_ND: jax.Array,
+        sizes_E: jax.Array,
+        kernels: Kernels | None,
+        implementation: Chosen,
+        even_rows: int,
+        shares_N1: jax.Array | None = None,
+    ) -> jax.Array:
+        """Return the results of rows that are sorted by expert, [N, D].
+
+        Args:
+            weights: weights of the local experts.
+            x_ND: rows, including the spare ones of `with_spare_rows`.
+            sizes_E: int32, the number of rows of each local expert.
+            kernels: see `Context.kernels`.
+            implementation: kernel of the products.
+            even_rows: number of rows that an even router would fill.
+            shares_N1: the share of each row, which multiplies its result; None multiplies by nothing.
+        """
+        dot: Dot = partial(grouped_dot, sizes_E=sizes_E, implementation=implementation, even_rows=even_rows)
         multiply: Multiply = partial(multiply_stored, implementation=implementation, even_rows=even_rows)
-        if ctx.kernels is not None:
-            dot = partial(ctx.kernels.grouped_dot, rows=even_rows)
+        if kernels is not None:
+            dot = partial(kernels.grouped_dot, rows=even_rows)
             multiply = partial(_multiply_for_estimate, dot)
-        experts_N = find_row_experts(groups.sizes_E, num_rows) if self.bias else None
+        experts_N = find_row_experts(sizes_E, x_ND.shape[0]) if self.bias else None
 
         def project(name: str, rows_NI: jax.Array) -> jax.Array:
             if name in self.stored:
-                y_NO = self.stored[name].product(rows_NI, weights, name, dot, multiply, groups.sizes_E)
+                y_NO = self.stored[name].product(rows_NI, weights, name, dot, multiply, sizes_E)
             else:
                 y_NO = dot(rows_NI, weights[name])
             if experts_N is None:
                 return y_NO
             return add_biases(y_NO, weights[f"{name}_bias"], experts_N)
 
-        h_NF = self._compute_hidden(project, x_ND)
-        y_ND = checkpoint_name(project("down", h_NF), "mlp_down")
-        y_TKD = collect(y_ND, groups)
-        y_TD = _combine_outputs(y_TKD, choice.shares_BSK.reshape(-1, top_k))
-        return y_TD.reshape(x_BSD.shape)
+        if self.bias and shares_N1 is not None:
+            # The share multiplies the bias too.
+            y_ND = project("down", self._compute_hidden(project, x_ND))
+            y_ND = save_inputs(_scale_rows)(y_ND, shares_N1)
+        else:
+            # The gradients of the shares then need hidden activations, but no results, so a backward pass that computes
+            # the layer again leaves out the product with `down` and the way back of its results.
+            y_ND = project("down", self._compute_hidden(project, x_ND, shares_N1))
+        return checkpoint_name(y_ND, "mlp_down")
 
-    def _compute_hidden(self, project: Callable[[str, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-        """Return the inner activations; project(name, x) is the projection with that name."""
+    def _compute_hidden(
+        self, project: Callable[[str, jax.Array], jax.Array], x: jax.Array, shares: jax.Array | None = None
+    ) -> jax.Array:
+        """Return the inner activations.
+
+        Args:
+            project: project(name, x) is the projection with that name.
+            x: inputs [..., D].
+            shares: factors [..., 1] on the inner activations; None multiplies by nothing.
+        """
         up = checkpoint_name(project("up", x), "mlp_up")
-        if "gate" not in self.names:
-            return save_inputs(self.activation)(up)
-        gate = checkpoint_name(project("gate", x), "mlp_gate")
-        return save_inputs(self.gating)(gate, up)
+        function = self.activation
+        operands = (up,)
+        if "gate" in self.names:
+            gate = checkpoint_name(project("gate", x), "mlp_gate")
+            function = self.gating
+            operands = (gate, up)
+        if shares is None:
+            return save_inputs(function)(*operands)
+
+        # One function, so that the activations are not saved without the factors too.
+        def scale(shares: jax.Array, *operands: jax.Array) -> jax.Array:
+            return _scale_rows(function(*operands), shares)
+
+        return save_inputs(scale, apart=True)(shares, *operands)
 
     def _with_capacity(
         self, weights: Nested, x_BSD: jax.Array, choice: ExpertChoice, ctx: Context
@@ -328,6 +476,22 @@ class Experts(Layer):
         return 2.0 * self.top_k * (len(self.names) * self.dim * self.hidden + adapters)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Routing:
+    """The choices of all devices along the `expert` axis.
+
+    Attributes:
+        groups: this device's choices, sorted by expert of all devices.
+        counts_PG: int32, the number of choices of each device for each expert.
+        device: int32, the index of this device.
+    """
+
+    groups: Groups
+    counts_PG: jax.Array
+    device: jax.Array
+
+
 def _num_experts(weights: Nested) -> int:
     """Return the number of local experts."""
     return jax.tree.leaves(weights["up"])[0].shape[0]
@@ -339,6 +503,12 @@ def _multiply_for_estimate(
     """Compute `multiply_stored` with the product of an estimate."""
     weight_EIO = dense_experts(dense, weights, x)
     return dot(x, weight_EIO.mT if transpose else weight_EIO)
+
+
+def _scale_rows(x: jax.Array, factors: jax.Array) -> jax.Array:
+    """Return x [..., D] times factors [..., 1], in x's dtype; only the product is rounded."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return (x.astype(wide) * factors.astype(wide)).astype(x.dtype)
 
 
 def _combine_outputs(y_TKD: jax.Array, shares_TK: jax.Array) -> jax.Array:

@@ -50,8 +50,8 @@ def group(experts_TK: jax.Array, num_experts: int, num_rows: int) -> Groups:
     positions = jnp.zeros(num_choices, jnp.int32).at[order].set(jnp.arange(num_choices, dtype=jnp.int32))
     rows_TK = jnp.where(is_here, positions, num_rows).reshape(experts_TK.shape)
     # There may be more rows than choices, or fewer.
-    filled = jnp.full(max(num_rows, num_choices), num_choices, jnp.int32).at[:num_choices].set(order)[:num_rows]
-    choices_N = jnp.where(jnp.arange(num_rows) < num_here, filled, num_choices)
+    padded = jnp.pad(order, (0, max(0, num_rows - num_choices)), constant_values=num_choices)[:num_rows]
+    choices_N = jnp.where(jnp.arange(num_rows) < num_here, padded, num_choices)
     return Groups(sizes_E, rows_TK, choices_N)
 
 
@@ -68,15 +68,39 @@ def dispatch(x_TD: jax.Array, groups: Groups) -> jax.Array:
     return rows_or_zeros(x_TD, groups.choices_N // top_k)
 
 
-def _dispatch_backward(groups: Groups, grad_ND: jax.Array) -> tuple[jax.Array, Groups]:
-    # A sum over K rows; JAX's own rule would scatter N rows into T in the rows' dtype.
-    grad_TKD = rows_or_zeros(grad_ND, groups.rows_TK)
-    wide = jnp.promote_types(grad_ND.dtype, jnp.float32)
-    grad_TD = jnp.sum(grad_TKD.astype(wide), axis=1)
-    return grad_TD.astype(grad_ND.dtype), jax.tree.map(zero_cotangent, groups)
+@jax.custom_vjp
+def sum_choices(y_ND: jax.Array, groups: Groups) -> jax.Array:
+    """Return the sum of each token's rows, [T, D] in y's dtype, summed in float32 or wider."""
+    y_TKD = rows_or_zeros(y_ND, groups.rows_TK)
+    wide = jnp.promote_types(y_ND.dtype, jnp.float32)
+    return jnp.sum(y_TKD.astype(wide), axis=1).astype(y_ND.dtype)
 
 
-dispatch.defvjp(lambda x_TD, groups: (dispatch(x_TD, groups), groups), _dispatch_backward)
+# Each is the transpose of the other. JAX's own rules would scatter rows, and sum them in their dtype.
+dispatch.defvjp(
+    lambda x_TD, groups: (dispatch(x_TD, groups), groups),
+    lambda groups, grad_ND: (sum_choices(grad_ND, groups), jax.tree.map(zero_cotangent, groups)),
+)
+sum_choices.defvjp(
+    lambda y_ND, groups: (sum_choices(y_ND, groups), groups),
+    lambda groups, grad_TD: (dispatch(grad_TD, groups), jax.tree.map(zero_cotangent, groups)),
+)
+
+
+@jax.custom_vjp
+def dispatch_choices(values_TK: jax.Array, groups: Groups) -> jax.Array:
+    """Return the value of each row's choice, [N, 1]; zeros in rows after the last expert's."""
+    return rows_or_zeros(values_TK.reshape(-1, 1), groups.choices_N)
+
+
+def _dispatch_choices_backward(groups: Groups, grad_N1: jax.Array) -> tuple[jax.Array, Groups]:
+    # Each choice has one row, so nothing is summed.
+    return rows_or_zeros(grad_N1, groups.rows_TK)[..., 0], jax.tree.map(zero_cotangent, groups)
+
+
+dispatch_choices.defvjp(
+    lambda values_TK, groups: (dispatch_choices(values_TK, groups), groups), _dispatch_choices_backward
+)
 
 
 @jax.custom_vjp

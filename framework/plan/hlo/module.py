@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 
+from plimsoll.framework.plan.grouped_products import count_further_rounds
 from plimsoll.framework.plan.hlo.arrays import arrays
 from plimsoll.framework.plan.hlo.computations import NAMES, Computations, Instruction
 from plimsoll.framework.plan.hlo.trip_counts import infer_trip_count
 
 _CALLED = re.compile(r"(calls|to_apply|called_computations|branch_computations|body)=(\{[^}]*\}|%[\w.\-]+)")
-_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 
 
 class Module(Computations):
@@ -20,12 +21,16 @@ class Module(Computations):
 
     def trip_count(self, loop: Instruction) -> int:
         """Return the trip count of a loop; 1 if its text does not contain it."""
+        rounds = count_further_rounds(loop.op_name)
+        if rounds is not None:
+            return rounds
         return infer_trip_count(self, loop) or 1
 
     @cached_property
     def unknown_loops(self) -> list[Instruction]:
         """Loops whose trip count is not known from the text; they count once."""
-        return [loop for loop in self.loops.values() if infer_trip_count(self, loop) is None]
+        loops = [loop for loop in self.loops.values() if count_further_rounds(loop.op_name) is None]
+        return [loop for loop in loops if infer_trip_count(self, loop) is None]
 
     @cached_property
     def _runs(self) -> Counter[str]:
@@ -59,7 +64,11 @@ class Module(Computations):
                 channel = re.search(r"channel_id=(\d+)", instruction.attributes)
                 # An asynchronous collective may appear twice in the text, with the same channel.
                 key = (kind, channel[1] if channel else instruction.name)
-                operand_bytes = sum(operand.num_bytes for operand in self.operands(instruction))
+                operands = self.operands(instruction)
+                # The operands of a ragged one are the rows, and the array that they are written to.
+                if kind == "ragged-all-to-all":
+                    operands = operands[:1]
+                operand_bytes = sum(operand.num_bytes for operand in operands)
                 result_bytes = instruction.num_bytes
                 # An instruction that starts an asynchronous collective returns its operands too.
                 if instruction.opcode.endswith("-start"):

@@ -156,6 +156,10 @@ def _count_received(module: Module, instruction: Instruction) -> float:
         return operand_bytes * (size - 1) / size
     if kind == "all-reduce":
         return 2 * operand_bytes * (size - 1) / size
+    if kind == "ragged-all-to-all" and len(operands) > 1:
+        # The operands are the rows, the array that is written to, and offsets and sizes. The smaller of the two arrays
+        # holds the number of rows that an even router sends, the larger one has room for more.
+        return min(operands[0].num_bytes, operands[1].num_bytes) * (size - 1) / size
     if kind == "collective-permute" and operands:
         # Further operands are the buffers that it writes to.
         return operands[0].num_bytes

@@ -15,6 +15,7 @@ from plimsoll.framework.layout import GROUPS, StateLayout, count_shards, find_we
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.plan.jaxpr_analysis import (
     LOCAL_ATTENTION,
+    LOCAL_EXCHANGE,
     LOCAL_GROUPED_PRODUCT,
     SCALED_PRODUCTS,
     FlopCount,
@@ -203,7 +204,7 @@ def count_work(
         layer_transfers=layer_transfers,
         exposed_host_bytes=exposed_host_bytes,
         loop_bytes=loop_bytes,
-        exposed_received_bytes=accumulate * _expert_bytes(layout, sizes),
+        exposed_received_bytes=accumulate * (_expert_bytes(layout, sizes) + microbatch.exposed_received_bytes),
         mask_excess=step_flops.mask_excess / num_devices,
         fp8_flops=step_flops.fp8 / num_devices,
         int8_flops=step_flops.int8 / num_devices,
@@ -390,10 +391,13 @@ class TracedWork:
         product_bytes: bytes of the operands and results of matrix products, attention and Pallas kernels, and of
             rounding to 8 bits. XLA fuses most other work into the producers or consumers of these arrays.
         received_bytes: bytes received from other devices.
+        exposed_received_bytes: the part of `received_bytes` that arrives while nothing else runs, because the next
+            products need it.
     """
 
     product_bytes: int = 0
     received_bytes: int = 0
+    exposed_received_bytes: int = 0
 
 
 def count_traced_work(jaxpr: ClosedJaxpr | Jaxpr) -> TracedWork:
@@ -401,6 +405,7 @@ def count_traced_work(jaxpr: ClosedJaxpr | Jaxpr) -> TracedWork:
     program = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
     product_bytes = 0
     received_bytes = 0
+    exposed_received_bytes = 0
     for equation in program.eqns:
         name = equation.primitive.name
         taken_bytes = sum(map(_num_bytes, equation.invars))
@@ -414,13 +419,19 @@ def count_traced_work(jaxpr: ClosedJaxpr | Jaxpr) -> TracedWork:
             received_bytes += abs(made_bytes - taken_bytes)
         elif name in _RECEIVED:
             received_bytes += _RECEIVED[name] * taken_bytes
+        elif name == LOCAL_EXCHANGE:
+            # Rows are gathered for the exchange, and read from its result.
+            product_bytes += taken_bytes + made_bytes
+            received_bytes += equation.params["received_bytes"]
+            exposed_received_bytes += equation.params["received_bytes"]
         elif inner := list(map(count_traced_work, inner_jaxprs(equation.params))):
             if name == "cond":
                 inner = [max(inner, key=lambda work: (work.product_bytes, work.received_bytes))]
             runs = equation.params["length"] if name == "scan" else 1
             product_bytes += runs * sum(work.product_bytes for work in inner)
             received_bytes += runs * sum(work.received_bytes for work in inner)
-    return TracedWork(product_bytes, received_bytes)
+            exposed_received_bytes += runs * sum(work.exposed_received_bytes for work in inner)
+    return TracedWork(product_bytes, received_bytes, exposed_received_bytes)
 
 
 def _is_8_bit(variable: Var) -> bool:
