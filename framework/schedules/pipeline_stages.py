@@ -141,7 +141,7 @@ def exchange_chunks(tree: T, mesh: Mesh, *, to_stages: bool) -> T:
     exchange_all = jax.shard_map(
         exchange, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={LAYER_AXIS}, check_vma=False
     )
-    return jax.tree.map(lambda x: exchange_all(x, sent, received), tree)
+    return jax.tree.map(lambda x: exchange_all(x, jnp.asarray(sent), jnp.asarray(received)), tree)
 
 
 def add_outs(sums: dict[str, Out], outs: dict[str, Out]) -> dict[str, Out]:
