@@ -126,7 +126,25 @@ def dense_first() -> Config:
     return model
 
 
+def ring() -> Config:
+    """Return a model whose keys travel around the devices of `seq`."""
+    model = small.llama(stack__num_layers=4)
+    small.block(model).attention.context_parallel = "ring"
+    return model
+
+
+def exchanging_mixture() -> Config:
+    """Return a mixture whose tokens travel to their experts, in several rounds."""
+    model = mixture()
+    for block in model.stack.pattern:
+        block.mlp.experts.exchange = "all_to_all"
+        block.mlp.experts.buffer_factor = 0.5
+    return model
+
+
 MODELS = {
+    "ring": ring,
+    "exchanging mixture": exchanging_mixture,
     "tied": tied_model,
     "llama": lambda: small.llama(stack__num_layers=8, embed__dropout=0.1),
     "mixture": mixture,
@@ -172,6 +190,9 @@ CASES = [
     ("mixture", {"pipe": 2, "fsdp": 4}, 2, {}),
     ("mixture", {"pipe": 2, "fsdp": 2, "expert": 2}, 2, {}),
     ("mixture", {"pipe": 2, "pipe_chunks": 2, "fsdp": 2, "model": 2}, 2, {}),
+    ("exchanging mixture", {"pipe": 2, "fsdp": 2, "expert": 2}, 2, {}),
+    ("ring", {"pipe": 2, "fsdp": 2, "seq": 2}, 2, {}),
+    ("ring", {"pipe": 2, "pipe_chunks": 2, "seq": 4}, 2, {"memory": {"remat": "save:attention"}}),
     ("dense first", {"pipe": 4, "fsdp": 2}, 4, {}),
 ]
 
