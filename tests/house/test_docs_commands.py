@@ -59,19 +59,12 @@ QUICK = (
     Recipe("docs/plan.md", ("plimsoll plan --config=hf:meta-llama/Llama-3.1-8B --target=4090",), has_outputs=True),
     Recipe(
         "docs/multihost.md",
-        (
-            "plimsoll local --config=gpt2-124m",
-            "plimsoll local --config=nanogpt-cpu",
-            "plimsoll slurm",
-            "docker build",
-            "plimsoll tpu_vm",
-        ),
+        ("plimsoll local", "plimsoll slurm", "docker build", "plimsoll tpu_vm"),
         replaced={
             "docker ": "true ",
             "plimsoll gke": "plimsoll gke --dry_run",
             "--gpus=all": "--gpus=all --dry_run",
             "--config.mesh.data=8": "--config.mesh.data=8 --dry_run",
-            "--config.mesh.pipe=4": "--config.mesh.pipe=4 --dry_run",
             "plimsoll slurm": "plimsoll slurm --dry_run",
             "--zone=us-west4-a": "--zone=us-west4-a --dry_run",
         },
@@ -230,6 +223,11 @@ WHOLE = (
             "JAX_NUM_PROCESSES=16": "JAX_NUM_PROCESSES=1",
             "plimsoll train ...": f"{A_RUN}runs/by-hand",
         },
+    ),
+    Recipe(
+        "docs/parallelism.md",
+        ("plimsoll local --config=nanogpt-cpu",),
+        replaced={"--config.mesh.pipe=4": f"--config.mesh.pipe=4 {FEW}"},
     ),
     Recipe("docs/operations.md", ("plimsoll status",), setup=(f"{A_RUN}runs/a",), prints=("step 2",)),
     Recipe(
