@@ -51,7 +51,7 @@ from plimsoll.framework.layers.kernels_call import (
 
 T = TypeVar("T")
 
-# Shorter chunks take less time to compute than the exchange of queries and results takes.
+# With shorter chunks, exchanging queries and results takes about as long as computing them (v5p, Llama 3 8B).
 MIN_CHUNK = 1024
 # An id that no query has: ids of documents are positive, and those of padding negative.
 _NO_SEGMENT = 0
