@@ -189,6 +189,8 @@ class JitStep(StepBackend):
         model = self.running.model
         layout = self.layout
         num_microbatches = self.experiment.learner.accumulate
+        # The functions below do not refer to `self`, which holds them: nothing else would free the cycle.
+        pipe_chunks = self.experiment.mesh.pipe_chunks if self.has_pipeline else None
         storage_specs = model.stage_specs(layout.specs[group], layout.specs.frozen)
 
         def sums(params: Nested, buffers: Nested, batch: Nested) -> Metrics:
@@ -197,7 +199,7 @@ class JitStep(StepBackend):
 
         def evaluate(params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> Metrics:
             params = merge(params, frozen)
-            if self.has_pipeline:
+            if pipe_chunks is not None:
                 specs = merge(layout.specs[group], layout.specs.frozen)
                 ctx = evaluation_context(batch, model, layout)
                 out = pipeline.evaluate(
@@ -205,7 +207,7 @@ class JitStep(StepBackend):
                     jax.tree.map(fetch_leaf, specs, params),
                     buffers,
                     ctx,
-                    chunks=self.experiment.mesh.pipe_chunks,
+                    chunks=pipe_chunks,
                     num_microbatches=num_microbatches,
                 )
                 return model.scores(out, batch)

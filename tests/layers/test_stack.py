@@ -82,7 +82,7 @@ def test_specs_have_a_leading_layer_axis():
     assert specs.keys() == unit.keys()
     for path, spec in specs.items():
         assert spec.shape == (2, *unit[path].shape)
-        assert spec.mesh_axes == (None, *unit[path].mesh_axes)
+        assert spec.mesh_axes == ("pipe", *unit[path].mesh_axes)
         assert spec.roles == ("layer", *unit[path].roles)
     assert {path: spec.shape for path, spec in flatten(layer.buffer_specs()).items()} == {
         "block1/mean": (2, DIM),

@@ -125,6 +125,6 @@ def test_blocks_follow_the_model():
         "attention_norm/scale": (2,),
         "mlp_norm/scale": (2,),
     }
-    assert stack["attention/query/weight"].mesh_axes == (None, "model")
+    assert stack["attention/query/weight"].mesh_axes == ("pipe", "model")
     tables = [leaf.shape for part in ("embed", "head") for path, leaf in flatten(specs[part]).items() if "/nu/" in path]
     assert sorted(tables) == [(), (small.VOCAB,), (small.VOCAB,)]
