@@ -39,7 +39,7 @@ _MIN_SIZE = 16
 
 
 @dataclass(frozen=True)
-class Blocks:
+class FlashBlocks:
     """Sizes of a kernel.
 
     Args:
@@ -72,7 +72,7 @@ class FlashOptions:
     softcap: float | None
     mask: BlockMask
     shared_bytes: int
-    blocks: Blocks | None = None
+    blocks: FlashBlocks | None = None
     interpret: bool = False
 
 
@@ -156,58 +156,58 @@ def _split_ids(ids: Ids | None) -> tuple[Array | None, Array | None]:
 # {kernel: ((most bytes of a key and its value, sizes), ...)}. For 64 and 128 channels in 16 bits, most are the defaults
 # of PyTorch's FlexAttention for H100 (torch/_inductor, version 2.8). The others are the largest that the compilers for
 # H100 and B200 keep in registers, but for a few numbers with all masks and a cap. None was timed here.
-_BLOCKS: dict[KernelPass, tuple[tuple[int, Blocks], ...]] = {
+_BLOCKS: dict[KernelPass, tuple[tuple[int, FlashBlocks], ...]] = {
     "forward": (
-        (256, Blocks(128, 128, 8, 3)),
-        (512, Blocks(128, 64, 8, 3)),
-        (640, Blocks(128, 64, 8, 2)),
-        (1024, Blocks(64, 32, 4, 3)),
-        (2048, Blocks(32, 32, 4, 2)),
+        (256, FlashBlocks(128, 128, 8, 3)),
+        (512, FlashBlocks(128, 64, 8, 3)),
+        (640, FlashBlocks(128, 64, 8, 2)),
+        (1024, FlashBlocks(64, 32, 4, 3)),
+        (2048, FlashBlocks(32, 32, 4, 2)),
     ),
     "backward_queries": (
-        (256, Blocks(64, 64, 4, 3)),
-        (512, Blocks(128, 64, 8, 3)),
-        (640, Blocks(128, 64, 8, 2)),
-        (1024, Blocks(64, 64, 8, 2)),
-        (2048, Blocks(32, 32, 8, 2)),
+        (256, FlashBlocks(64, 64, 4, 3)),
+        (512, FlashBlocks(128, 64, 8, 3)),
+        (640, FlashBlocks(128, 64, 8, 2)),
+        (1024, FlashBlocks(64, 64, 8, 2)),
+        (2048, FlashBlocks(32, 32, 8, 2)),
     ),
     "backward_keys": (
-        (256, Blocks(64, 64, 4, 3)),
-        (512, Blocks(64, 128, 8, 3)),
-        (640, Blocks(32, 128, 8, 2)),
-        (1024, Blocks(32, 64, 8, 2)),
-        (2048, Blocks(32, 32, 8, 2)),
+        (256, FlashBlocks(64, 64, 4, 3)),
+        (512, FlashBlocks(64, 128, 8, 3)),
+        (640, FlashBlocks(32, 128, 8, 2)),
+        (1024, FlashBlocks(32, 64, 8, 2)),
+        (2048, FlashBlocks(32, 32, 8, 2)),
     ),
 }
 # The same for 99 KiB of shared memory.
-_SMALL_BLOCKS: dict[KernelPass, tuple[tuple[int, Blocks], ...]] = {
+_SMALL_BLOCKS: dict[KernelPass, tuple[tuple[int, FlashBlocks], ...]] = {
     "forward": (
-        (256, Blocks(128, 64, 4, 2)),
-        (512, Blocks(128, 64, 8, 2)),
-        (640, Blocks(128, 32, 8, 2)),
-        (1024, Blocks(64, 32, 8, 2)),
-        (2048, Blocks(32, 16, 4, 2)),
+        (256, FlashBlocks(128, 64, 4, 2)),
+        (512, FlashBlocks(128, 64, 8, 2)),
+        (640, FlashBlocks(128, 32, 8, 2)),
+        (1024, FlashBlocks(64, 32, 8, 2)),
+        (2048, FlashBlocks(32, 16, 4, 2)),
     ),
     "backward_queries": (
-        (256, Blocks(64, 64, 4, 2)),
-        (512, Blocks(64, 64, 4, 2)),
-        (640, Blocks(64, 32, 8, 2)),
-        (1024, Blocks(32, 32, 8, 2)),
-        (2048, Blocks(16, 16, 4, 2)),
+        (256, FlashBlocks(64, 64, 4, 2)),
+        (512, FlashBlocks(64, 64, 4, 2)),
+        (640, FlashBlocks(64, 32, 8, 2)),
+        (1024, FlashBlocks(32, 32, 8, 2)),
+        (2048, FlashBlocks(16, 16, 4, 2)),
     ),
     "backward_keys": (
-        (256, Blocks(64, 64, 4, 2)),
-        (512, Blocks(32, 64, 8, 2)),
-        (640, Blocks(32, 32, 8, 2)),
-        (1024, Blocks(32, 32, 8, 2)),
-        (2048, Blocks(16, 16, 4, 2)),
+        (256, FlashBlocks(64, 64, 4, 2)),
+        (512, FlashBlocks(32, 64, 8, 2)),
+        (640, FlashBlocks(32, 32, 8, 2)),
+        (1024, FlashBlocks(32, 32, 8, 2)),
+        (2048, FlashBlocks(16, 16, 4, 2)),
     ),
 }
 # The shared memory of a program on Hopper, and on GPUs for data centers from then on.
 _LARGE_SHARED_BYTES = 227 * 2**10
 
 
-def choose_blocks(kernel_pass: KernelPass, row_bytes: int, shared_bytes: int) -> Blocks:
+def choose_blocks(kernel_pass: KernelPass, row_bytes: int, shared_bytes: int) -> FlashBlocks:
     """Return the sizes of a kernel.
 
     Args:
@@ -281,7 +281,7 @@ class _Kernel:
     num_keys: int
     key_dim: int
     value_dim: int
-    blocks: Blocks
+    blocks: FlashBlocks
     num_pairs: int
 
     @staticmethod

@@ -25,7 +25,7 @@ from plimsoll.framework.layers.kernels_call import (
 )
 
 if TYPE_CHECKING:
-    from plimsoll.framework.layers.flash_attention_gpu import Blocks, FlashOptions
+    from plimsoll.framework.layers.flash_attention_gpu import FlashBlocks, FlashOptions
 
 # The shared memory that a program may use on Ada, and on GeForce and RTX cards in general.
 _LEAST_SHARED_BYTES = 99 * 2**10
@@ -105,7 +105,7 @@ class TritonKernel:
 
     call: AttentionCall
     interpret: bool = False
-    blocks: Blocks | None = None
+    blocks: FlashBlocks | None = None
 
     def block_size(self, length: int) -> int:
         """See `BlockKernel`. It takes any number of keys, but blocks of these need no mask."""

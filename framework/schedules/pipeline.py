@@ -34,7 +34,7 @@ from plimsoll.framework.layout import Nested, TrainState
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.schedules.pipeline_shape import STACK
-from plimsoll.framework.schedules.pipeline_stages import ForwardState, GradientState, Pipeline, add_outs
+from plimsoll.framework.schedules.pipeline_stages import ForwardState, GradientState, PipelineStep, add_outs
 
 
 def accumulate_gradients(
@@ -49,7 +49,7 @@ def accumulate_gradients(
         chunks: mesh.pipe_chunks.
     """
     specs = jax.tree.map(lambda spec: replace(spec, dtype=learner.gradient_dtype(spec)), learner.specs)
-    pipeline = Pipeline(model, chunks, learner.accumulate, state.parameter, state.frozen, ctx, specs)
+    pipeline = PipelineStep(model, chunks, learner.accumulate, state.parameter, state.frozen, ctx, specs)
     shape = pipeline.shape
 
     def fill(forward: ForwardState, tick: jax.Array) -> tuple[ForwardState, None]:
@@ -99,7 +99,7 @@ def evaluate(model: Chain, params: Nested, buffers: Nested, ctx: Context, *, chu
         chunks: mesh.pipe_chunks.
         num_microbatches: number of microbatches.
     """
-    pipeline = Pipeline(model, chunks, num_microbatches, params, {}, ctx)
+    pipeline = PipelineStep(model, chunks, num_microbatches, params, {}, ctx)
 
     def run(state: ForwardState, tick: jax.Array) -> tuple[ForwardState, None]:
         state, stages_y = pipeline.forward(state, tick)

@@ -215,7 +215,7 @@ class ChunkInputs:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class HeadResult:
+class HeadTick:
     """The result of the stages after the stack for one microbatch.
 
     Attributes:
@@ -229,7 +229,7 @@ class HeadResult:
     outs: dict[str, Out]
 
 
-class Pipeline:
+class PipelineStep:
     """The computation of a tick, for one step or one evaluation.
 
     Args:
@@ -535,7 +535,7 @@ class Pipeline:
         outer_grads = jax.lax.cond(enters, pull_before, lambda: state.outer_grads)
         return GradientState(rotate(x_ct, -1), stack_grads, outer_grads)
 
-    def run_head(self, outer_grads: Nested, outs: dict[str, Out], stages_y: Carry, tick: jax.Array) -> HeadResult:
+    def run_head(self, outer_grads: Nested, outs: dict[str, Out], stages_y: Carry, tick: jax.Array) -> HeadTick:
         """Run the stages after the stack forward and backward, for the microbatch that leaves the stack in this tick.
 
         Args:
@@ -548,15 +548,15 @@ class Pipeline:
         leaving = self.leaving(tick)
         ctx = self.microbatch_ctx(leaving.microbatch)
 
-        def run() -> HeadResult:
+        def run() -> HeadTick:
             loss, pull, new_outs = jax.vjp(
                 lambda params, y: self.run_after(params, y, ctx), self.outer_params, y, has_aux=True
             )
             grads, ct = pull(jnp.ones_like(loss))
-            return HeadResult(ct, self.add_outer_grads(outer_grads, grads), {**outs, **add_outs(outs, new_outs)})
+            return HeadTick(ct, self.add_outer_grads(outer_grads, grads), {**outs, **add_outs(outs, new_outs)})
 
         if self.shape.chunks == 1:
             # One microbatch leaves in each tick that runs both forward and backward.
             return run()
         no_ct = jax.tree.map(jnp.zeros_like, y)
-        return jax.lax.cond(leaving.valid, run, lambda: HeadResult(no_ct, outer_grads, outs))
+        return jax.lax.cond(leaving.valid, run, lambda: HeadTick(no_ct, outer_grads, outs))

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from plimsoll.framework.families.decoders import llama_model
 from plimsoll.framework.layers import kernels_cudnn, kernels_triton
 from plimsoll.framework.layers.attention_kernels import choose_implementation, dot_product_attention
-from plimsoll.framework.layers.flash_attention_gpu import Blocks
+from plimsoll.framework.layers.flash_attention_gpu import FlashBlocks
 from plimsoll.framework.layers.flash_kernels import NUM_PRODUCTS
 from plimsoll.framework.layers.kernels_call import AttentionCall, BlockMask, Ids, describe_call
 from plimsoll.framework.layers.kernels_triton import TritonKernel
@@ -137,7 +137,7 @@ class Reference:
 def test_equals_a_softmax_in_float64(name):
     case = CASES[name]
     q, k, v, ids, all_out, grad = make_arrays(case)
-    kernel = TritonKernel(make_call(q, k, v, case), interpret=True, blocks=Blocks(*case.blocks, 4, 2))
+    kernel = TritonKernel(make_call(q, k, v, case), interpret=True, blocks=FlashBlocks(*case.blocks, 4, 2))
     reference = Reference.make(case, q, k, v, ids)
     expected_out, sums = reference.forward()
     # Other keys have added to the sums. Queries that see no key here see some of those.
@@ -168,7 +168,7 @@ def test_half_precision_is_as_exact_as_the_xla_kernel(dtype):
     q, k, v, _, _, grad = (None if x is None else jnp.asarray(x, dtype) for x in make_arrays(case))
     call = make_call(q, k, v, case)
     results = []
-    for kernel in (TritonKernel(call, interpret=True, blocks=Blocks(16, 16, 4, 2)), XlaKernel(call)):
+    for kernel in (TritonKernel(call, interpret=True, blocks=FlashBlocks(16, 16, 4, 2)), XlaKernel(call)):
         out, log_sums = kernel.forward(q, k, v, None, case.mask)
         gradients = kernel.backward(q, k, v, None, case.mask, out, log_sums, grad)
         results.append([np.asarray(x, np.float32) for x in (out, log_sums, *gradients)])
