@@ -49,6 +49,20 @@ class KernelAttention(Layer):
         """See `Layer.check_platform`."""
         check_platform(self.implementation, platform)
 
+    def check_length(self, seq_len: int, seq_shards: int) -> None:
+        """Raise ValueError if rows of this length cannot be divided into the chunks of a requested ring.
+
+        Args:
+            seq_len: number of positions in a row.
+            seq_shards: number of devices that share it.
+        """
+        has_window = self.window is not None and self.window < seq_len
+        if self.context_parallel == "ring" and not has_window and seq_len % (2 * seq_shards):
+            raise ValueError(
+                f"attention.context_parallel = 'ring' with mesh.seq = {seq_shards} takes a data.seq_len that is a "
+                f"multiple of {2 * seq_shards}, given {seq_len}"
+            )
+
     def attend(
         self, q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, ctx: Context, sinks_N: jax.Array | None = None
     ) -> jax.Array:

@@ -37,6 +37,7 @@ def why_not(call: AttentionCall) -> str | None:
     sharding_problem = call.why_not_sharded()
     multiple = SPLASH_LANES * shards
     padded_length = -(-length // multiple) * multiple
+    padded_for_ring = -(-length // (2 * multiple)) * 2 * multiple
     reasons = [
         (call.platform != "tpu", f"it runs on TPU, not on {call.platform}; use xla"),
         (
@@ -48,6 +49,10 @@ def why_not(call: AttentionCall) -> str | None:
             length % multiple or length % shards**2,
             f"it takes a multiple of {SPLASH_LANES} positions on each device, not {length} / {shards}; "
             f"pad to {padded_length}",
+        ),
+        (
+            shards > 1 and call.context_parallel == "ring" and call.window is None and length % (2 * multiple),
+            f"a ring takes a multiple of {2 * multiple} positions, not {length}; pad to {padded_for_ring}",
         ),
         (call.head_dim % 8, f"it takes a multiple of 8 channels per head, not {call.head_dim}; use xla"),
         (call.value_dim % 8, f"it takes a multiple of 8 channels per head of values, not {call.value_dim}; use xla"),

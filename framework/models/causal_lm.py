@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from plimsoll.framework.config import Config, DType, PositiveInt, component, config_for
+from plimsoll.framework.layers.attention import KernelAttention
 from plimsoll.framework.layers.base import Context, Out
 from plimsoll.framework.layers.embedding import Embedding
 from plimsoll.framework.layers.head import LMHead
@@ -155,6 +156,10 @@ class CausalLM(Chain):
                 f"mesh.seq = {seq_shards} does not divide data.seq_len = {seq_len}; "
                 f"nearest that do: {nearest_divisors(seq_len, seq_shards)}"
             )
+        for stack in self._stacks.values():
+            for layer in stack.pattern.walk():
+                if isinstance(layer, KernelAttention) and seq_shards > 1:
+                    layer.check_length(seq_len, seq_shards)
         if isinstance(self.head, ScoreHead):
             if getattr(data, "scored_source", self) is None:
                 source = type(data.train_leaves[0].source).__name__

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from plimsoll.framework.layers import ring_attention
 from plimsoll.framework.layers.attention_kernels import dot_product_attention
 from plimsoll.framework.layers.kernels_call import BlockMask, describe_call
+from tests.support import small
 
 AXES = ("data", "fsdp", "expert", "seq", "model")
 BATCH, NUM_HEADS, KV_HEADS, HEAD_DIM = 4, 4, 2, 8
@@ -146,3 +147,12 @@ def test_seen_share_counts_pairs(mask, num_queries):
         sees &= columns <= rows + mask.offset
         sees &= columns > rows + mask.offset - (mask.window or 99)
     assert mask.seen_share(num_queries, 12) == pytest.approx(sees.mean())
+
+
+def test_a_length_that_a_ring_cannot_divide_is_refused_before_tracing():
+    model = small.llama()
+    small.block(model).attention.context_parallel = "ring"
+    config = small.experiment(model, mesh={"seq": 4, "fsdp": 2})
+    config.data.seq_len = 12
+    with pytest.raises(ValueError, match=r"context_parallel = 'ring' with mesh.seq = 4 .* multiple of 8, given 12"):
+        small.program(config)
