@@ -159,11 +159,14 @@ def test_remat_saving_attention_runs_the_forward_kernel_once(topology):
 def test_a_mesh_that_does_not_divide_the_arrays_is_named(topology):
     devices = topology("v5e:2x4")
 
-    def reason(sizes, B=8, S=1024, N=8, K=8):
+    def reason(sizes, B=8, S=1024, N=8, K=8, **options):
         q, k = (jax.ShapeDtypeStruct((B, S, n, 128), jnp.bfloat16) for n in (N, K))
-        return kernels_splash.why_not(describe_call(q, k, k, None, None, None, make_mesh(devices, sizes)))
+        return kernels_splash.why_not(describe_call(q, k, k, None, None, None, make_mesh(devices, sizes), **options))
 
     assert reason((2, 2, 1, 1, 2)) is None
     assert "mesh data x fsdp = 8 does not divide the 4 sequences" in reason((4, 2, 1, 1, 1), B=4)
     assert "mesh model = 4 does not divide the 2 key/value heads" in reason((1, 2, 1, 1, 4), K=2)
     assert "multiple of 128 positions on each device, not 768 / 4; pad to 1024" in reason((1, 1, 1, 4, 2), S=768)
+    ring = {"context_parallel": "ring"}
+    assert reason((2, 1, 1, 4, 1), **ring) is None
+    assert "a ring takes a multiple of 1024 positions, not 1536; pad to 2048" in reason((2, 1, 1, 4, 1), S=1536, **ring)
