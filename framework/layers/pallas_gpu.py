@@ -20,7 +20,7 @@ _KNOWN_DEVICE = jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores
 def call_kernel(kernel: Callable[..., T], *arrays: Any) -> T:
     """Return kernel(*arrays).
 
-    Without a GPU, Pallas since jax 0.11 must be told which one it lowers kernels for, and knows only some.
+    Without a GPU, Pallas since jax 0.11 needs the name of one to lower kernels for, and accepts only some names.
 
     Args:
         kernel: result of `pallas_call`, for Triton.

@@ -1,9 +1,9 @@
 """Attention of rows whose positions are sharded over `seq`, without gathering their keys.
 
 **Ring** (Liu et al. 2023, arXiv 2310.01889): queries stay on their device; keys and values travel around the devices
-of the axis, so that a device has one shard of them in use and one on its way. Each step gives a softmax over the keys
-of one shard and the logarithm of its sum, from which the softmax over all keys follows. In the backward pass, the
-gradients of keys and values travel along with them.
+of the axis. A device holds two shards of them: the one that it computes with, and the next one, which is arriving. Each
+step gives a softmax over the keys of one shard and the logarithm of its sum, from which the softmax over all keys
+follows. In the backward pass, the gradients of keys and values travel along with them.
 
 With contiguous shards, the first device would only see its own keys, and all devices would wait for the last one. So
 the row is cut into twice as many chunks as there are devices, and device d computes those with index d and 2R - 1 - d,
@@ -336,7 +336,7 @@ class _Keys:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Queries:
-    """What the backward pass needs of two chunks of queries.
+    """The inputs of the backward pass for two chunks of queries.
 
     Attributes:
         q: [2, B, N, C, H].

@@ -76,7 +76,7 @@ class JitStep(StepBackend):
 
     @property
     def has_pipeline(self) -> bool:
-        """Whether the layers of the stack are sharded over the mesh."""
+        """True if the layers of the stack are sharded over the mesh axis `pipe`."""
         return self.mesh.shape[LAYER_AXIS] > 1
 
     # --- the state at step 0 ------------------------------------------------------------------------------------------

@@ -64,8 +64,8 @@ def accumulate_gradients(
         gradients = pipeline.backward(forward.saved, gradients, tick, head.ct)
         return (replace(forward, outs=head.outs), gradients), None
 
-    ticks = jnp.arange(shape.end)
-    begin, end = shape.first_backward_tick, shape.end_of_forward
+    ticks = jnp.arange(shape.num_ticks)
+    begin, end = shape.first_backward_tick, shape.num_forward_ticks
     forward = pipeline.start(state.buffer, training=True)
     forward, _ = jax.lax.scan(fill, forward, ticks[:begin])
     (forward, gradients), _ = jax.lax.scan(run, (forward, pipeline.start_backward(forward)), ticks[begin:end])
@@ -113,6 +113,6 @@ def evaluate(model: Chain, params: Nested, buffers: Nested, ctx: Context, *, chu
         outs = jax.lax.cond(leaving.valid, run_after, lambda: {name: state.outs[name] for name in pipeline.after})
         return replace(state, outs={**state.outs, **outs}), None
 
-    ticks = jnp.arange(pipeline.shape.end_of_forward)
+    ticks = jnp.arange(pipeline.shape.num_forward_ticks)
     state, _ = jax.lax.scan(run, pipeline.start(buffers, training=False), ticks)
     return pipeline.finish(state)

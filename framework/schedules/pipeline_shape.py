@@ -59,25 +59,25 @@ class PipelineShape:
         return self.chunks * self.stages - 1
 
     @property
-    def end_of_forward(self) -> int:
+    def num_forward_ticks(self) -> int:
         """The number of ticks up to the last one that runs forward: ticks after it only run backward."""
         return self.chunks * self.microbatches + self.stages - 1
 
     @property
-    def end(self) -> int:
+    def num_ticks(self) -> int:
         """The number of ticks."""
-        return self.end_of_forward + self.first_backward_tick
+        return self.num_forward_ticks + self.first_backward_tick
 
     @property
     def num_slots(self) -> int:
         """The number of inputs that a stage saves at the same time."""
         # The first stage's first input is read in the tick that writes the last slot.
-        return min(2 * self.chunks * self.stages - 1, self.end_of_forward)
+        return min(2 * self.chunks * self.stages - 1, self.num_forward_ticks)
 
     @property
     def idle_factor(self) -> float:
         """The ratio of the ticks to those in which a stage has work, (v M + P - 1) / (v M)."""
-        return self.end_of_forward / (self.chunks * self.microbatches)
+        return self.num_forward_ticks / (self.chunks * self.microbatches)
 
     def forward_work(self, tick: jax.Array, stage: jax.Array | int) -> StageWork:
         """Return what a stage, or each of several, runs forward in a tick."""

@@ -152,8 +152,7 @@ def add_outs(sums: dict[str, Out], outs: dict[str, Out]) -> dict[str, Out]:
 def when(predicate: jax.Array, compute: Callable[[], T]) -> T:
     """Return the result of a computation, or zeros if the predicate is false; then nothing is computed."""
     result = jax.eval_shape(compute)
-    zeros = lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), result)  # noqa: E731
-    return jax.lax.cond(predicate, compute, zeros)
+    return jax.lax.cond(predicate, compute, lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), result))
 
 
 # --- a tick ----------------------------------------------------------------------------------------------------------
@@ -454,7 +453,10 @@ class PipelineStep:
 
     def start_backward(self, state: ForwardState) -> GradientState:
         """Return the state before the first tick that runs backward: zeros."""
-        zeros = lambda spec, x: jnp.zeros(x.shape, spec.dtype)  # noqa: E731
+
+        def zeros(spec: TensorSpec, x: jax.Array) -> jax.Array:
+            return jnp.zeros(x.shape, spec.dtype)
+
         stack_grads = jax.tree.map(zeros, self.stack_specs, self.stack_params)
         outer_grads = jax.tree.map(zeros, self.outer_specs, self.outer_params)
         ct = jax.tree.map(jnp.zeros_like, state.x)
@@ -489,8 +491,9 @@ class PipelineStep:
         saved = state.saved
         if saved is not None:
             slot = tick % self.shape.num_slots
-            put = lambda slots, x: jax.lax.dynamic_update_index_in_dim(slots, x, slot, 0)  # noqa: E731
-            saved = jax.tree.map(put, saved, (x, buffers))
+            saved = jax.tree.map(
+                lambda slots, x: jax.lax.dynamic_update_index_in_dim(slots, x, slot, 0), saved, (x, buffers)
+            )
         return ForwardState(rotate(y, 1), all_buffers, outs, saved), y
 
     def leaving(self, tick: jax.Array) -> StageWork:

@@ -33,7 +33,7 @@ SHAPES = [(2, 1, 4), (4, 1, 6), (4, 1, 2), (8, 1, 3), (2, 2, 4), (4, 2, 8), (3, 
 
 def list_work(shape: PipelineShape) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int], np.ndarray]:
     """Return the tick of each (microbatch, chunk of the model), forward and backward, and the slots, [M, v P]."""
-    ticks = jnp.arange(shape.end)[:, None]
+    ticks = jnp.arange(shape.num_ticks)[:, None]
     stages = jnp.arange(shape.stages)[None]
     forward: dict[tuple[int, int], int] = {}
     backward: dict[tuple[int, int], int] = {}
@@ -70,7 +70,7 @@ def test_bubble(stages: int, chunks: int, microbatches: int):
     assert max(forward.values()) + 1 == chunks * microbatches + stages - 1
     assert min(backward.values()) == shape.first_backward_tick
     assert max(backward.values()) + 1 - min(backward.values()) == chunks * microbatches + stages - 1
-    assert shape.end == max(backward.values()) + 1
+    assert shape.num_ticks == max(backward.values()) + 1
     assert shape.idle_factor == (chunks * microbatches + stages - 1) / (chunks * microbatches)
 
 

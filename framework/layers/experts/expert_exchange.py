@@ -229,7 +229,13 @@ def return_rows(transport: Transport, rows_ND: jax.Array, round_: Round, num_row
 
 @dataclass(frozen=True)
 class _MoveOptions:
-    """How rows move, the number of rows after the move, and its direction."""
+    """Options of a move of rows.
+
+    Attributes:
+        transport: moves rows between devices.
+        num_rows: number of rows after the move.
+        returns: whether results return to the devices of their tokens.
+    """
 
     transport: Transport
     num_rows: int

@@ -284,7 +284,7 @@ def _pipeline_bytes(experiment: Experiment, sizes: dict[str, int]) -> int:
     model = experiment.language_model
     rows = data.global_batch_size // (experiment.learner.accumulate * batch_shards(sizes))
     activation_bytes = rows * data.seq_len // sizes["seq"] * model.dim * jnp.dtype(model.compute_dtype).itemsize
-    moves = 2 * shape.end_of_forward
+    moves = 2 * shape.num_forward_ticks
     sums = 4 * 2 * (stages - 1) / stages * shape.microbatches
     return round((moves + sums) * activation_bytes)
 

@@ -42,7 +42,7 @@ _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
 # Fused attention is slower than a plain matrix product: FlashAttention-3 reports 740 of 989 TFLOP/s in the forward pass
 # and less in the backward pass (arXiv 2407.08608). cuDNN's attention is similar.
 _CUDNN_ATTENTION_EFFICIENCY = 0.7
-# An assumption, as nobody has timed our kernels: they reach what the same paper reports of Triton's flash attention,
+# An assumption, as our kernels were never timed: they reach what the same paper reports of Triton's flash attention,
 # 395 TFLOP/s in the forward pass with 128 channels and 16384 keys (figure 5).
 _TRITON_ATTENTION_EFFICIENCY = 0.4
 # Our kernels. Each is in a scope with its name, which may be in parentheses.
