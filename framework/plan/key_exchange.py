@@ -27,21 +27,21 @@ def note_key_exchange(experiment: Experiment, need: Estimate, target: Target) ->
     num_shards = experiment.mesh.resolve(target.num_devices)["seq"]
     if num_shards == 1 or not _list_attention(experiment):
         return []
-    in_use = _describe_cost(experiment, need, target)
-    costs: dict[ContextParallel, str] = {}
+    estimates: dict[ContextParallel, Estimate] = {}
     for way in _WORDS:
         variant = copy.copy(experiment)
         variant.model = copy.deepcopy(experiment.model)
         for layer in _list_attention(variant):
             layer.context_parallel = way
         try:
-            costs[way] = _describe_cost(variant, estimate_for_target(variant, target), target)
+            estimates[way] = estimate_for_target(variant, target)
         except ValueError:
             # A row does not have two equal chunks for each device.
             continue
-    ways = "; ".join(f"{_WORDS[way]} {cost}" for way, cost in costs.items())
-    chosen = next((_WORDS[way] for way, cost in costs.items() if cost == in_use), f"both, by layer: {in_use}")
-    return [f"attention over mesh.seq = {num_shards}, estimated: {ways}; in use: {chosen}"]
+    ways = "; ".join(f"{_WORDS[way]} {_describe_cost(experiment, cost, target)}" for way, cost in estimates.items())
+    chosen = [_WORDS[way] for way, cost in estimates.items() if cost.work == need.work]
+    in_use = chosen[0] if chosen else f"both, by layer: {_describe_cost(experiment, need, target)}"
+    return [f"attention over mesh.seq = {num_shards}, estimated: {ways}; in use: {in_use}"]
 
 
 def _describe_cost(experiment: Experiment, need: Estimate, target: Target) -> str:
