@@ -31,8 +31,8 @@ _FRACTION_STEP = 1000
 CARDS_PER_HOST = 8
 # Mesh axes that shard the batch, as in layers/base.py, which this package may not import. A gradient's sum spans them.
 BATCH_AXES = ("data", "fsdp", "expert")
-# Those that shard the weights, as in layout/specs.py. Gathers of a weight span them.
-WEIGHT_AXES = ("fsdp", "seq")
+# Those that shard the weights, as in layout/specs.py. Gathers of a weight span them, those of experts all but `expert`.
+WEIGHT_AXES = ("fsdp", "seq", "expert")
 # Each axis, and both.
 _COMMUNICATORS_OF_TWO_AXES = 3
 # Fractions that this process has put in the environment itself: they are not the user's.
@@ -206,7 +206,8 @@ def _list_communicators(spec: AcceleratorSpec, num_devices: int, mesh: Mapping[s
         remaining = max(1, remaining // local_size_by_axis[axis])
     batch_axes = tuple(axis for axis in axes if axis in BATCH_AXES)
     weight_axes = tuple(axis for axis in axes if axis in WEIGHT_AXES)
-    spans = [*((axis,) for axis in axes), batch_axes, weight_axes, tuple(axes)]
+    experts_axes = tuple(axis for axis in weight_axes if axis != "expert")
+    spans = [*((axis,) for axis in axes), batch_axes, weight_axes, experts_axes, tuple(axes)]
     distinct_spans = [span for span in dict.fromkeys(spans) if span]
     return [math.prod(local_size_by_axis[axis] for axis in span) for span in distinct_spans] or [1]
 

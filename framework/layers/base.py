@@ -20,7 +20,6 @@ from jax.typing import DTypeLike
 
 from plimsoll.framework.layers.low_precision import RoundedInputs, round_and_restore
 from plimsoll.framework.layout import (
-    WEIGHT_AXES,
     MeshAxes,
     MeshAxis,
     Nested,
@@ -28,6 +27,7 @@ from plimsoll.framework.layout import (
     PyTree,
     TensorSpec,
     axis_names,
+    find_gathered_axes,
     fit_axes,
     fold_in_name,
     nearest_divisors,
@@ -379,12 +379,13 @@ def prepare_params(specs: Nested, params: Nested, ctx: Context) -> Nested:
 
 def drop_weight_axes(mesh_axes: MeshAxes) -> MeshAxes:
     """Return the mesh axes of a weight that is gathered over WEIGHT_AXES."""
-    gathered_axes: list[MeshAxis] = []
+    kept_axes: list[MeshAxis] = []
     for axes in mesh_axes:
-        names = tuple(name for name in axis_names(axes) if name not in WEIGHT_AXES)
+        dropped = find_gathered_axes(axes)
+        names = tuple(name for name in axis_names(axes) if name not in dropped)
         # A dimension has a name, a tuple of two or more names, or None.
-        gathered_axes.append(names[0] if len(names) == 1 else names or None)
-    return tuple(gathered_axes)
+        kept_axes.append(names[0] if len(names) == 1 else names or None)
+    return tuple(kept_axes)
 
 
 def _constrain(x: jax.Array, mesh: Mesh, axes: MeshAxes) -> jax.Array:

@@ -20,8 +20,9 @@ MemoryKind = Literal["device", "pinned_host"]
 # The mesh axis or axes over which a dimension is sharded; None if it is replicated.
 MeshAxis = str | tuple[str, ...] | None
 MeshAxes = tuple[MeshAxis, ...]  # one for each dimension
-# The mesh axes whose devices share a weight, and gather it to use it. Layers declare the first one.
-WEIGHT_AXES = ("fsdp", "seq")
+# The mesh axes whose devices share a weight, and gather it to use it. Layers declare the first one. Experts declare
+# "expert" for another dimension, and are not gathered over it.
+WEIGHT_AXES = ("fsdp", "seq", "expert")
 Initializer = Callable[[jax.Array, tuple[int, ...], np.dtype], jax.Array]
 
 
@@ -33,7 +34,7 @@ class TensorSpec:
         shape: the logical (global, unsharded) shape.
         dtype: anything that `jnp.dtype` accepts.
         mesh_axes: per dimension the mesh axis, tuple of axes, or None (replicated), as in a PartitionSpec. A layout
-            shards a dimension with the axis "fsdp" over `seq` too, see `fit_axes`.
+            shards a dimension with the axis "fsdp" over other axes too, see `fit_axes`.
         memory_kind: memory in which the leaf is stored between steps.
     """
 
@@ -185,8 +186,8 @@ def count_shards(axes: MeshAxis, sizes: Mapping[str, int]) -> int:
 def fit_axes(mesh_axes: MeshAxes, counts: Sequence[int], sizes: Mapping[str, int]) -> MeshAxes:
     """Return the mesh axes over which a mesh of these sizes shards an array.
 
-    These are the declared ones, with WEIGHT_AXES instead of "fsdp" where they divide the dimension. So devices that
-    have different positions of the same rows store different shards of the weights.
+    These are the declared ones, with further WEIGHT_AXES beside "fsdp" where they divide the dimension. So devices that
+    have different tokens store different shards of the weights.
 
     Args:
         mesh_axes: the declared mesh axes of each dimension.
@@ -198,15 +199,24 @@ def fit_axes(mesh_axes: MeshAxes, counts: Sequence[int], sizes: Mapping[str, int
         return mesh_axes
     # An axis of one device changes nothing, and an array cannot name an axis twice.
     used_axes = {name for axes in mesh_axes for name in axis_names(axes)}
-    added_axes = [axis for axis in further_axes if sizes.get(axis, 1) > 1 and axis not in used_axes]
-    weight_axes = (declared, *added_axes)
-    if not added_axes:
-        return mesh_axes
-    num_shards = count_shards(weight_axes, sizes)
-    return tuple(
-        weight_axes if axes == declared and count % num_shards == 0 else axes
-        for axes, count in zip(mesh_axes, counts, strict=True)
-    )
+    free_axes = [axis for axis in further_axes if sizes.get(axis, 1) > 1 and axis not in used_axes]
+    fitted: list[MeshAxis] = []
+    for axes, count in zip(mesh_axes, counts, strict=True):
+        if axes == declared:
+            for axis in free_axes:
+                wider = (*axis_names(axes), axis)
+                if count % count_shards(wider, sizes) == 0:
+                    axes = wider
+        fitted.append(axes)
+    return tuple(fitted)
+
+
+def find_gathered_axes(axes: MeshAxis) -> tuple[str, ...]:
+    """Return the mesh axes over which one dimension of a weight is gathered to use it."""
+    names = axis_names(axes)
+    if WEIGHT_AXES[0] not in names:
+        return ()
+    return tuple(name for name in names if name in WEIGHT_AXES)
 
 
 @dataclass(frozen=True)
@@ -231,7 +241,7 @@ def find_weight_shards(stored_axes: MeshAxes, sizes: Mapping[str, int]) -> list[
     """
     shards: list[WeightShards] = []
     for dimension, axes in enumerate(stored_axes):
-        names = tuple(name for name in axis_names(axes) if name in WEIGHT_AXES and sizes[name] > 1)
+        names = tuple(name for name in find_gathered_axes(axes) if sizes[name] > 1)
         if names:
             shards.append(WeightShards(dimension, names))
     return shards

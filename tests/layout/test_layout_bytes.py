@@ -232,6 +232,18 @@ def test_weights_are_sharded_over_seq_where_it_divides_them():
         shard_axes(parameter(6, axes=("fsdp",)), fsdp=4, seq=2)
 
 
+def test_weights_are_sharded_over_expert_unless_experts_are():
+    weight = parameter(16, 8, axes=("fsdp", "model"))
+    assert shard_axes(weight, fsdp=2, expert=4) == (("fsdp", "expert"), "model")
+    assert shard_axes(weight, fsdp=2, seq=2, expert=2) == (("fsdp", "seq", "expert"), "model")
+    # Four devices divide 12, eight do not.
+    assert shard_axes(parameter(12, axes=("fsdp",)), fsdp=2, seq=2, expert=2) == (("fsdp", "seq"),)
+    assert shard_axes(parameter(6, axes=("fsdp",)), fsdp=2, seq=4) == ("fsdp",)
+    experts = parameter(4, 16, 8, axes=("expert", "fsdp", "model"))
+    assert shard_axes(experts, fsdp=2, expert=4) == ("expert", "fsdp", "model")
+    assert shard_axes(experts, fsdp=2, seq=2, expert=2) == ("expert", ("fsdp", "seq"), "model")
+
+
 def test_optimizer_state_is_sharded_over_seq_where_it_divides_it():
     """Scales of blocks may have fewer rows than their weight, and then fewer shards."""
     layout = StateLayout(TrainState(), mesh(fsdp=2, seq=4))
@@ -246,8 +258,8 @@ def test_optimizer_state_is_sharded_over_seq_where_it_divides_it():
 
 @pytest.mark.once("dense")
 @pytest.mark.parametrize("model", ["dense", "experts"])
-def test_a_device_holds_its_share_of_the_state_with_seq(model):
-    """Eight devices that share a row hold as many bytes each as eight devices with rows of their own."""
+def test_a_device_holds_its_share_of_the_state_on_every_mesh(model):
+    """Eight devices that share rows or experts hold as many bytes each as eight devices that share neither."""
 
     def build(sizes: dict[str, int]) -> Program:
         config = small.gpt2() if model == "dense" else small.llama()
@@ -257,7 +269,10 @@ def test_a_device_holds_its_share_of_the_state_with_seq(model):
 
     expected = build({"fsdp": 8})
     expected_bytes = {leaf.path: leaf.bytes_per_device for leaf in expected.layout}
-    for sizes in ({"fsdp": 1, "seq": 8}, {"fsdp": 2, "seq": 4}):
+    meshes = [{"fsdp": 1, "seq": 8}, {"fsdp": 2, "seq": 4}]
+    if model == "experts":
+        meshes.append({"fsdp": 2, "expert": 4})
+    for sizes in meshes:
         program = build(sizes)
         assert {leaf.path: leaf.bytes_per_device for leaf in program.layout} == expected_bytes
         held = dict.fromkeys(jax.devices(), 0)

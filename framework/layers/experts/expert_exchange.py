@@ -259,7 +259,8 @@ def _move_rows(rows_MD: jax.Array, round_: Round, options: _MoveOptions) -> jax.
 
 
 def _move_forward(rows_MD: jax.Array, round_: Round, options: _MoveOptions) -> tuple[jax.Array, _MoveResiduals]:
-    return _move(rows_MD, round_, options), _MoveResiduals(round_, rows_MD.shape[0])
+    # Not `_move`: memory.remat = none saves no result of a function with its own gradient (`remat._all_but_weights`).
+    return _move_rows(rows_MD, round_, options), _MoveResiduals(round_, rows_MD.shape[0])
 
 
 def _move_backward(options: _MoveOptions, saved: _MoveResiduals, grad: jax.Array) -> tuple[jax.Array, Round]:

@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from plimsoll.framework.devices.accelerators import AcceleratorSpec
 from plimsoll.framework.layers.base import batch_shards
-from plimsoll.framework.layout import GROUPS, StateLayout, count_shards, find_weight_shards
+from plimsoll.framework.layout import GROUPS, StateLayout, axis_names, count_shards, find_weight_shards
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.plan.jaxpr_analysis import (
     LOCAL_ATTENTION,
@@ -251,16 +251,15 @@ def _expert_bytes(layout: StateLayout, sizes: dict[str, int]) -> float:
 def _replica_bytes(layout: StateLayout, sizes: dict[str, int]) -> int:
     """Return the bytes that a device receives in a step to sum gradients over replicas.
 
-    Replicas are along `data` and, except for experts' weights, along `expert`, and along `seq` if the weight is sharded
-    over `fsdp` only. Along the other axes the weights are already sharded.
+    Replicas have different tokens: they are along `data`, and along `expert` and `seq` if these axes do not shard the
+    weight.
     """
     received = 0.0
     for leaf in layout:
         if leaf.group != "parameter":
             continue
-        replicas = sizes["data"] * (1 if "expert" in leaf.spec.mesh_axes else sizes["expert"])
-        if "fsdp" in leaf.spec.mesh_axes:
-            replicas *= sizes["seq"]
+        sharded_axes = {name for axes in leaf.spec.mesh_axes for name in axis_names(axes)}
+        replicas = math.prod(sizes[axis] for axis in ("data", "expert", "seq") if axis not in sharded_axes)
         received += 2 * leaf.bytes_per_device * (replicas - 1) / replicas
     return round(received)
 
