@@ -143,10 +143,10 @@ class Memory:
             layers once more, from the old copy.
         parameters: where the weights are stored, frozen ones included. With "pinned_host" each layer's weights are
             fetched just before the layer runs. Not with update = "after_backward".
-        experts: where the experts of mixture layers are stored: their weights with adapters, their optimizer state, and,
-            if update is "streamed" or "layer_programs", their gradients. "device" means that the fields above place
-            them like everything else; the others only add experts to what those fields offload. Like other weights in
-            host memory, they are fetched layer by layer. Not with update = "after_backward".
+        experts: where the experts of mixture layers are stored: their weights and adapters, their optimizer state and,
+            if update is "streamed" or "layer_programs", their gradients. With "device", the fields above place them
+            like everything else; otherwise they are in host memory in addition to what those fields offload. They are
+            fetched layer by layer. Not with update = "after_backward".
         activations: where the residuals that `remat` selects are stored until the backward pass; under full, these
             are the layers' inputs. Not "pinned_host" with update = "after_backward".
         accumulate_by: in which order the microbatches of learner.accumulate run. "microbatch": one after the other,

@@ -429,9 +429,9 @@ def _count_offloaded_layers(model: Chain, memory: Memory) -> dict[tuple[str, str
     """Return the value of `StackParts.num_offloaded`."""
     num_offloaded = {}
     for stack_name, stack in model.stacks.items():
-        for group, field in _PLACEMENT_FIELDS.items():
-            placement = getattr(memory, field)
-            num_offloaded[group, stack_name] = placement.num_offloaded(field, stack)
+        for group, placed_field in _PLACEMENT_FIELDS.items():
+            placement = getattr(memory, placed_field)
+            num_offloaded[group, stack_name] = placement.num_offloaded(placed_field, stack)
     return num_offloaded
 
 
