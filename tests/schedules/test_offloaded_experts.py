@@ -23,6 +23,8 @@ from tests.support.exact import ExactnessCase
 
 EXPERTS = {"experts": "pinned_host"}
 HOSTED = {"update": "streamed", **EXPERTS}
+# With a smaller eps, AdamW would amplify the rounding of small gradients.
+ADAMW = config_for(optax.adamw, learning_rate=1e-2, eps=1e-2, weight_decay=0.1)
 
 ONCE = [
     ExactnessCase(model="experts", memory="streamed", placement="experts", remat="full", mesh="eight"),
@@ -84,13 +86,13 @@ def small_leaves() -> Iterator[None]:
 
 
 def make_config(memory: dict[str, Any], *, num_layers: int = 4, **fields: Any) -> Config:
-    """Return an experiment with experts in every second layer, averages, and a master copy."""
-    model = small.llama(dim=64, stack__num_layers=num_layers, param_dtype="bfloat16")
+    """Return an experiment with experts in every second layer, and averages."""
+    model = small.llama(dim=64, stack__num_layers=num_layers)
     dense = small.block(model)
     sparse = dense.copy()
     sparse.mlp = mixture(experts=4, top_k=2, hidden=64)
     model.stack.pattern = [dense, sparse]
-    return small.experiment(model, memory={"remat": "full", **memory}, master_dtype="float32", ema=0.9, **fields)
+    return small.experiment(model, memory={"remat": "full", **memory}, optimizer=ADAMW, ema=0.9, **fields)
 
 
 def find_offloaded(tree: Any) -> set[str]:
@@ -133,7 +135,7 @@ def test_experts_are_in_host_memory_and_nothing_else_is(update: str, mesh: dict[
             jax.device_get(one.evaluate(at, batch, averaged=averages)["nll"])
             for one, at in ((program, state), (plain, expected))
         )
-        np.testing.assert_allclose(found, known, rtol=1e-3)
+        np.testing.assert_allclose(found, known, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("small_leaves")
@@ -186,8 +188,7 @@ def test_quantized_experts_and_adapters(targets: str, update: str):
         model = small.llama(dim=64, stack__num_layers=2)
         small.block(model).mlp = mixture(experts=4, top_k=2, hidden=64)
         model.lora = config_for(LoRA, rank=16, targets=targets, base="nf4", base_targets=".")
-        adamw = config_for(optax.adamw, learning_rate=1e-2, eps=1e-2, weight_decay=0.1)
-        return small.experiment(model, memory={"remat": "full", **memory}, optimizer=adamw, clip=None)
+        return small.experiment(model, memory={"remat": "full", **memory}, optimizer=ADAMW, clip=None)
 
     program = small.program(make({"update": update, **EXPERTS}))
     state, metrics = small.run(program, 4)
@@ -216,18 +217,17 @@ def test_a_checkpoint_resumes_with_other_placements(tmp_path: Path):
         {"update": "in_backward", **EXPERTS},
         {"update": "streamed", "parameters": "pinned_host", "optimizer_state": "pinned_host"},
     ]
-    checkpointer = Checkpointer(tmp_path)
     for step, memory in enumerate(memories):
         program = small.program(make_config(memory, clip=None))
-        if step == 0:
-            state = program.init()
-        else:
-            restored = checkpointer.restore(program.backend.abstract_checkpoint, step=step)
-            state = program.backend.from_checkpoint(restored.state)
-        program.layout.check(state)
-        state, _ = program.step(state, program.put(small.host_batch(program, step)))
-        checkpointer.save(step + 1, program.backend.to_checkpoint(state))
-        checkpointer.wait()
+        with Checkpointer(directory=tmp_path) as checkpointer:
+            if step:
+                restored = checkpointer.restore(step, program.backend.abstract_checkpoint)
+                state = program.backend.from_checkpoint(restored.state)
+            else:
+                state = program.init()
+            program.layout.check(state)
+            state, _ = program.step(state, program.put(small.host_batch(program, step)))
+            checkpointer.save(step + 1, program.backend.to_checkpoint(state), {})
     found = small.arrays(program.backend.to_checkpoint(state))
     small.assert_close(found, small.arrays(expected), 1e-5)
 
