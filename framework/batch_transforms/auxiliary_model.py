@@ -35,7 +35,8 @@ from plimsoll.framework.program.jit_step import JitStep
 from plimsoll.framework.program.program import Program, offload_stages
 from plimsoll.framework.program.rows import Batch
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker
-from plimsoll.framework.schedules.memory import Memory
+from plimsoll.framework.schedules.memory import DEVICE, Memory
+from plimsoll.framework.schedules.stack_layout import find_expert_paths
 from plimsoll.framework.schedules.step import microbatches
 from plimsoll.framework.terminal.phases import SHORT, phase
 from plimsoll.framework.weights.directory import Directory
@@ -311,7 +312,8 @@ class AuxiliaryModel:
 def auxiliary_experiment(run: Experiment, path: str | None) -> Experiment:
     """Return the experiment of the other model, on the data and mesh of the run; nothing in it is trained.
 
-    It has the run's memory.parameters, so a model that is not offloaded as a whole still offloads those parameters.
+    It has the run's memory.parameters and memory.experts, so a model that is not offloaded as a whole still offloads
+    those parameters.
     """
     # Plain SGD has no optimizer state. The learner's scope decides in which chunks the weights are initialized.
     optimizer = config_for(optax.sgd, learning_rate=0.0)
@@ -325,13 +327,17 @@ def auxiliary_experiment(run: Experiment, path: str | None) -> Experiment:
         published_model.compute_dtype = str(run.model.compute_dtype)
         model = published_model.instantiate()
         pretrained = published_weights.instantiate()
+    # The run's model may have experts that the other one does not have.
+    experts = run.memory.experts.text if find_expert_paths(model) else DEVICE
+    # The allowed placement of parameters depends on how a step updates them. This schedule allows all, and has no
+    # buffers for gradients of experts.
+    update = run.memory.update if experts == DEVICE else "in_backward"
     experiment: Experiment = config_for(Experiment).instantiate(
         model=model,
         data=run.data,
         mesh=run.mesh,
         learner=learner,
-        # The allowed placement of parameters depends on how a step updates them.
-        memory=config_for(Memory, update=run.memory.update, parameters=run.memory.parameters.text),
+        memory=config_for(Memory, update=update, parameters=run.memory.parameters.text, experts=experts),
         trainer=run.trainer,
         compiler=run.compiler,
         health=run.health,

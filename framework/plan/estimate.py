@@ -10,7 +10,7 @@ import copy
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -146,9 +146,14 @@ def least_bytes(experiment: Experiment, sizes: dict[str, int]) -> int:
     running_layout = _get_running_layout(experiment, sizes)
     split_experiment = SplitExperiment(experiment)
     # Stacks have all of their gradients before the first update; an embedding's may be freed by then.
-    buffered_stacks = [name for name in split_experiment.stacks if not split_experiment.releases_gradients(name)]
-    gradients = _count_stack_bytes(StateLayout(split_experiment.specs, mesh), buffered_stacks)
-    return running_layout.bytes_per_device(memory_kind="device") + sum(gradients.values())
+    layout = StateLayout(split_experiment.specs, mesh)
+    buffered_leaves = [
+        leaf
+        for leaf in _list_stack_parameters(layout, split_experiment.stacks)
+        if not _releases_gradient(split_experiment, leaf)
+    ]
+    gradient_bytes = sum(leaf.bytes_per_device for leaf in buffered_leaves)
+    return running_layout.bytes_per_device(memory_kind="device") + gradient_bytes
 
 
 def _abstract_mesh(sizes: dict[str, int]) -> Mesh:
@@ -222,12 +227,12 @@ def _count_backward_bytes(backward_pass: _TracedBackward, offloaded_activations:
         most["activations"] += (shape.num_slots + 2) * backward_pass.count_boundary_bytes()
         if shape.chunks > 1:
             # The weights in the order in which their layers run.
-            most["parameters"] += sum(_count_stack_bytes(layout, [STACK]).values())
+            most["parameters"] += sum(leaf.bytes_per_device for leaf in _list_stack_parameters(layout, [STACK]))
     if learner.accumulate > 1 or stages > 1:
         # The sums of the gradients are alive during the whole pass, next to the gradients of a microbatch. If all
         # microbatches of a layer run together, the sums take the place of these.
         for leaf in layout:
-            if leaf.group == "parameter" and not split_experiment.releases_gradients(_stage(leaf)):
+            if leaf.group == "parameter" and not _releases_gradient(split_experiment, leaf):
                 assert isinstance(leaf.spec, ParameterSpec)
                 sum_dtype = np.dtype(learner.gradient_dtype(leaf.spec))
                 num_elements = leaf.bytes_per_device // leaf.spec.dtype.itemsize
@@ -280,9 +285,10 @@ class _TracedBackward:
     def __post_init__(self) -> None:
         layout = self.layout
         stacks = self.split_experiment.stacks
-        stack_bytes = _count_stack_bytes(layout, stacks)
-        releasing_stacks = [name for name in stacks if self.split_experiment.releases_gradients(name)]
-        released_bytes = _count_stack_bytes(layout, releasing_stacks)
+        stack_leaves = _list_stack_parameters(layout, stacks)
+        released_leaves = [leaf for leaf in stack_leaves if _releases_gradient(self.split_experiment, leaf)]
+        stack_bytes = _count_bytes_by_shape(layout, stack_leaves)
+        released_bytes = _count_bytes_by_shape(layout, released_leaves)
         # Fraction of the gradient bytes that leaves the device, by gradient shape. It can be partial, because two layer
         # ranges with the same number of layers have the same shapes even if only one keeps its gradients on the device.
         self.released_shares = {shape: released_bytes.get(shape, 0) / size for shape, size in stack_bytes.items()}
@@ -327,7 +333,8 @@ class _TracedBackward:
         jaxpr = self.traced.jaxpr
         groups = ["gradients"] * len(jaxpr.outvars)
         # If only layers are in host memory, the gradients of the embedding and the head stay until the end.
-        releases_all = all(split_experiment.releases_gradients(stage) for stage in split_experiment.specs["parameter"])
+        parameters = [leaf for leaf in self.layout if leaf.group == "parameter"]
+        releases_all = all(_releases_gradient(split_experiment, leaf) for leaf in parameters)
         return find_peak_bytes(jaxpr, rules, groups, frees_outputs=releases_all)
 
     def find_residual_bytes(self) -> int:
@@ -399,7 +406,7 @@ def _count_update_bytes(
         update = _chunked_update(layout, split_experiment)
     if traits.can_offload_gradients:
         for leaf in layout:
-            if leaf.group == "parameter" and not split_experiment.releases_gradients(_stage(leaf)):
+            if leaf.group == "parameter" and not _releases_gradient(split_experiment, leaf):
                 update["gradients"] += leaf.bytes_per_device
     return update
 
@@ -465,10 +472,20 @@ def _shard_shape(layout: StateLayout, spec: TensorSpec) -> tuple[int, ...]:
     return layout.sharding(spec).shard_shape(spec.shape)
 
 
-def _count_stack_bytes(layout: StateLayout, stacks: Collection[str]) -> dict[tuple[int, ...], int]:
-    """Return {shard shape: bytes per device} of the stacks' trainable parameters, summed over leaves of one shape."""
+def _releases_gradient(split_experiment: SplitExperiment, parameter: StateLeaf) -> bool:
+    """Return whether a parameter's gradient leaves the device at once, see `SplitExperiment.releases_gradient`."""
+    _, stage, path = parameter.path.split("/", 2)
+    return split_experiment.releases_gradient(stage, path)
+
+
+def _list_stack_parameters(layout: StateLayout, stacks: Collection[str]) -> list[StateLeaf]:
+    """Return the leaves of the stacks' trainable parameters."""
+    return [leaf for leaf in layout if leaf.group == "parameter" and _stage(leaf) in stacks]
+
+
+def _count_bytes_by_shape(layout: StateLayout, leaves: Iterable[StateLeaf]) -> dict[tuple[int, ...], int]:
+    """Return {shard shape: bytes per device}, summed over leaves of one shape."""
     bytes_by_shape: Counter[tuple[int, ...]] = Counter()
-    for leaf in layout:
-        if leaf.group == "parameter" and _stage(leaf) in stacks:
-            bytes_by_shape[_shard_shape(layout, leaf.spec)] += leaf.bytes_per_device
+    for leaf in leaves:
+        bytes_by_shape[_shard_shape(layout, leaf.spec)] += leaf.bytes_per_device
     return bytes_by_shape

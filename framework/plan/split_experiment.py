@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from plimsoll.framework.layers.stack import Stack
-from plimsoll.framework.layout import TrainState
+from plimsoll.framework.layout import TrainState, flatten
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.schedules.stack_layout import StackParts, split_stacks
@@ -51,7 +51,17 @@ class SplitExperiment:
                 offloading.add(name)
         return offloading
 
-    def releases_gradients(self, stage: str) -> bool:
-        """Return whether a stage's gradients leave device memory as soon as the backward pass computes them."""
+    def releases_gradient(self, stage: str, path: str) -> bool:
+        """Return whether the gradient of a parameter leaves device memory as soon as the backward pass computes it.
+
+        Args:
+            stage: name of the stage.
+            path: path of the parameter within the stage.
+        """
         updates_in_backward = self.experiment.memory.traits.updates_in_backward
-        return updates_in_backward or stage in self.specs.gradient
+        return updates_in_backward or f"{stage}/{path}" in self._buffered_gradients
+
+    @cached_property
+    def _buffered_gradients(self) -> frozenset[str]:
+        """Paths of the gradients that have buffers in host memory, or belong to a stage whose gradients do."""
+        return frozenset(flatten(self.specs.gradient))

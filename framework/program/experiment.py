@@ -27,7 +27,7 @@ from plimsoll.framework.schedules.delayed_update import pending_specs
 from plimsoll.framework.schedules.memory import Memory, Placement
 from plimsoll.framework.schedules.pipeline_shape import check_pipeline
 from plimsoll.framework.schedules.speculative_update import select_spare_specs
-from plimsoll.framework.schedules.stack_layout import split_stacks
+from plimsoll.framework.schedules.stack_layout import OffloadedExperts, select_offloaded, split_stacks
 
 Part = TypeVar("Part")
 # Assumed number of steps while the steps per epoch are unknown. Bytes and FLOPs, which are needed by then, do not
@@ -252,9 +252,6 @@ class Experiment:
     def state_specs(self) -> TrainState:
         """Return the specs of the training state, in checkpoint form."""
         learner = self.learner
-        # Gradients are part of the state only in host memory. On the device they exist only within a step.
-        offloaded_gradients = self._find_offloaded_stages("gradients")
-        gradients = {stage: tree for stage, tree in learner.gradient_specs().items() if stage in offloaded_gradients}
         # step and skipped are counts; grad_norm is that of the last update; rng is the run's key data (threefry: two
         # words).
         counters = {
@@ -263,28 +260,50 @@ class Experiment:
             "grad_norm": TensorSpec((), "float32"),
             "rng": TensorSpec((2,), "uint32"),
         }
-        optimizer = self._place("optimizer_state", learner.optimizer_specs())
-        ema = self._place("optimizer_state", learner.ema_specs())
+        experts = OffloadedExperts.find(self.model, self.memory)
+        optimizer = self._place("optimizer_state", learner.optimizer_specs(), experts)
+        ema = self._place("optimizer_state", learner.ema_specs(), experts)
         speculates = self.memory.speculates
         return TrainState(
             pending=pending_specs() if self.memory.delays_update else {},
             spare=select_spare_specs(optimizer, self.model) if speculates else {},
             spare_ema=select_spare_specs(ema, self.model) if speculates else {},
-            gradient=self._place("gradients", gradients),
-            parameter=self._place("parameters", learner.specs),
-            frozen=self._place("parameters", learner.frozen_specs),
+            gradient=self._select_buffers(self._place("gradients", learner.gradient_specs(), experts)),
+            parameter=self._place("parameters", learner.specs, experts),
+            frozen=self._place("parameters", learner.frozen_specs, experts),
             buffer=self.model.buffer_specs(),
             optimizer=optimizer,
             ema=ema,
             counter=counters | learner.spikes.counter_specs(),
         )
 
-    def _place(self, field: str, tree: Nested) -> Nested:
-        """Return specs, by stage, in the memory that a field of the memory section says; small leaves stay."""
+    def _place(self, field: str, tree: Nested, experts: OffloadedExperts) -> Nested:
+        """Return specs, by stage, in the memory that a field of the memory section says; small leaves stay.
+
+        Args:
+            field: the field.
+            tree: specs on the device, by stage.
+            experts: the experts that are offloaded in addition.
+        """
+        stages = self._find_offloaded_stages(field)
         placed = dict(tree)
-        for stage in self._find_offloaded_stages(field) & tree.keys():
-            placed[stage] = move_to_host(tree[stage], "pinned_host", stacked=stage in self.model.stacks)
+        for stage, specs in tree.items():
+            if stage not in stages and stage not in experts.paths:
+                continue
+            offloaded = move_to_host(specs, "pinned_host", stacked=stage in self.model.stacks)
+            placed[stage] = offloaded if stage in stages else experts.place(stage, specs, offloaded)
         return placed
+
+    def _select_buffers(self, gradients: Nested) -> Nested:
+        """Return the specs of the gradients that are part of the state; on the device they exist only within a step."""
+        offloaded_stages = self._find_offloaded_stages("gradients")
+        buffers = {}
+        for stage, specs in gradients.items():
+            if stage in offloaded_stages:
+                buffers[stage] = specs
+            elif self.memory.offloads_expert_gradients:
+                buffers[stage] = select_offloaded(specs)
+        return {stage: specs for stage, specs in buffers.items() if specs}
 
     def _find_offloaded_stages(self, field: str) -> set[str]:
         """Return the stages that a placement of the memory section offloads, at least in part.

@@ -27,7 +27,7 @@ from plimsoll.framework.layout import WEIGHT_AXES, TrainState, count_shards, fla
 from plimsoll.framework.learner.rules import Rule
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.program.program import Program
-from plimsoll.framework.schedules.memory import HOST, Memory
+from plimsoll.framework.schedules.memory import DEVICE, HOST, Memory
 from plimsoll.framework.schedules.stack_layout import PLACED_FIELDS, StackParts
 
 STEPS = 2
@@ -139,7 +139,22 @@ def shrink_config(config: Config, program: Program) -> Config:
         # Offload half of the layers, so that both kinds of memory are in use.
         if getattr(program.experiment.memory, field).is_partial:
             small.memory[field] = f"{HOST}:{NUM_LAYERS // 2}"
+    _offload_like_experts(small, program.experiment.memory)
     return small
+
+
+def _offload_like_experts(small: Config, memory: Memory) -> None:
+    """Offload of a model without experts what `memory.experts` offloads of experts."""
+    if not memory.experts.uses_host:
+        return
+    placement = small.memory.experts
+    small.memory.experts = DEVICE
+    fields = ["parameters", "optimizer_state"]
+    if memory.offloads_expert_gradients:
+        fields.append("gradients")
+    for field in fields:
+        if not getattr(memory, field).uses_host:
+            small.memory[field] = placement
 
 
 def _small_remat(remat: str) -> str:

@@ -143,6 +143,10 @@ class Memory:
             layers once more, from the old copy.
         parameters: where the weights are stored, frozen ones included. With "pinned_host" each layer's weights are
             fetched just before the layer runs. Not with update = "after_backward".
+        experts: where the experts of mixture layers are stored: their weights and adapters, their optimizer state and,
+            if update is "streamed" or "layer_programs", their gradients. With "device", the fields above place them
+            like everything else; otherwise they are in host memory in addition to what those fields offload. They are
+            fetched layer by layer. Not with update = "after_backward".
         activations: where the residuals that `remat` selects are stored until the backward pass; under full, these
             are the layers' inputs. Not "pinned_host" with update = "after_backward".
         accumulate_by: in which order the microbatches of learner.accumulate run. "microbatch": one after the other,
@@ -168,6 +172,7 @@ class Memory:
         optimizer_state: str = "device",
         prefetch: Literal["chunk", "layer", "speculative"] = "chunk",
         parameters: str = "device",
+        experts: str = "device",
         activations: str = "device",
         accumulate_by: Literal["microbatch", "layer"] = "microbatch",
         remat: str = "none",
@@ -177,6 +182,7 @@ class Memory:
         self.gradients = _parse_gradients(gradients, update)
         self.optimizer_state = Placement.parse("optimizer_state", optimizer_state)
         self.parameters = Placement.parse("parameters", parameters)
+        self.experts = Placement.parse("experts", experts)
         self.activations = Placement.parse("activations", activations)
         self.prefetch: str = prefetch
         self.accumulate_by: str = accumulate_by
@@ -199,6 +205,22 @@ class Memory:
     def speculates(self) -> bool:
         """Return whether layers are updated in the backward pass, before the norm of all gradients is known."""
         return self.prefetch == "speculative"
+
+    @property
+    def offloads_weights(self) -> bool:
+        """Return whether any weights are in host memory."""
+        return self.parameters.uses_host or self.experts.uses_host
+
+    @property
+    def offloads_state(self) -> bool:
+        """Return whether any optimizer state is in host memory."""
+        return self.optimizer_state.uses_host or self.experts.uses_host
+
+    @property
+    def offloads_expert_gradients(self) -> bool:
+        """Return whether the gradients of offloaded experts are in host memory until the update."""
+        stores_gradients = SCHEDULES[self.update].can_offload_gradients and not self.updates_at_once
+        return self.experts.uses_host and stores_gradients
 
     @property
     def updates_at_once(self) -> bool:
@@ -228,7 +250,8 @@ def _check(memory: Memory) -> None:
     """Raise ValueError if settings do not work with each other, or the remat policies are invalid."""
     traits = SCHEDULES[memory.update]
     # Weights and residuals can be in host memory only with a layer-by-layer backward pass.
-    for name, placement in (("parameters", memory.parameters), ("activations", memory.activations)):
+    for name in ("parameters", "experts", "activations"):
+        placement: Placement = getattr(memory, name)
         if placement.uses_host and not traits.needs_stack:
             raise ValueError(
                 f"memory.{name} = {placement.text} needs memory.update = streamed, in_backward or layer_programs: "
@@ -253,7 +276,7 @@ def _check(memory: Memory) -> None:
             "memory.gradients = pinned_host, for as many layers, and memory.parameters = device, given "
             f"{memory.update}, {memory.optimizer_state.text}, {memory.gradients.text} and {memory.parameters.text}"
         )
-    if memory.prefetch == "layer" and not (traits.can_prefetch_layers and memory.optimizer_state.uses_host):
+    if memory.prefetch == "layer" and not (traits.can_prefetch_layers and memory.offloads_state):
         raise ValueError(
             "memory.prefetch = layer needs memory.update = in_backward or streamed, and memory.optimizer_state = "
             f"pinned_host, given {memory.update} and {memory.optimizer_state.text}"
@@ -263,6 +286,12 @@ def _check(memory: Memory) -> None:
             f"memory.prefetch = layer with memory.update = {memory.update} needs memory.gradients = pinned_host and "
             f"memory.parameters = device, given {memory.gradients.text} and {memory.parameters.text}: each layer is "
             "updated in the next step, before its forward pass"
+        )
+    if memory.experts.uses_host and (memory.speculates or memory.delays_update):
+        raise ValueError(
+            f"memory.experts = {memory.experts.text} with memory.prefetch = {memory.prefetch} and memory.update = "
+            f"{memory.update}, which needs all weights on the device; expected memory.experts = device, or "
+            "memory.prefetch = chunk"
         )
     # The error names the field, which the check of the policies does not know.
     try:

@@ -10,7 +10,7 @@ leaf at a time.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -20,13 +20,25 @@ import numpy as np
 from plimsoll.framework.layers import remat
 from plimsoll.framework.layers.layer_range import LayerRange
 from plimsoll.framework.layers.stack import Stack
-from plimsoll.framework.layout import Nested, SplitArray, SplitSpec, StateLayout, TensorSpec, TrainState, flatten
+from plimsoll.framework.layout import (
+    Nested,
+    OptStateSpec,
+    ParameterSpec,
+    SplitArray,
+    SplitSpec,
+    StateLayout,
+    TensorSpec,
+    TrainState,
+    flatten,
+    path_name,
+    unflatten,
+)
 from plimsoll.framework.learner.group_optimizer import unflatten_like
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.schedules.memory import Memory, Placement, count_repeats
 
 # The fields of `Memory` that are placements.
-PLACED_FIELDS = ("parameters", "gradients", "optimizer_state", "activations")
+PLACED_FIELDS = ("parameters", "gradients", "optimizer_state", "experts", "activations")
 STACK = "stack"
 # The stage of the layers before the stack, see `framework.models.causal_lm`.
 FIRST = "first"
@@ -40,6 +52,85 @@ _PLACEMENT_FIELDS = {
     "spare": "optimizer_state",
     "spare_ema": "optimizer_state",
 }
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OffloadedExperts:
+    """The experts that `memory.experts` offloads.
+
+    Attributes:
+        paths: by stage, the paths of the experts' parameters within it; stages without offloaded experts are missing.
+        num_layers: by stack, how many layers, from the first, have their experts in host memory; a layer is one period
+            of the stack's pattern.
+        groups: the groups of the state whose leaves `memory.experts` places.
+    """
+
+    paths: dict[str, frozenset[str]] = field(default_factory=dict)
+    num_layers: dict[str, int] = field(default_factory=dict)
+    groups: frozenset[str] = frozenset()
+
+    @staticmethod
+    def find(model: Chain, memory: Memory) -> OffloadedExperts:
+        """Find the offloaded experts of a model with whole stacks.
+
+        Raises:
+            ValueError: memory.experts names more layers than the stack has, or splits a period of the pattern.
+        """
+        placement = memory.experts
+        if not placement.uses_host:
+            return OffloadedExperts()
+        num_layers = {name: placement.num_offloaded("experts", stack) for name, stack in model.stacks.items()}
+        paths = {}
+        for stage, stage_paths in find_expert_paths(model).items():
+            # The parameters that layers share belong to all of them.
+            if num_layers.get(stage, placement.offloads_everything):
+                paths[stage] = stage_paths
+        groups = {"parameter", "frozen", "optimizer", "ema"}
+        if memory.offloads_expert_gradients:
+            groups.add("gradient")
+        return OffloadedExperts(paths, num_layers, frozenset(groups))
+
+    def includes(self, stage: str, path: str, spec: TensorSpec) -> bool:
+        """Return whether a leaf of the state belongs to offloaded experts.
+
+        Args:
+            stage: the stage, with whole stacks.
+            path: path of the leaf within the stage.
+            spec: spec of the leaf.
+        """
+        owner = spec.owner if isinstance(spec, OptStateSpec) else None
+        return (path if owner is None else owner) in self.paths.get(stage, ())
+
+    def place(self, stage: str, specs: Nested, offloaded: Nested) -> Nested:
+        """Return the specs of a stage, with those of offloaded experts replaced by their specs in `offloaded`."""
+
+        def choose(keypath: tuple[object, ...], spec: TensorSpec, other: TensorSpec) -> TensorSpec:
+            return other if self.includes(stage, path_name(keypath), spec) else spec
+
+        return jax.tree_util.tree_map_with_path(choose, specs, offloaded)
+
+
+def find_expert_paths(model: Chain) -> dict[str, frozenset[str]]:
+    """Return the paths of the experts' parameters within their stages, by stage; stages without experts are missing."""
+    paths_by_stage = {}
+    for stage, specs in model.parameter_specs().items():
+        spec_by_path: dict[str, ParameterSpec] = flatten(specs)
+        paths = frozenset(path for path, spec in spec_by_path.items() if "expert" in spec.roles)
+        if paths:
+            paths_by_stage[stage] = paths
+    return paths_by_stage
+
+
+def check_experts(model: Chain, memory: Memory) -> None:
+    """Raise ValueError if memory.experts offloads the experts of a model that has none."""
+    if memory.experts.uses_host and not find_expert_paths(model):
+        raise ValueError(
+            f"memory.experts = {memory.experts.text}, but the model has no experts; expected memory.experts = device, "
+            "or memory.parameters for all weights"
+        )
+
 
 # --- ranges of layers -------------------------------------------------------------------------------------------------
 
@@ -81,8 +172,10 @@ def split_stacks(model: Chain, memory: Memory) -> list[LayerRange]:
         The ranges of all stacks, in order; [] if no stack needs a range of its own.
 
     Raises:
-        ValueError: the placements or policies name other numbers of layers than a stack has.
+        ValueError: the placements or policies name other numbers of layers than a stack has, or experts that the model
+            does not have.
     """
+    check_experts(model, memory)
     layer_ranges = []
     for name, stack in model.stacks.items():
         layer_policies = policies(memory, stack)
@@ -149,10 +242,12 @@ class StackParts:
         num_offloaded: by (group of the state, stack), how many layers, from the first, are in host memory; a layer
             is one period of the stack's pattern, as everywhere in this file. A missing group stays where the specs of
             the whole stacks place it.
+        experts: the experts that are in host memory in addition.
     """
 
     parts: tuple[StackPart, ...]
     num_offloaded: dict[tuple[str, str], int]
+    experts: OffloadedExperts = OffloadedExperts()
 
     @staticmethod
     def one_per_layer(model: Chain, memory: Memory) -> StackParts:
@@ -160,7 +255,7 @@ class StackParts:
         parts = []
         for name, stack in model.stacks.items():
             parts += [StackPart(name, index, 1, name, index) for index in range(stack.num_repeats)]
-        return StackParts(tuple(parts), _count_offloaded_layers(model, memory))
+        return StackParts(tuple(parts), _count_offloaded_layers(model, memory), OffloadedExperts.find(model, memory))
 
     @staticmethod
     def from_layer_ranges(model: Chain, memory: Memory, layer_ranges: list[LayerRange]) -> StackParts:
@@ -169,7 +264,7 @@ class StackParts:
             StackPart(layer_range.home, layer_range.first, layer_range.count, layer_range.name)
             for layer_range in layer_ranges
         )
-        return StackParts(parts, _count_offloaded_layers(model, memory))
+        return StackParts(parts, _count_offloaded_layers(model, memory), OffloadedExperts.find(model, memory))
 
     def list_parts(self, stack: str) -> list[StackPart]:
         """Return the parts of one stack; [] if it is whole."""
@@ -212,17 +307,21 @@ class StackParts:
     def _part_specs(self, group: str, part: StackPart, tree: Nested) -> Nested:
         """Return the specs of a part, given those of its whole stack; {} if it is not in the group."""
         num_offloaded = self.num_offloaded.get((group, part.stack))
-        is_offloaded = num_offloaded is None or part.first + part.count <= num_offloaded
+        end = part.first + part.count
+        is_offloaded = num_offloaded is None or end <= num_offloaded
+        offloads_experts = group in self.experts.groups and end <= self.experts.num_layers.get(part.stack, 0)
+
+        def make_part_spec(keypath: tuple[object, ...], spec: TensorSpec) -> TensorSpec:
+            part_spec = replace(spec, shape=(part.count, *spec.shape[1:]))
+            is_expert = offloads_experts and self.experts.includes(part.stack, path_name(keypath), spec)
+            return part_spec if is_offloaded or is_expert else replace(part_spec, memory_kind="device")
+
+        part_specs = jax.tree_util.tree_map_with_path(make_part_spec, tree)
         # Gradient buffers are part of the state only in host memory: on the device they exist only within a step.
         # There are second copies only of state in host memory.
         if group in ("gradient", "spare", "spare_ema") and not is_offloaded:
-            return {}
-
-        def make_part_spec(spec: TensorSpec) -> TensorSpec:
-            part_spec = replace(spec, shape=(part.count, *spec.shape[1:]))
-            return part_spec if is_offloaded else replace(part_spec, memory_kind="device")
-
-        return jax.tree.map(make_part_spec, tree)
+            return select_offloaded(part_specs)
+        return part_specs
 
     def _replace_stacks(self, tree: Nested, parts: dict[StackPart, Nested]) -> Nested:
         """Replace the whole stacks in a group of the state with their parts."""
@@ -321,13 +420,18 @@ class StackParts:
         return {part: unflatten_like(part.select(specs), leaves_by_part[part]) for part in parts}
 
 
+def select_offloaded(specs: Nested) -> Nested:
+    """Return the specs of the leaves in host memory, in nested dicts."""
+    return unflatten({path: spec for path, spec in flatten(specs).items() if spec.is_offloaded})
+
+
 def _count_offloaded_layers(model: Chain, memory: Memory) -> dict[tuple[str, str], int]:
     """Return the value of `StackParts.num_offloaded`."""
     num_offloaded = {}
     for stack_name, stack in model.stacks.items():
-        for group, field in _PLACEMENT_FIELDS.items():
-            placement = getattr(memory, field)
-            num_offloaded[group, stack_name] = placement.num_offloaded(field, stack)
+        for group, placed_field in _PLACEMENT_FIELDS.items():
+            placement = getattr(memory, placed_field)
+            num_offloaded[group, stack_name] = placement.num_offloaded(placed_field, stack)
     return num_offloaded
 
 

@@ -143,8 +143,7 @@ def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memo
             state_after = replace(state, parameter=after.parameter, optimizer=after.optimizer, ema=after.ema)
             update = update_in_chunks(learner, layout, state_after, grads, decision, stages)
         changed = {
-            # Gradients on the device are not part of the state, so they are dropped here.
-            "gradient": {stage: grads[stage] for stage in state.gradient},
+            "gradient": _select_buffers(grads, state.gradient),
             "frozen": after.frozen,
             "pending": leave_update(decision) if delayed_stacks else state.pending,
             "spare": after.spare,
@@ -173,7 +172,13 @@ def complete_update(
 
 def _gradient_specs(learner: Learner, layout: StateLayout) -> Nested:
     """Return the specs of the buffers of all gradients; those in host memory are part of the state."""
-    return {**learner.gradient_specs(), **layout.specs.gradient}
+    return unflatten({**flatten(learner.gradient_specs()), **flatten(layout.specs.gradient)})
+
+
+def _select_buffers(grads: Nested, buffers: Nested) -> Nested:
+    """Return the gradients that have a buffer in the state; those on the device are dropped."""
+    grad_by_path = flatten(grads)
+    return unflatten({path: grad_by_path[path] for path in flatten(buffers)})
 
 
 @dataclass(frozen=True)
@@ -248,11 +253,13 @@ class _GradientAccumulation:
     def run(self, state: TrainState, ctx: Context, hooks: ForwardHooks) -> _Gradients:
         """Compute the gradients of ctx.batch; hooks and speculative updates are for a single pass."""
         count = self.num_passes
-        offloaded_buffers = state.gradient
-        buffers = dict(offloaded_buffers)
-        for stage, specs in _gradient_specs(self.learner, self.layout).items():
-            if stage not in offloaded_buffers:
-                buffers[stage] = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)
+        # Host memory has only some of the buffers, perhaps those of a stage's experts.
+        offloaded_buffers = flatten(state.gradient)
+        buffer_by_path = {}
+        for path, spec in flatten(_gradient_specs(self.learner, self.layout)).items():
+            buffer = offloaded_buffers.get(path)
+            buffer_by_path[path] = jnp.zeros(spec.shape, spec.dtype) if buffer is None else buffer
+        buffers = unflatten(buffer_by_path)
         backward_state = BackwardState(parameter=state.parameter, frozen=state.frozen, gradient=buffers)
         uses_optimizer = bool(hooks.stacks or self.speculative_stacks)
         if uses_optimizer:

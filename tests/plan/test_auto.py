@@ -96,6 +96,24 @@ def test_fitting_config_is_unchanged():
     assert candidate.cost.moved == 0
 
 
+def test_experts_may_move_first():
+    """Only where a schedule can offload weights, only in a mixture of experts, and only if the user has not set it."""
+    mixture_config = small_llama()
+    mixture_config.model.stack.pattern[0].mlp = mixture(experts=4, top_k=2, hidden=64)
+
+    def firsts(config: Config, update: str, *fixed: str) -> list[str | None]:
+        """Return the field that each order offloads first."""
+        space = SearchSpace(config, targets.resolve("v5e-1"), frozenset(fixed))
+        return [levels[0].field for levels in space.offload_orders((setting("memory.update", update),))]
+
+    usual = ["memory.optimizer_state", "memory.activations"]
+    for update in ("streamed", "in_backward"):
+        assert firsts(small_llama(), update) == usual
+        assert firsts(mixture_config, update) == [*usual, "memory.experts"]
+        assert firsts(mixture_config, update, "memory.experts") == usual
+    assert firsts(mixture_config, "after_backward") == ["memory.optimizer_state"]
+
+
 @pytest.mark.pairs
 @pytest.mark.parametrize("target", ["v5e-1", "h100"])
 def test_offloading_fills_the_device_up_to_its_limit(target: str):

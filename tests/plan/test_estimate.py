@@ -144,6 +144,38 @@ def test_weights_and_inputs_in_host_memory():
     assert kept.host_breakdown["activations"] == 0
 
 
+@pytest.mark.parametrize("update", ["streamed", "layer_programs", "in_backward"])
+def test_experts_in_host_memory(update):
+    """The host has the experts' weights, gradients and state, and nothing else; the device has the rest."""
+    machine = "h100" if update == "layer_programs" else "v5e"
+    settings = [f"memory.update={update}", "memory.remat=full", "data.global_batch_size=1", "learner.clip=None"]
+    settings += ["model.stack.num_layers=4", "model.vocab_size=1024", "data.tokenizer.vocab_size=1024"]
+    offloaded = estimate_on(load("qwen3-30b-a3b", *settings, "memory.experts=pinned_host"), 1, machine)
+    resident = estimate_on(load("qwen3-30b-a3b", *settings), 1, machine)
+    experts = 4 * 128 * 3 * 2048 * 768
+    host = offloaded.host_breakdown
+    stored_gradients = 0 if update == "in_backward" else 2 * experts
+    assert {key: size for key, size in host.items() if size} == {
+        key: size
+        for key, size in (
+            ("parameters", 2 * experts), ("gradients", stored_gradients), ("optimizer_state", 12 * experts)
+        )
+        if size
+    }  # fmt: skip
+    for group, in_flight in (("parameters", 1), ("optimizer_state", 1)):
+        # The weights of two layers, or a few chunks of state, are on the device too.
+        least = resident.breakdown[group] - host[group]
+        assert least <= offloaded.breakdown[group] <= least + in_flight * experts
+    if update != "in_backward":
+        # The gradients of everything else, and those of one layer's experts.
+        others = resident.breakdown["parameters"] - 2 * experts
+        assert offloaded.breakdown["gradients"] <= others + 2 * experts / 4 + 2**20
+    if update == "layer_programs":
+        # Two bytes per weight forward, two backward while gradients leave, and weights, gradients and state for the
+        # update.
+        assert offloaded.work.link_bytes == (2 + 2 + 2 + 2 + 12) * experts
+
+
 @pytest.mark.pairs
 def test_full_remat_saves_one_input_per_layer():
     def activations(count):

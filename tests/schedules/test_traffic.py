@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from plimsoll.framework.families.decoders import mixture
 from plimsoll.framework.plan import hlo, targets
 from plimsoll.framework.plan.hlo.module import iter_executed
 from plimsoll.framework.plan.hlo.transfers import collectives, find_transfer
@@ -117,6 +118,23 @@ def test_microbatches_by_layer_move_a_layer_once(schedule):
     if schedule == "streamed":
         in_turn = count_moved(module(**fields, **{"learner.accumulate": 4}))
         assert in_turn.total() > 1.5 * moved[4].total()
+
+
+@pytest.mark.pairs
+def test_only_experts_cross_the_link():
+    """Experts' weights for the forward and for the backward pass; then their gradients and state for the update.
+
+    Both passes fetch weights one layer ahead, which is one layer too many. The update computes the new weights from the
+    master copy.
+    """
+    mlp = mixture(experts=CHIPS, top_k=2, hidden=HIDDEN).to_json()
+    step = module(**{"model.stack.pattern.0.mlp": mlp, "memory.update": "streamed", "memory.experts": "pinned_host"})
+    layer = CHIPS * 3 * DIM * HIDDEN // CHIPS
+    weights, gradients, state = 2 * layer, 2 * layer, 12 * layer
+    assert count_moved(step) == {
+        "from host": 2 * (LAYERS + 1) * weights + LAYERS * (gradients + state),
+        "to host": LAYERS * (gradients + weights + state),
+    }
 
 
 def count_moved(step: hlo.Module) -> Counter[str]:

@@ -12,6 +12,7 @@ from plimsoll.configs import load
 from plimsoll.framework import layout
 from plimsoll.framework.config import config_for
 from plimsoll.framework.devices.executables import use_compilation_cache
+from plimsoll.framework.families.decoders import mixture
 from plimsoll.framework.layers import remat
 from plimsoll.framework.layout import StateLayout
 from plimsoll.framework.learner.rules import Rule
@@ -186,3 +187,18 @@ def test_launch_train_runs_the_self_test(
 
 def output(capfd: Any) -> str:
     return "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("memory", [{"update": "streamed"}, {"update": "layer_programs", "gradients": "none"}])
+@pytest.mark.parametrize("experts", ["pinned_host", "pinned_host:1"])
+def test_dense_matrices_stand_in_for_experts(memory: dict[str, str], experts: str) -> None:
+    model = small.llama(dim=64)
+    small.block(model).mlp = mixture(experts=4, top_k=2, hidden=64)
+    config = small.experiment(model, memory={**memory, "experts": experts}, clip=None)
+    with mock.patch.dict(layout.move_to_host.__kwdefaults__, min_bytes=256):
+        program = small.program(config)
+    ours = Program(offload_self_test.shrink_config(config, program).instantiate(), jax.devices()[:1])
+    offloaded, standing_in = ({leaf.group for leaf in p.layout if leaf.spec.is_offloaded} for p in (program, ours))
+    assert offloaded == standing_in != set()
+    resident = {leaf.path for leaf in ours.layout if leaf.path.startswith("parameter/stack") and leaf.spec.size > 2**16}
+    assert any(not leaf.spec.is_offloaded for leaf in ours.layout if leaf.path in resident) == (":" in experts)

@@ -259,9 +259,10 @@ class Updates:
 
     def store_gradients(self, unit: UpdateUnit, grads: Nested) -> None:
         """Store gradients until their update, on the host if there are buffers for them."""
-        host_buffers = unit.select(self._state.gradient)
+        host_buffers = flatten(unit.select(self._state.gradient))
         if host_buffers:
-            stored_gradients = self._gradients.get(unit) or host_buffers
+            # Only the experts of a layer may have buffers; its other gradients stay on the device.
+            stored_gradients = self._gradients.get(unit) or unflatten({**flatten(grads), **host_buffers})
             self._run.put(unit.key("gradient"), grads, stored_gradients)
             self._leaving.add(unit)
             grads = stored_gradients
@@ -334,11 +335,12 @@ class Updates:
         units = list(self._gradients)
         for number, unit in enumerate(units):
             grads = self._run.take(unit.key("gradient"), self._get_stored_gradients(unit))
-            stored_grads = self._gradients.pop(unit)
+            stored_grads = flatten(self._gradients.pop(unit))
             # Buffers in host memory are part of the state; gradients on the device are dropped here.
-            if unit.select(self._state.gradient):
-                unit.put(self._state.gradient, stored_grads)
-            del stored_grads
+            host_buffers = flatten(unit.select(self._state.gradient))
+            if host_buffers:
+                unit.put(self._state.gradient, unflatten({path: stored_grads[path] for path in host_buffers}))
+            del stored_grads, host_buffers
             if unit.index is not None and number + 1 < len(units):
                 next_unit = units[number + 1]
                 self.request_gradients(next_unit)

@@ -151,7 +151,7 @@ class CostModel:
         placements = (memory.gradients, memory.optimizer_state, memory.activations)
         partial = tuple(placement.text for placement in placements if placement.is_partial)
         precision = tuple(experiment.model.precision.items())
-        key = (rows, shards, memory.remat, memory.parameters.text, partial, precision)
+        key = (rows, shards, memory.remat, memory.parameters.text, memory.experts.text, partial, precision)
         if key not in self._traces:
             self._traces[key] = trace(split_experiment, sizes, platform)
             # Traces stay until the search is over (`thawing_traces`), and have millions of objects. Without this, the

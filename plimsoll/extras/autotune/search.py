@@ -112,9 +112,7 @@ class SettingsSearch:
 
     def _iter_prefetching(self) -> Iterator[Candidate]:
         """Yield the fastest settings found so far with offloaded state fetched a layer ahead, where that fits."""
-        offloading = [
-            one for one in self.found if self._cost_model.experiment(one.settings).memory.optimizer_state.uses_host
-        ]
+        offloading = [one for one in self.found if self._cost_model.experiment(one.settings).memory.offloads_state]
         for candidate in sorted(offloading, key=lambda one: one.cost.seconds)[:_MOST_PREFETCHING]:
             for addition in self._space.prefetching(candidate.settings):
                 settings = self.canonical((*candidate.settings, *addition))

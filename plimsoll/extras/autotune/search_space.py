@@ -15,6 +15,7 @@ from plimsoll.extras.autotune.settings import (
     ACCUMULATE,
     ACCUMULATE_BY,
     CLIP_MODE,
+    EXPERTS,
     GRADIENTS,
     HOST,
     MESH,
@@ -36,6 +37,7 @@ from plimsoll.framework.layers.stack import Stack
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.program.experiment import Experiment
+from plimsoll.framework.schedules.stack_layout import find_expert_paths
 from plimsoll.framework.schedules.traits import SCHEDULES, find_offloading_schedule
 
 # Minimum number of positions per device when sequences are sharded.
@@ -75,6 +77,7 @@ class SearchSpace:
         experiment: Experiment = config.instantiate()
         self._experiment = experiment
         self._is_language_model = isinstance(experiment.model, CausalLM)
+        self._has_experts = bool(find_expert_paths(experiment.model))
         stacks = [stack for stack in experiment.model.stacks.values() if not stack.is_first]
         # With several stacks, one number cannot select layers, so partial placements are off. The layers of one
         # repeat of the pattern are always placed together.
@@ -219,12 +222,17 @@ class SearchSpace:
         # Fields that the schedule sets itself cannot move: with layer_programs and gradients=none, each gradient is
         # freed as soon as it is used.
         excluded = {path for path, _ in schedule} | self._fixed
-        fields = [path for path in self._list_offloadable(update) if path not in excluded]
+        offloadable = [path for path in self._list_offloadable(update) if path not in excluded]
+        # Everything includes the experts.
+        fields = [path for path in offloadable if path != EXPERTS]
         orders = [_build_levels(fields)]
         activations = PLACEMENT_FIELDS[-1]
         if activations in fields and len(fields) > 1:
             # The activations of one microbatch may be smaller than the state.
             orders.append(_build_levels([activations, *(path for path in fields if path != activations)]))
+        if EXPERTS in offloadable and self._has_experts:
+            # The other weights, which every token uses, may then stay.
+            orders.append(_build_levels([EXPERTS, *fields]))
         return orders
 
     def _list_offloadable(self, update: str) -> Sequence[str]:

@@ -31,8 +31,9 @@ ACCUMULATE_BY = "memory.accumulate_by"
 PREFETCH = "memory.prefetch"
 REMAT = "memory.remat"
 GRADIENTS = "memory.gradients"
+EXPERTS = "memory.experts"
 # Fields that can be offloaded, in the order in which they are moved: first those that are transferred once per step.
-PLACEMENT_FIELDS = ("memory.optimizer_state", GRADIENTS, "memory.parameters", "memory.activations")
+PLACEMENT_FIELDS = ("memory.optimizer_state", GRADIENTS, "memory.parameters", EXPERTS, "memory.activations")
 DEVICE = "device"
 HOST = "pinned_host"
 TUNED_FIELDS = (*MESH, BATCH, ACCUMULATE, CLIP_MODE, UPDATE, ACCUMULATE_BY, REMAT, *PLACEMENT_FIELDS, PREFETCH)
