@@ -47,7 +47,7 @@ import jax.numpy as jnp
 
 from plimsoll.framework.layers.custom_gradients import zero_cotangent
 from plimsoll.framework.layers.state_passing import apply_transition, pass_states, receive_previous
-from plimsoll.framework.layers.triangular import invert_unit_lower
+from plimsoll.framework.layers.unit_lower import invert_unit_lower
 
 CHUNK = 64
 CHUNKS_PER_BLOCK = 8
