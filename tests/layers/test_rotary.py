@@ -159,7 +159,7 @@ def test_products_of_late_queries_and_keys_depend_on_their_distance():
         (turned_k,) = rotary(jnp.asarray([[key_position]]), jnp.asarray(k))
         return float(jnp.sum(turned_q * turned_k))
 
-    size = np.linalg.norm(q) * np.linalg.norm(k)
+    size = float(np.linalg.norm(q) * np.linalg.norm(k))
     for distance in (1, 2, 77, 5000):
         late, early = multiply(MILLION - 1, MILLION - 1 - distance), multiply(distance, 0)
         assert late == pytest.approx(early, abs=5e-5 * size)
