@@ -301,9 +301,7 @@ def _run_shard_forward(
     start = jnp.zeros((B, K, R, H, V), wide)
     if inputs.corrects:
         identity = jnp.broadcast_to(jnp.eye(H, dtype=wide), (B, K, R, H, H))
-        (last, outputs), residuals = _run_blocks_forward(
-            jnp.concatenate([start, identity], axis=-1), inputs, documents
-        )
+        (last, outputs), residuals = _run_blocks_forward(jnp.concatenate([start, identity], axis=-1), inputs, documents)
         state, transition = jnp.split(last, [V], axis=-1)
         states, transitions = jnp.split(residuals.states, [V], axis=-1)
         outputs, queries = jnp.split(outputs, [V], axis=-1)

@@ -1,5 +1,6 @@
 """Recurrences over sharded positions: against one token at a time in float64, and on eight devices against one."""
 
+import itertools
 import math
 import re
 from functools import partial
@@ -45,7 +46,7 @@ def test_states_are_those_of_a_loop_over_devices(shards: int, width: int, revers
     states = rng.normal(size=(2, shards, 3, 4))
     order = list(range(shards))[:: -1 if reverse else 1]
     expected = np.zeros_like(states)
-    for previous, device in zip(order, order[1:], strict=False):
+    for previous, device in itertools.pairwise(order):
         transition = transitions[:, previous] * np.eye(3) if width == 1 else transitions[:, previous]
         expected[:, device] = transition @ expected[:, previous] + states[:, previous]
     with jax.enable_x64(True):
@@ -114,9 +115,9 @@ def test_shards_equal_one_token_at_a_time(name: str, documents: str, corrects: b
         is_same = jnp.concatenate([ids_SB[:1] == ids_SB[:1], ids_SB[1:] == ids_SB[:-1]])
 
         def step(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-            *token, is_same = token
+            *arrays, is_same = token
             state = jnp.where(is_same[:, None, None, None], state, 0.0)
-            one_token = [x[:, None] for x in token]
+            one_token = [x[:, None] for x in arrays]
             outputs, state = run_recurrence((*one_token, state), np.zeros((B, 1)), jnp, corrects)
             return state, outputs[0]
 
@@ -141,7 +142,7 @@ def test_bfloat16_shards_are_as_exact_as_one_device(corrects: bool) -> None:
     weights = np.random.default_rng(0).normal(size=(B, 512, N, V))
 
     def compute_gradients(shards: int, dtype: str) -> list[np.ndarray]:
-        def run(segments: jax.Array, *arrays: jax.Array) -> jax.Array:
+        def run(segments: Any, *arrays: jax.Array) -> jax.Array:
             options = {"corrects": corrects, "unit_eps": 1e-6, "chunk": 16}
             return gated_delta_rule(*arrays, segments_BS=segments, shards=shards, **options)[0]
 
