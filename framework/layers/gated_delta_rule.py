@@ -192,9 +192,11 @@ def gated_delta_rule(
         platform=platform or jax.default_backend(),
     )
     documents = _Documents(documents_TBMC, previous.reshape(B, -1, per_block).swapaxes(0, 1))
+    outputs: jax.Array
+    last_state: jax.Array | None
     if shards > 1:
         assert state_BNHV is None, "the state before a device's tokens is that of the previous device"
-        last_state, outputs = None, _run_shard(shards, wide, inputs, documents)
+        outputs, last_state = _run_shard(shards, wide, inputs, documents), None
     else:
         if state_BNHV is None:
             state_BNHV = jnp.zeros((B, N, H, V), wide)
