@@ -13,10 +13,10 @@ from plimsoll.framework.batch_transforms.reference import Reference
 from plimsoll.framework.checkpoint.checkpointer import Checkpointer
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.devices.mesh import AXES, MeshShape
-from plimsoll.framework.layers.stack import Stack
-from plimsoll.framework.layout import flatten
 from plimsoll.framework.layers.gated_delta_net import GatedDeltaNet
 from plimsoll.framework.layers.mamba2 import Mamba2
+from plimsoll.framework.layers.stack import Stack
+from plimsoll.framework.layout import flatten
 from plimsoll.framework.learner.rules import Rule
 from plimsoll.framework.program.program import Program, inference_program
 from plimsoll.framework.schedules.pipeline_shape import PipelineShape
