@@ -8,7 +8,7 @@ static structure. This split lets a schedule differentiate, move or rebuild weig
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
@@ -214,6 +214,28 @@ class Context:
         stored_axes = fit_axes(mesh_axes, weight.shape, self.mesh.shape)
         gather = _gather_as_fp8 if as_fp8 else _gather
         return gather(weight, self.mesh, stored_axes, gathered_axes)
+
+    def seq_shards(self, batch: int, length: int) -> int:
+        """Return the number of devices that divide the positions of rows; 1 if [batch, length] has no equal shards."""
+        if self.mesh is None or batch % batch_shards(self.mesh.shape) or length % self.mesh.shape["seq"]:
+            return 1
+        return self.mesh.shape["seq"]
+
+    def on_each_device(
+        self, run: Callable[..., jax.Array], in_axes: Sequence[MeshAxes], out_axes: MeshAxes
+    ) -> Callable[..., jax.Array]:
+        """Return `run` applied to each device's shards of its arguments, where it may exchange data over mesh axes.
+
+        Args:
+            run: the function.
+            in_axes: the mesh axes of each argument; an argument may also be None.
+            out_axes: the mesh axes of the result.
+        """
+        assert self.mesh is not None, "without a mesh, there is one device"
+        in_specs = tuple(PartitionSpec(*axes) for axes in in_axes)
+        return jax.shard_map(
+            run, mesh=self.mesh, in_specs=in_specs, out_specs=PartitionSpec(*out_axes), check_vma=False
+        )
 
     def constrain_hidden(self, x_BSD: jax.Array) -> jax.Array:
         """Apply the sharding of activations between layers: batch over BATCH_AXES, positions over seq."""

@@ -20,13 +20,25 @@ its C_t, B_t, x_t and step size. Its u_t need no system, and the rest is the sam
 Chunks are processed in blocks of several. The backward pass keeps one state per block and recomputes the rest, so it
 needs memory for S / (chunk * chunks_per_block) states, not for one state per token.
 
+**Over mesh.seq**: each device has contiguous tokens of a row. Everything is linear in the state before them, S_before:
+
+    o_t = o_t for S_before = 0, + r_t S_before,        S_after = A S_before + F
+
+r_t is the query times the transitions since the device's first token, and A is the product of all of them. Without
+corrections, transitions are factors, so r_t = exp(G_t) q_t. With corrections, r and A are H more columns of outputs and
+states: those of a state that starts as the identity, for values of 0. `pass_states` then gives S_before from A and F of
+the earlier devices, as in LASP-2 (Sun et al. 2025, arXiv 2502.07563), whose transitions are 1, and in the context
+parallelism of flash-linear-attention. In the backward pass, the gradient of S_before is that of all outputs,
+sum_t r_t^T do_t, and the gradient of S_after is passed back in the same way. So the rest is the backward pass of one
+device, and no gradient passes through r or A.
+
 Axis letters: N heads of values, K heads of queries and keys, R = N / K, H channels of a key, V channels of a value, C
-tokens of a chunk, M chunks of a block.
+tokens of a chunk, M chunks of a block, T blocks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +46,8 @@ import jax
 import jax.numpy as jnp
 
 from plimsoll.framework.layers.custom_gradients import zero_cotangent
+from plimsoll.framework.layers.state_passing import apply_transition, pass_states, receive_previous
+from plimsoll.framework.layers.unit_lower import invert_unit_lower
 
 CHUNK = 64
 CHUNKS_PER_BLOCK = 8
@@ -107,13 +121,14 @@ def gated_delta_rule(
     *,
     segments_BS: jax.Array | None = None,
     state_BNHV: jax.Array | None = None,
+    shards: int = 1,
     corrects: bool = True,
     query_scale: float = 1.0,
     unit_eps: float | None = None,
     platform: str | None = None,
     chunk: int = CHUNK,
     chunks_per_block: int = CHUNKS_PER_BLOCK,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     """Run the recurrence over all tokens, in float32 or wider.
 
     Args:
@@ -124,6 +139,8 @@ def gated_delta_rule(
         beta_BSN: rate of the correction b, in [0, 1]; without corrections, the factor on the values, at least 0.
         segments_BS: int32, the document of each token; a document starts with a state of zeros. None: one document.
         state_BNHV: state before the first token; None for zeros. It belongs to the document of the first token.
+        shards: number of devices along seq that divide the rows. If there are several, this runs inside `shard_map`,
+            with the device's tokens as arguments and results, and without `state_BNHV`.
         corrects: whether a token corrects the value of its key; if not, it adds b times its value, as in Mamba-2.
         query_scale: factor on the queries.
         unit_eps: divide queries and keys by the root of their sum of squares plus this number first; None: do not.
@@ -132,7 +149,7 @@ def gated_delta_rule(
         chunks_per_block: chunks for which the backward pass keeps a single state.
 
     Returns:
-        (outputs [B, S, N, V] in the dtype of the values, state after the last token, [B, N, H, V]).
+        (outputs [B, S, N, V] in the dtype of the values; state after the last token, [B, N, H, V]; None with shards).
     """
     B, S, K, H = key_BSKH.shape
     N, V = value_BSNV.shape[2:]
@@ -158,7 +175,11 @@ def gated_delta_rule(
     first_of_chunks = documents_TBMC[..., 0].swapaxes(0, 1).reshape(B, -1)
     last_of_chunks = documents_TBMC[..., -1].swapaxes(0, 1).reshape(B, -1)
     # The document of the last token before each chunk; the initial state belongs to that of the first token.
-    previous = jnp.concatenate([first_of_chunks[:, :1], last_of_chunks[:, :-1]], axis=1)
+    before_B1 = first_of_chunks[:, :1]
+    if shards > 1:
+        # The first device receives 0. Its tokens have no state before them, so it does not matter if they have it, too.
+        before_B1 = receive_previous(segments_BS, 1, shards)
+    previous = jnp.concatenate([before_B1, last_of_chunks[:, :-1]], axis=1)
     inputs = _Inputs(
         query=to_blocks(query_BSKH, (K,)),
         key=to_blocks(key_BSKH, (K,)),
@@ -171,13 +192,20 @@ def gated_delta_rule(
         platform=platform or jax.default_backend(),
     )
     documents = _Documents(documents_TBMC, previous.reshape(B, -1, per_block).swapaxes(0, 1))
-    if state_BNHV is None:
-        state_BNHV = jnp.zeros((B, N, H, V), wide)
-    state = state_BNHV.astype(wide).reshape(B, K, R, H, V)
-    state, outputs = _run_blocks(state, inputs, documents)
+    outputs: jax.Array
+    last_state: jax.Array | None
+    if shards > 1:
+        assert state_BNHV is None, "the state before a device's tokens is that of the previous device"
+        outputs, last_state = _run_shard(shards, wide, inputs, documents), None
+    else:
+        if state_BNHV is None:
+            state_BNHV = jnp.zeros((B, N, H, V), wide)
+        state = state_BNHV.astype(wide).reshape(B, K, R, H, V)
+        state, outputs = _run_blocks(state, inputs, documents)
+        last_state = state.reshape(B, N, H, V)
     # [blocks, B, K, R, M, C, V] to [B, S, N, V].
     outputs = jnp.moveaxis(outputs, (1, 0, 4, 5, 2, 3), (0, 1, 2, 3, 4, 5)).reshape(B, -1, N, V)
-    return outputs[:, :S].astype(value_BSNV.dtype), state.reshape(B, N, H, V)
+    return outputs[:, :S].astype(value_BSNV.dtype), last_state
 
 
 # Not `jax.checkpoint`: inside a layer that is itself under `jax.checkpoint`, the layer's policy would decide.
@@ -191,7 +219,14 @@ def _run_blocks(state: jax.Array, inputs: _Inputs, documents: _Documents) -> tup
     return jax.lax.scan(run, state, (inputs, documents))
 
 
-_Residuals = tuple[jax.Array, _Inputs, _Documents]
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Residuals:
+    """What the backward pass needs of all blocks: the states before each, [T, B, K, R, H, V], and the arguments."""
+
+    states: jax.Array
+    inputs: _Inputs
+    documents: _Documents
 
 
 def _run_blocks_forward(
@@ -204,19 +239,113 @@ def _run_blocks_forward(
         return new_state, (state, outputs)
 
     last_state, (states, outputs) = jax.lax.scan(run, state, (inputs, documents))
-    return (last_state, outputs), (states, inputs, documents)
+    return (last_state, outputs), _Residuals(states, inputs, documents)
 
 
 def _run_blocks_backward(residuals: _Residuals, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
     """Recompute each block from the state before it, from the last block to the first."""
     state_ct, outputs_ct = cotangents
-    states, inputs, documents = residuals
-    blocks = (states, inputs, documents, outputs_ct)
+    blocks = (residuals.states, residuals.inputs, residuals.documents, outputs_ct)
     state_ct, inputs_ct = jax.lax.scan(_pull_back_block, state_ct, blocks, reverse=True)
-    return state_ct, inputs_ct, jax.tree.map(zero_cotangent, documents)
+    return state_ct, inputs_ct, jax.tree.map(zero_cotangent, residuals.documents)
 
 
 _run_blocks.defvjp(_run_blocks_forward, _run_blocks_backward)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Readers:
+    """The r_t, which read from the state before a device's tokens.
+
+    Attributes:
+        query: [T, B, K, R, M, C, H]; without corrections [T, B, K, 1, M, C, H], to be multiplied by `decay`.
+        decay: [T, B, K, R, M, C], from before the device's first token to each token; 0 in later documents. None with
+            corrections.
+    """
+
+    query: jax.Array
+    decay: jax.Array | None
+
+    def read(self, state: jax.Array) -> jax.Array:
+        """Return r_t S for S [B, K, R, H, V] as [T, B, K, R, M, C, V]."""
+        query = self.query.astype(state.dtype)
+        if self.decay is None:
+            return jnp.einsum("tbkrmch,bkrhv->tbkrmcv", query, state)
+        return self.decay[..., None] * jnp.einsum("tbkmch,bkrhv->tbkrmcv", query[:, :, :, 0], state)
+
+    def pull_back(self, outputs_ct: jax.Array) -> jax.Array:
+        """Return the gradient of S, [B, K, R, H, V], from that of r_t S."""
+        query = self.query.astype(outputs_ct.dtype)
+        if self.decay is None:
+            return jnp.einsum("tbkrmch,tbkrmcv->bkrhv", query, outputs_ct)
+        return jnp.einsum("tbkmch,tbkrmcv->bkrhv", query[:, :, :, 0], self.decay[..., None] * outputs_ct)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _run_shard(shards: int, wide: jnp.dtype, inputs: _Inputs, documents: _Documents) -> jax.Array:
+    """Run the blocks of a device whose state comes from the previous device, inside `shard_map`; return the outputs.
+
+    Args:
+        shards: number of devices along seq.
+        wide: dtype of states.
+        inputs, documents: of all blocks.
+    """
+    return _run_shard_forward(shards, wide, inputs, documents)[0]
+
+
+def _run_shard_forward(
+    shards: int, wide: jnp.dtype, inputs: _Inputs, documents: _Documents
+) -> tuple[jax.Array, tuple[_Residuals, _Readers, jax.Array]]:
+    """Return outputs, and the residuals: those of the blocks, the readers, and the transition A."""
+    _, B, K, R, _, _, V = inputs.value.shape
+    H = inputs.key.shape[-1]
+    start = jnp.zeros((B, K, R, H, V), wide)
+    if inputs.corrects:
+        identity = jnp.broadcast_to(jnp.eye(H, dtype=wide), (B, K, R, H, H))
+        (last, outputs), residuals = _run_blocks_forward(jnp.concatenate([start, identity], axis=-1), inputs, documents)
+        state, transition = jnp.split(last, [V], axis=-1)
+        states, transitions = jnp.split(residuals.states, [V], axis=-1)
+        outputs, queries = jnp.split(outputs, [V], axis=-1)
+        readers = _Readers(queries, decay=None)
+    else:
+        (state, outputs), residuals = _run_blocks_forward(start, inputs, documents)
+        states = residuals.states
+        decay = _decay_from_start(inputs.log_decay.astype(wide), documents)
+        query, _ = _prepare_keys(inputs, wide)
+        readers = _Readers(query[:, :, :, None], decay)
+        after_blocks = decay[..., -1, -1, None, None]
+        transition = after_blocks[-1]
+        transitions = jnp.concatenate([jnp.ones_like(after_blocks[:1]), after_blocks[:-1]])
+    before = pass_states(transition, state, shards)
+    outputs = outputs + readers.read(before)
+    residuals = replace(residuals, states=states + apply_transition(transitions, before))
+    # With corrections, a query per value head and token is saved: not more precisely than the gradient it multiplies.
+    saved = inputs.value.dtype if inputs.corrects else readers.query.dtype
+    return outputs, (residuals, replace(readers, query=readers.query.astype(saved)), transition)
+
+
+def _run_shard_backward(
+    shards: int, wide: jnp.dtype, saved: tuple[_Residuals, _Readers, jax.Array], outputs_ct: jax.Array
+) -> tuple[Any, ...]:
+    """Get the gradient of the last state from the next devices; the rest is the backward pass of all blocks."""
+    residuals, readers, transition = saved
+    state_ct = pass_states(transition.mT, readers.pull_back(outputs_ct), shards, reverse=True)
+    _, *cotangents = _run_blocks_backward(residuals, (state_ct, outputs_ct))
+    return tuple(cotangents)
+
+
+_run_shard.defvjp(_run_shard_forward, _run_shard_backward)
+
+
+def _decay_from_start(log_decay: jax.Array, documents: _Documents) -> jax.Array:
+    """Return the decay from before the first token to each token, 0 in other documents; [T, B, K, R, M, C]."""
+    T, B, K, R, M, C = log_decay.shape
+    by_token = jnp.moveaxis(log_decay, 0, 3).reshape(B, K, R, T * M * C)
+    total = jnp.moveaxis(jnp.cumsum(by_token, axis=-1).reshape(B, K, R, T, M, C), 3, 0)
+    before_first = documents.before_chunk[0, :, 0]
+    inherits_TBMC = documents.of_token == before_first[:, None, None]
+    return jnp.exp(jnp.where(inherits_TBMC[:, :, None, None], total, -jnp.inf))
 
 
 @partial(jax.jit, inline=True)
@@ -239,15 +368,10 @@ def _run_block(state: jax.Array, inputs: _Inputs, documents: _Documents) -> tupl
 
     What does not depend on the state is computed for all chunks of the block at once.
     """
-    query = inputs.query.astype(state.dtype)
-    key = inputs.key.astype(state.dtype)
+    query, key = _prepare_keys(inputs, state.dtype)
     value = inputs.value.astype(state.dtype)
     log_decay = inputs.log_decay.astype(state.dtype)
     beta = inputs.beta.astype(state.dtype)
-    if inputs.unit_eps is not None:
-        query = _normalize(query, inputs.unit_eps)
-        key = _normalize(key, inputs.unit_eps)
-    query = query * inputs.query_scale
     C, V = value.shape[-2:]
     positions = jnp.arange(C)
     document = documents.of_token
@@ -274,6 +398,9 @@ def _run_block(state: jax.Array, inputs: _Inputs, documents: _Documents) -> tupl
         solution = invert_unit_lower(system, inputs.platform) @ (beta[..., None] * right_sides)
         # The updates of a chunk are `updates - from_state @ S_0`.
         updates, from_state = jnp.split(solution, [V], axis=-1)
+        if state.shape[-1] > V:
+            # Further columns of the state have values of 0.
+            updates = jnp.pad(updates, [(0, 0)] * (updates.ndim - 1) + [(0, state.shape[-1] - V)])
     else:
         updates, from_state = beta[..., None] * value, None
     query, key = query[:, :, None], key[:, :, None]
@@ -290,71 +417,6 @@ def _run_block(state: jax.Array, inputs: _Inputs, documents: _Documents) -> tupl
     return state, jnp.moveaxis(outputs, 0, 3)
 
 
-def invert_unit_lower(lower: jax.Array, platform: str) -> jax.Array:
-    """Return the inverses of I + L, for strictly lower triangular matrices L [..., C, C]."""
-    # On a CPU of two cores, two of XLA's batched solvers at a time wait for each other forever: jaxlib 0.10 splits each
-    # batch into tasks of the thread pool that runs the solvers themselves.
-    return _invert(lower, platform == "cpu")
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _invert(lower: jax.Array, by_blocks: bool) -> jax.Array:
-    return _compute_inverse(lower, by_blocks)
-
-
-def _compute_inverse(lower: jax.Array, by_blocks: bool) -> jax.Array:
-    if by_blocks:
-        return _invert_by_blocks(lower)
-    identity = jnp.broadcast_to(jnp.eye(lower.shape[-1], dtype=lower.dtype), lower.shape)
-    return jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True, unit_diagonal=True)
-
-
-def _invert_forward(lower: jax.Array, by_blocks: bool) -> tuple[jax.Array, jax.Array]:
-    inverse = _compute_inverse(lower, by_blocks)
-    return inverse, inverse
-
-
-def _invert_backward(by_blocks: bool, inverse: jax.Array, inverse_ct: jax.Array) -> tuple[jax.Array]:
-    # d inverse(M) = -inverse(M) dM inverse(M). The caller sets all elements from the diagonal on to zero.
-    return (-_multiply(inverse.mT, _multiply(inverse_ct, inverse.mT)),)
-
-
-_invert.defvjp(_invert_forward, _invert_backward)
-
-
-def _invert_by_blocks(lower: jax.Array) -> jax.Array:
-    """Return the inverses of I + L from those of their diagonal blocks, which begin with one row each.
-
-    inverse([[A, 0], [B, D]]) = [[inverse(A), 0], [-inverse(D) B inverse(A), inverse(D)]]
-    """
-    C = lower.shape[-1]
-    batch = lower.shape[:-2]
-    # Rows of zeros in L are rows of the identity in the inverse, and do not change the others.
-    size = 1 << (C - 1).bit_length()
-    lower = jnp.pad(lower, [(0, 0)] * len(batch) + [(0, size - C)] * 2)
-    # [..., number, width, width].
-    inverses = jnp.ones((*batch, size, 1, 1), lower.dtype)
-    width = 1
-    while width < size:
-        number = size // (2 * width)
-        pairs = inverses.reshape(*batch, number, 2, width, width)
-        first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]
-        # For each pair, the block of L in the rows of the second and the columns of the first.
-        tiles = lower.reshape(*batch, number, 2, width, number, 2, width)[..., 1, :, :, 0, :]
-        below = jnp.moveaxis(jnp.diagonal(tiles, axis1=-4, axis2=-2), -1, -3)
-        corner = -_multiply(second, _multiply(below, first))
-        upper_rows = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-        lower_rows = jnp.concatenate([corner, second], axis=-1)
-        inverses = jnp.concatenate([upper_rows, lower_rows], axis=-2)
-        width *= 2
-    return inverses[..., 0, :C, :C]
-
-
-def _multiply(left: jax.Array, right: jax.Array) -> jax.Array:
-    """Return the product in full precision, because errors of an inverse spread to all tokens of its chunk."""
-    return jnp.matmul(left, right, precision=jax.lax.Precision.HIGHEST)
-
-
 def _run_chunk(state: jax.Array, chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
     """Run one chunk: from the state before it to the state after it, and outputs [B, K, R, C, V]."""
     updates = chunk.updates
@@ -368,6 +430,16 @@ def _run_chunk(state: jax.Array, chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
 def _add_heads(x: jax.Array) -> jax.Array:
     """Insert the axes K and R into an array [B, M, ...] of all heads."""
     return x[:, None, None]
+
+
+def _prepare_keys(inputs: _Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """Return the queries and keys of the recurrence, normalized and scaled, in another dtype."""
+    query = inputs.query.astype(dtype)
+    key = inputs.key.astype(dtype)
+    if inputs.unit_eps is not None:
+        query = _normalize(query, inputs.unit_eps)
+        key = _normalize(key, inputs.unit_eps)
+    return query * inputs.query_scale, key
 
 
 def _normalize(x: jax.Array, eps: float) -> jax.Array:

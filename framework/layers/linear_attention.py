@@ -4,6 +4,9 @@ Queries, keys and values pass a short causal convolution. A recurrence (gated_de
 per head. Time and memory grow linearly with the length of a row, and the cache for generation has the same size for
 any length. `GatedDeltaNet` and `Mamba2` differ in their decay, their recurrence, and what follows it.
 
+Along `seq`, each device has contiguous positions of each row, and receives what comes before them from other devices:
+the last inputs of the convolutions, and the states.
+
 Axis letters: N heads of values, K heads of queries and keys, H channels of a key, V channels of a value, E channels of
 all heads together, W taps of the convolution.
 """
@@ -11,6 +14,7 @@ all heads together, W taps of the convolution.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,10 +27,8 @@ from plimsoll.framework.layers.base import BATCH_AXES, Context, Layer, Out, chec
 from plimsoll.framework.layers.custom_gradients import save_inputs
 from plimsoll.framework.layers.gated_delta_rule import gated_delta_rule
 from plimsoll.framework.layers.linear import Linear
+from plimsoll.framework.layers.state_passing import receive_previous
 from plimsoll.framework.layout import Nested, ParameterSpec, nearest_divisors
-
-# The mesh axes that shard the heads. Along `seq`, each device has all positions of some heads during the recurrence.
-HEAD_AXES = ("model", "seq")
 
 
 class LinearAttention(Layer):
@@ -125,12 +127,11 @@ class LinearAttention(Layer):
         return {"query": self.query, "key": self.key, "value": self.value, "gate": self.gate, "output": self.output}
 
     def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
-        """Raise ValueError if the axes model and seq, which both divide the heads, would split a head."""
-        field, count = self._key_heads_field, self.num_key_heads
+        """Raise ValueError if the model axis would split a head."""
         if self._shares_keys:
-            field, count = "num_heads", self.num_heads
-        check_axis(mesh, "model", field, count)
-        check_axis(mesh, "seq", f"{field} / mesh.model", count // mesh.shape["model"])
+            check_axis(mesh, "model", "num_heads", self.num_heads)
+        else:
+            check_axis(mesh, "model", self._key_heads_field, self.num_key_heads)
 
     def localize(self, sizes: Mapping[str, int]) -> None:
         """See `Layer.localize`: the model axis divides the heads."""
@@ -150,16 +151,24 @@ class LinearAttention(Layer):
         # In generation, tokens after a cache are of one document, and padding on the right follows them.
         segments_BS = None if layer_state else ctx.batch.get("segments")
         counts_BS = ctx.batch.get("segments") if layer_state else None
+        # In generation, each device reads all positions.
+        shards = 1 if ctx.cache or layer_state else ctx.seq_shards(B, S)
         cache: Nested = {}
         convolved = {}
         # A projection may have been replaced by one with an adapter.
         for name, layer in {"query": self.query, "key": self.key, "value": self.value}.items():
             with jax.named_scope(name):
                 x_BSE = layer(weights[name], carry, ctx)
-                x_BSE = ctx.constrain(x_BSE, BATCH_AXES, None, HEAD_AXES if self._conv_axes[name] else None)
+                x_BSE = ctx.constrain(x_BSE, BATCH_AXES, "seq", self._conv_axes[name])
                 earlier_BTE = self._get_earlier(x_BSE, layer_state.get(f"{name}_inputs"))
-                bias_E = weights.get(f"{name}_conv_bias")
-                y_BSE = convolve(x_BSE, earlier_BTE, weights[f"{name}_conv"], segments_BS, bias_E)
+                taps_WE, bias_E = weights[f"{name}_conv"], weights.get(f"{name}_conv_bias")
+                if shards > 1:
+                    axes_BSE = (BATCH_AXES, "seq", self._conv_axes[name])
+                    in_axes = [axes_BSE, (None, axes_BSE[2]), axes_BSE[:2], axes_BSE[2:]]
+                    convolve_shards = ctx.on_each_device(partial(_convolve_shard, shards), in_axes, axes_BSE)
+                    y_BSE = convolve_shards(x_BSE, taps_WE, segments_BS, bias_E)
+                else:
+                    y_BSE = convolve(x_BSE, earlier_BTE, taps_WE, segments_BS, bias_E=bias_E)
                 if ctx.cache:
                     if segments_BS is not None:
                         # The next tokens are of the last document: padding on the left is another one.
@@ -168,33 +177,39 @@ class LinearAttention(Layer):
             convolved[name] = checkpoint_name(y_BSE, name)
         with jax.named_scope("decay"):
             beta_BSN, log_decay_BSN = self._compute_rates(weights, carry, ctx)
-            beta_BSN = ctx.constrain(beta_BSN, BATCH_AXES, None, HEAD_AXES)
-            log_decay_BSN = ctx.constrain(log_decay_BSN, BATCH_AXES, None, HEAD_AXES)
+            beta_BSN = ctx.constrain(beta_BSN, BATCH_AXES, "seq", "model")
+            log_decay_BSN = ctx.constrain(log_decay_BSN, BATCH_AXES, "seq", "model")
         if counts_BS is not None:
             # Padding leaves the state as it is.
             is_token_BS1 = counts_BS[:, :, None] > 0
             beta_BSN = jnp.where(is_token_BS1, beta_BSN, 0.0)
             log_decay_BSN = jnp.where(is_token_BS1, log_decay_BSN, 0.0)
+        query_BSKH = convolved["query"].reshape(B, S, self.num_key_heads, self.key_dim)
+        key_BSKH = convolved["key"].reshape(B, S, self.num_key_heads, self.key_dim)
         value_BSNV = convolved["value"].reshape(B, S, self.num_heads, self.value_dim)
+
+        def run_rule(
+            segments_BS: jax.Array | None, state_BNHV: jax.Array | None, *arrays: jax.Array
+        ) -> tuple[jax.Array, jax.Array | None]:
+            options = {"platform": ctx.platform, "chunk": self.chunk, **self._get_rule_options()}
+            return gated_delta_rule(*arrays, segments_BS=segments_BS, state_BNHV=state_BNHV, shards=shards, **options)
+
         with jax.named_scope("rule"):
-            y_BSNV, state_BNHV = gated_delta_rule(
-                convolved["query"].reshape(B, S, self.num_key_heads, self.key_dim),
-                convolved["key"].reshape(B, S, self.num_key_heads, self.key_dim),
-                value_BSNV,
-                log_decay_BSN,
-                beta_BSN,
-                segments_BS=segments_BS,
-                state_BNHV=layer_state.get("state"),
-                platform=ctx.platform,
-                chunk=self.chunk,
-                **self._get_rule_options(),
-            )
+            arrays = (query_BSKH, key_BSKH, value_BSNV, log_decay_BSN, beta_BSN)
+            if shards > 1:
+                axes_BSN = (BATCH_AXES, "seq", "model")
+                axes_BSK = (BATCH_AXES, "seq", self._conv_axes["key"])
+                in_axes = [axes_BSN[:2], axes_BSK, axes_BSK, axes_BSN, axes_BSN, axes_BSN]
+                run_shards = ctx.on_each_device(lambda ids, *arrays: run_rule(ids, None, *arrays)[0], in_axes, axes_BSN)
+                y_BSNV, state_BNHV = run_shards(segments_BS, *arrays), None
+            else:
+                y_BSNV, state_BNHV = run_rule(segments_BS, layer_state.get("state"), *arrays)
             y_BSNV = checkpoint_name(y_BSNV, "attention")
             if ctx.cache:
                 cache["state"] = state_BNHV
         with jax.named_scope("gate"):
             gate_BSE = self.gate(weights["gate"], carry, ctx)
-            gate_BSE = ctx.constrain(gate_BSE, BATCH_AXES, None, HEAD_AXES)
+            gate_BSE = ctx.constrain(gate_BSE, BATCH_AXES, "seq", "model")
         with jax.named_scope("norm"):
             y_BSE = self._complete(weights, y_BSNV, value_BSNV, gate_BSE, ctx)
         with jax.named_scope("output"):
@@ -253,11 +268,22 @@ class LinearAttention(Layer):
         return super().flops_per_token(seq_len) + convolution + inside + with_state
 
 
+def _convolve_shard(
+    shards: int, x_BSE: jax.Array, taps_WE: jax.Array, segments_BS: jax.Array | None, bias_E: jax.Array | None
+) -> jax.Array:
+    """Apply `convolve` to one device's positions, inside `shard_map`; those before them are on the previous devices."""
+    num_earlier = taps_WE.shape[0] - 1
+    earlier_BTE = receive_previous(x_BSE, num_earlier, shards)
+    earlier_segments_BT = None if segments_BS is None else receive_previous(segments_BS, num_earlier, shards)
+    return convolve(x_BSE, earlier_BTE, taps_WE, segments_BS, earlier_segments_BT, bias_E)
+
+
 def convolve(
     x_BSE: jax.Array,
     earlier_BTE: jax.Array,
     taps_WE: jax.Array,
     segments_BS: jax.Array | None,
+    earlier_segments_BT: jax.Array | None = None,
     bias_E: jax.Array | None = None,
 ) -> jax.Array:
     """Apply a causal convolution to each channel separately, then SiLU, in x's dtype.
@@ -267,30 +293,36 @@ def convolve(
         earlier_BTE: the inputs of the W - 1 tokens before them.
         taps_WE: weights; the last tap is that of the token itself.
         segments_BS: the document of each token; a tap that reaches into another document sees 0. None: one document.
+        earlier_segments_BT: the documents of the W - 1 tokens before them; None: that of the first token.
         bias_E: added before SiLU; None for no bias.
     """
     W = taps_WE.shape[0]
     S = x_BSE.shape[1]
+    if segments_BS is not None and earlier_segments_BT is None:
+        earlier_segments_BT = jnp.broadcast_to(segments_BS[:, :1], (segments_BS.shape[0], W - 1))
 
     def compute(
         x_BSE: jax.Array,
         earlier_BTE: jax.Array,
         taps_WE: jax.Array,
         segments_BS: jax.Array | None,
+        earlier_segments_BT: jax.Array | None,
         bias_E: jax.Array | None,
     ) -> jax.Array:
         inputs = jnp.concatenate([earlier_BTE, x_BSE], axis=1)
+        documents = None
+        if segments_BS is not None and earlier_segments_BT is not None:
+            documents = jnp.concatenate([earlier_segments_BT, segments_BS], axis=1)
         wide = jnp.promote_types(x_BSE.dtype, jnp.float32)
         total = jnp.zeros(x_BSE.shape, wide)
         for tap in range(W):
             seen_BSE = jax.lax.slice_in_dim(inputs, tap, tap + S, axis=1)
-            distance = W - 1 - tap
-            if segments_BS is not None and distance:
-                before_BS = jnp.pad(segments_BS, ((0, 0), (distance, 0)), mode="edge")[:, :S]
+            if documents is not None and tap < W - 1:
+                before_BS = jax.lax.slice_in_dim(documents, tap, tap + S, axis=1)
                 seen_BSE = jnp.where((before_BS == segments_BS)[..., None], seen_BSE, 0)
             total = total + seen_BSE.astype(wide) * taps_WE[tap].astype(wide)
         if bias_E is not None:
             total = total + bias_E.astype(wide)
         return jax.nn.silu(total).astype(x_BSE.dtype)
 
-    return save_inputs(compute)(x_BSE, earlier_BTE, taps_WE, segments_BS, bias_E)
+    return save_inputs(compute)(x_BSE, earlier_BTE, taps_WE, segments_BS, earlier_segments_BT, bias_E)

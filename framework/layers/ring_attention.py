@@ -48,6 +48,7 @@ from plimsoll.framework.layers.kernels_call import (
     Ids,
     separate_padding,
 )
+from plimsoll.framework.layers.state_passing import receive_previous
 
 T = TypeVar("T")
 
@@ -220,14 +221,7 @@ def _attend_window(
 
 def _prepend_previous(x_BL: Array, count: int, call: AttentionCall) -> Array:
     """Return x preceded by the `count` positions before it, [B, count + L, ...]; those before the row are zeros."""
-    shards = call.shards(LENGTH_AXIS)
-    length = x_BL.shape[1]
-    parts = [x_BL]
-    for distance in range(1, -(-count // length) + 1):
-        num_taken = min(length, count - (distance - 1) * length)
-        pairs = [(source, source + distance) for source in range(shards - distance)]
-        parts.insert(0, jax.lax.ppermute(x_BL[:, length - num_taken :], LENGTH_AXIS, pairs))
-    return jnp.concatenate(parts, axis=1)
+    return jnp.concatenate([receive_previous(x_BL, count, call.shards(LENGTH_AXIS)), x_BL], axis=1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -88,6 +88,15 @@ class _LocalContext(Context):
     def gather(self, weight: jax.Array, mesh_axes: MeshAxes, *, as_fp8: bool = False) -> jax.Array:
         # A layer's weights are gathered when they are fetched.
         return weight
+
+    def seq_shards(self, batch: int, length: int) -> int:
+        # The sizes are those of one device's shard.
+        return 1 if self.mesh is None else self.mesh.shape["seq"]
+
+    def on_each_device(
+        self, run: Callable[..., jax.Array], in_axes: Sequence[MeshAxes], out_axes: MeshAxes
+    ) -> Callable[..., jax.Array]:
+        return run
 
 
 def trace(split_experiment: SplitExperiment, sizes: dict[str, int], platform: str) -> ClosedJaxpr:

@@ -61,3 +61,26 @@ def test_segments_agree_with_a_plain_loop(seed: int):
                 segment, position = segment + 1, -1
             position += 1
             assert (batch["segments"][row, i], batch["positions"][row, i]) == (segment, position)
+
+
+def test_rows_of_a_million_tokens(tmp_path: Path):
+    """Documents of hundreds of thousands of tokens, longer than the shards of a row and than the row itself."""
+    seq_len = 1 << 20
+    ends = [300_000, 1_048_576, 1_050_000, 3_000_000]  # the first tokens of documents, after the one at 0
+    tokens = np.ones(3_200_001, "<u2")
+    tokens[[0, *ends]] = 0
+    tokens.tofile(tmp_path / "long.bin")
+    source = TokenMemmap(path=str(tmp_path / "long.bin"), eos_id=0)
+    stream = source.open(NoTokenizer(vocab_size=2), FileHashes())
+    windows = Windows(stream, seq_len, masked=True)
+    assert windows.num_whole == 3
+    starts = np.array([0, *ends])
+    for index in range(3):
+        row = windows.row(index)
+        column = np.arange(index * seq_len, (index + 1) * seq_len)
+        # The last start of a document at or before each token; a row starts a new one.
+        document_start = np.maximum(starts[np.searchsorted(starts, column, side="right") - 1], index * seq_len)
+        assert row["positions"].dtype == np.int32
+        np.testing.assert_array_equal(row["positions"], column - document_start)
+        np.testing.assert_array_equal(row["segments"], np.unique(document_start, return_inverse=True)[1] + 1)
+        assert row["weights"].all()

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from plimsoll.framework.layers.gated_delta_rule import gated_delta_rule, invert_unit_lower
+from plimsoll.framework.layers.gated_delta_rule import gated_delta_rule
+from plimsoll.framework.layers.unit_lower import invert_unit_lower
 
 B, K, N, H, V = 2, 2, 4, 6, 5
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy.special import log_softmax
 
 from plimsoll.framework.config import config_for
@@ -196,3 +197,41 @@ def test_log_prob_gradients_match_a_plain_log_softmax(chunk_tokens):
     actual = jax.grad(ours, argnums=(0, 1))(x_BSD, table_VD)
     for one, other in zip(actual, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+
+
+def test_a_row_of_a_million_positions_on_eight_devices():
+    """Losses and gradients are those of float64 sums; each device has contiguous positions."""
+    length, dim, vocab = 1 << 20, 2, 5
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1, length, dim)).astype(np.float32)
+    table = rng.normal(size=(vocab, dim)).astype(np.float32)
+    targets = rng.integers(0, vocab, (1, length)).astype(np.int32)
+    weights = (rng.random((1, length)) > 0.3).astype(np.float32)
+    head = config_for(LMHead, dim=dim, vocab_size=vocab, chunk_tokens=1 << 16).instantiate()
+    sizes = {"pipe": 1, "data": 1, "fsdp": 1, "expert": 1, "seq": 8, "model": 1}
+    mesh = Mesh(np.asarray(jax.devices()).reshape(tuple(sizes.values())), tuple(sizes))
+    by_position = NamedSharding(mesh, PartitionSpec(None, "seq"))
+    batch = jax.device_put({"targets": targets, "weights": weights}, by_position)
+
+    def loss(table, x):
+        ctx = Context(batch=batch, num_targets=jnp.sum(batch["weights"]), training=True, mesh=mesh)
+        params = {"table": table, "norm": {"scale": jnp.ones(dim)}}
+        return head.apply(head.prepare(params, ctx), x, ctx, {})[1].loss
+
+    found, (table_grad, x_grad) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(
+        table, jax.device_put(x, by_position)
+    )
+    wide = x[0].astype(np.float64)
+    scale = 1.0 / np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
+    log_probabilities = log_softmax(wide * scale @ table.T.astype(np.float64), axis=-1)
+    share = weights[0].astype(np.float64) / weights.sum(dtype=np.float64)
+    expected = -np.sum(share * log_probabilities[np.arange(length), targets[0]])
+    logits_grad = share[:, None] * (np.exp(log_probabilities) - np.eye(vocab)[targets[0]])
+    expected_table_grad = logits_grad.T @ (wide * scale)
+    h_grad = logits_grad @ table.astype(np.float64)
+    # The norm removes what is parallel to its result.
+    normed = wide * scale
+    expected_x_grad = scale * (h_grad - normed * np.mean(h_grad * normed, axis=-1, keepdims=True))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(table_grad, expected_table_grad, rtol=0, atol=1e-5 * np.abs(expected_table_grad).max())
+    np.testing.assert_allclose(x_grad[0], expected_x_grad, rtol=0, atol=1e-4 * np.abs(expected_x_grad).max())

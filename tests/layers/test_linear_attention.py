@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from typing import Any
 
 import jax
@@ -163,7 +164,17 @@ def test_cached_tokens_continue_the_row(kind: str) -> None:
 @pytest.mark.pairs
 @pytest.mark.parametrize("kind", ["gated_delta_net", "mamba2_one_group"])
 @pytest.mark.parametrize(
-    "mesh", [{"data": 2, "fsdp": 2, "model": 2}, {"fsdp": 4, "seq": 2}, {"fsdp": 8}], ids=["model", "seq", "fsdp"]
+    "mesh",
+    [
+        {"data": 2, "fsdp": 2, "model": 2},
+        {"fsdp": 4, "seq": 2},
+        {"fsdp": 8},
+        # More devices than the two key heads.
+        {"seq": 8},
+        {"seq": 4, "model": 2},
+        {"fsdp": 2, "seq": 2, "model": 2},
+    ],
+    ids=["model", "seq", "fsdp", "seq 8", "seq 4, model 2", "fsdp 2, seq 2, model 2"],
 )
 def test_eight_devices_equal_one(mesh: dict[str, int], kind: str) -> None:
     # Norms of small outputs amplify rounding errors, so float32 would hide others.
@@ -182,18 +193,19 @@ def test_eight_devices_equal_one(mesh: dict[str, int], kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "mesh", "message"),
     [
-        (
-            "gated_delta_net",
-            {"fsdp": 2, "model": 2, "seq": 2},
-            "mesh.seq = 2 does not divide num_key_heads / mesh.model = 1",
-        ),
-        ("mamba2", {"fsdp": 2, "model": 2, "seq": 2}, "mesh.seq = 2 does not divide num_groups / mesh.model = 1"),
-        ("mamba2_one_group", {"model": 2, "seq": 4}, "mesh.seq = 4 does not divide num_heads / mesh.model = 2"),
+        ("gated_delta_net", {"model": 4, "seq": 2}, "mesh.model = 4 does not divide num_key_heads = 2"),
+        ("mamba2", {"model": 4, "seq": 2}, "mesh.model = 4 does not divide num_groups = 2"),
+        ("mamba2_one_group", {"model": 8}, "mesh.model = 8 does not divide num_heads = 4"),
+        # The positions of a row.
+        ("gated_delta_net", {"seq": 8}, "mesh.seq = 8 does not divide data.seq_len = 12; nearest that do: [6, 12]"),
     ],
 )
-def test_axes_that_split_a_head_are_refused(kind: str, mesh: dict[str, int], message: str) -> None:
-    config = small.experiment(hybrid(kind), mesh=mesh)
-    with pytest.raises(ValueError, match=message):
+def test_axes_that_split_a_head_or_a_position_are_refused(kind: str, mesh: dict[str, int], message: str) -> None:
+    model = hybrid(kind)
+    # Only linear attention, whose heads are the only ones that the axes could split.
+    model.stack.pattern = [small.block(model)]
+    config = small.experiment(model, mesh=mesh, seq_len=12)
+    with pytest.raises(ValueError, match=re.escape(message)):
         small.program(config)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from plimsoll.framework.config import config_for
-from plimsoll.framework.layers.rotary import Rotary
+from plimsoll.framework.layers.rotary import LinearScaling, Llama3Scaling, Rotary
 from plimsoll.framework.layers.rotary_scaling import LongRopeScaling, YarnScaling
 from tests.support import small
 from tests.support.latent import with_latents
@@ -113,3 +113,53 @@ def test_latent_attention_in_any_stack_limits_max_positions():
 def test_longrope_has_a_factor_for_each_frequency():
     with pytest.raises(ValueError, match="short_factor has 2 numbers; expected 3"):
         Rotary(head_dim=6, scaling=config_for(LongRopeScaling, **FACTORS))
+
+
+MILLION = 1 << 20
+SCALINGS = {
+    "none": None,
+    "linear": config_for(LinearScaling, factor=4.0),
+    "llama3": config_for(Llama3Scaling, factor=32.0),
+    "yarn": config_for(YarnScaling, factor=32.0, original_length=32768),
+    "longrope": config_for(
+        LongRopeScaling,
+        short_factor=[1.0] * 64,
+        long_factor=list(np.linspace(1.0, 60.0, 64)),
+        original_length=4096,
+        factor=32.0,
+        use="long",
+    ),
+}
+
+
+@pytest.mark.parametrize("theta", [1e4, 1e7])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_angles_are_exact_in_rows_of_a_million_positions(name: str, theta: float):
+    """The formula in float64. Computed as float32 products, angles would be wrong by up to 0.03."""
+    rotary = Rotary(head_dim=128, theta=theta, scaling=SCALINGS[name])
+    positions = np.array([[0, 1, 1023, 1024, 4095, 131071, MILLION - 2, MILLION - 1, 2 * MILLION - 1]])
+    # Rotating (1, 0) gives the cosine and the sine.
+    x_BSNH = np.zeros((1, positions.size, 1, 128), np.float32)
+    x_BSNH[..., :64] = 1.0
+    (rotated,) = rotary(jnp.asarray(positions, jnp.int32), jnp.asarray(x_BSNH))
+    cosines, sines = np.split(np.asarray(rotated, np.float64)[0, :, 0], 2, axis=-1)
+    angles = positions[0][:, None] * rotary.frequencies
+    bounds = np.where(positions[0] < 1024, 4e-5, np.where(positions[0] < MILLION, 5e-4, 1e-3))[:, None]
+    assert (np.abs(cosines / rotary.amplitude - np.cos(angles)) < bounds).all()
+    assert (np.abs(sines / rotary.amplitude - np.sin(angles)) < bounds).all()
+
+
+def test_products_of_late_queries_and_keys_depend_on_their_distance():
+    """A million positions further on, they are equal up to rounding."""
+    rotary = Rotary(head_dim=128, theta=1e6)
+    q, k = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 128)).astype(np.float32)
+
+    def multiply(query_position: int, key_position: int) -> float:
+        (turned_q,) = rotary(jnp.asarray([[query_position]]), jnp.asarray(q))
+        (turned_k,) = rotary(jnp.asarray([[key_position]]), jnp.asarray(k))
+        return float(jnp.sum(turned_q * turned_k))
+
+    size = float(np.linalg.norm(q) * np.linalg.norm(k))
+    for distance in (1, 2, 77, 5000):
+        late, early = multiply(MILLION - 1, MILLION - 1 - distance), multiply(distance, 0)
+        assert late == pytest.approx(early, abs=5e-5 * size)

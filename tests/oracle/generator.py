@@ -249,8 +249,7 @@ def _mesh(dice: Dice, model: plain.Model, data: plain.Data, accumulate: int) -> 
     ]
     divided += [one.groups if one.groups > 1 else one.heads for one in attentions if isinstance(one, plain.StateSpace)]
     # gcd() of nothing is 0, which every number divides.
-    key_heads = math.gcd(*divided)
-    heads = math.gcd(key_heads, *(attention.kv_heads for attention in softmax))
+    heads = math.gcd(*divided, *(attention.kv_heads for attention in softmax))
     hidden = math.gcd(*(width for layer in model.layers for width in list_widths(layer.mlp)))
     experts = math.gcd(*(layer.mlp.router.experts for layer in model.layers if isinstance(layer.mlp, plain.Mixture)))
     expert_sizes = [size for size in (1, 2, 4) if experts % size == 0] if experts else [1]
@@ -260,8 +259,6 @@ def _mesh(dice: Dice, model: plain.Model, data: plain.Data, accumulate: int) -> 
         mesh: dict[str, int] = dict(zip(("expert", "data", "fsdp", "seq", "model"), sizes, strict=True))
         fits = rows % (mesh["data"] * mesh["fsdp"] * mesh["expert"]) == 0 and model.dim % mesh["fsdp"] == 0
         fits &= data.seq_len % mesh["seq"] == 0 and by_model % mesh["model"] == 0
-        # In linear attention, both axes divide the heads.
-        fits &= key_heads % (mesh["seq"] * mesh["model"]) == 0
         # Matrices this small are not sharded if their codes are packed into words.
         has_words = model.lora is not None and model.lora.base == "int8"
         fits &= not has_words or mesh["fsdp"] == mesh["model"] == 1

@@ -135,6 +135,15 @@ def test_sampling_is_seeded_and_covers_all_options():
     assert {phase.update for phase in linear_phases} == {phase.update for phase in phases}
     for axis in ("data", "fsdp", "expert", "seq", "model"):
         assert {phase.mesh[axis] for phase in linear_phases} >= {1, 2}, axis
+    # States pass between more devices than a layer has key heads to divide.
+    passing = [
+        isinstance(layer.attention, kind) and phase.mesh["seq"] * phase.mesh["model"] > getattr(layer.attention, heads)
+        for kind, heads in ((LinearAttention, "key_heads"), (StateSpace, "heads"))
+        for one in experiments
+        for layer in one.model.layers
+        for phase in one.phases
+    ]
+    assert sum(passing) >= 10
     for rare in (
         lambda one: one.model.lora is not None and "experts" in one.model.lora.targets,
         lambda one: any(isinstance(layer.mlp, Mixture) and layer.mlp.shared for layer in one.model.layers),

@@ -13,6 +13,8 @@ from plimsoll.framework.batch_transforms.reference import Reference
 from plimsoll.framework.checkpoint.checkpointer import Checkpointer
 from plimsoll.framework.config import Config, config_for
 from plimsoll.framework.devices.mesh import AXES, MeshShape
+from plimsoll.framework.layers.gated_delta_net import GatedDeltaNet
+from plimsoll.framework.layers.mamba2 import Mamba2
 from plimsoll.framework.layers.stack import Stack
 from plimsoll.framework.layout import flatten
 from plimsoll.framework.learner.rules import Rule
@@ -133,6 +135,17 @@ def ring() -> Config:
     return model
 
 
+def hybrid() -> Config:
+    """Return a model of linear attention, whose states pass between more devices of `seq` than it has key heads."""
+    model = small.llama(stack__num_layers=4)
+    delta_net = small.block(model)
+    state_space = delta_net.copy()
+    delta_net.attention = config_for(GatedDeltaNet, num_heads=4, num_key_heads=2, key_dim=6, value_dim=5, chunk=4)
+    state_space.attention = config_for(Mamba2, num_heads=4, num_groups=1, state_dim=6, head_dim=5, chunk=4)
+    model.stack.pattern = [delta_net, state_space]
+    return model
+
+
 def exchanging_mixture() -> Config:
     """Return a mixture whose tokens travel to their experts, in several rounds."""
     model = mixture()
@@ -144,6 +157,7 @@ def exchanging_mixture() -> Config:
 
 MODELS = {
     "ring": ring,
+    "hybrid": hybrid,
     "exchanging mixture": exchanging_mixture,
     "tied": tied_model,
     "llama": lambda: small.llama(stack__num_layers=8, embed__dropout=0.1),
@@ -193,6 +207,7 @@ CASES = [
     ("exchanging mixture", {"pipe": 2, "fsdp": 2, "expert": 2}, 2, {}),
     ("ring", {"pipe": 2, "fsdp": 2, "seq": 2}, 2, {}),
     ("ring", {"pipe": 2, "pipe_chunks": 2, "seq": 4}, 2, {"memory": {"remat": "save:attention"}}),
+    ("hybrid", {"pipe": 2, "seq": 4}, 2, {}),
     ("dense first", {"pipe": 4, "fsdp": 2}, 4, {}),
 ]
 
