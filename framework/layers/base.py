@@ -30,6 +30,7 @@ from plimsoll.framework.layout import (
     axis_names,
     fit_axes,
     fold_in_name,
+    get_current_mesh,
     nearest_divisors,
 )
 
@@ -388,7 +389,7 @@ def drop_weight_axes(mesh_axes: MeshAxes) -> MeshAxes:
 
 
 def _constrain(x: jax.Array, mesh: Mesh, axes: MeshAxes) -> jax.Array:
-    sharding = NamedSharding(mesh, PartitionSpec(*axes))
+    sharding = NamedSharding(get_current_mesh(mesh), PartitionSpec(*axes))
     return jax.lax.with_sharding_constraint(x, sharding)
 
 

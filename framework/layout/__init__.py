@@ -19,6 +19,7 @@ from plimsoll.framework.layout.specs import (
     fetch_tree,
     find_weight_shards,
     fit_axes,
+    get_current_mesh,
     move_to_host,
     store_leaf,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "flatten",
     "floats",
     "fold_in_name",
+    "get_current_mesh",
     "initialize",
     "key_name",
     "merge",
