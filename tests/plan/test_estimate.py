@@ -78,6 +78,8 @@ def test_xla_counts_the_same_for_products_in_a_row():
 
 # Settings of nanogpt-cpu with which its tables can be sharded over pipe.
 PIPELINE = ["model.stack.unroll=1", "model.vocab_size=264", "learner.accumulate=4", "mesh.data=1"]
+# Many small layers: their residuals are most of the memory, and a tick has those of an eighth of them.
+CHUNKS = ["model.stack.num_layers=16", "mesh.pipe_chunks=4"]
 
 
 def load(name, *settings):
@@ -206,6 +208,7 @@ def test_score_matrices_count_without_an_attention_kernel():
         ("moe-tiny", 1, ["model.stack.unroll=1", "model.stack.num_layers=2"]),
         ("moe-tiny", 4, ["model.stack.unroll=1", "mesh.data=1", "mesh.fsdp=2", "mesh.expert=2"]),
         ("nanogpt-cpu", 4, [*PIPELINE, "mesh.pipe=2", "mesh.fsdp=2", "data.global_batch_size=64"]),
+        ("nanogpt-cpu", 4, [*PIPELINE, *CHUNKS, "mesh.pipe=2", "mesh.fsdp=2", "data.global_batch_size=64"]),
     ],
 )
 def test_the_compiler_agrees(name, devices, settings):
@@ -372,6 +375,7 @@ def test_recomputation_is_the_stacks_products_without_the_last():
         ("memory.update=in_backward", "learner.clip_mode=two_pass", "learner.clip=1.0", "mesh.data=8"),
         ("memory.update=streamed", "memory.remat=full", "mesh.data=8"),
         (*PIPELINE, "mesh.pipe=2", "mesh.fsdp=4"),
+        (*PIPELINE, "mesh.pipe=2", "mesh.pipe_chunks=2", "mesh.fsdp=4"),
         (*PIPELINE, "mesh.pipe=4", "mesh.model=2", "memory.remat=full"),
     ],
 )
