@@ -221,6 +221,38 @@ def test_the_compiler_agrees(name, devices, settings):
     )
 
 
+SLICED = ["data.global_batch_size=64", "data.seq_len=1024", "memory.remat=full"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # Weights are gathered twice and gradients scattered once: a chip gets its shard of the other slice's half.
+        (["mesh.fsdp=16"], lambda parameters, activations: 3 * parameters),
+        # The sum of gradients: half of each chip's shard both ways. The head's table is summed once more.
+        (["mesh.data=2"], lambda parameters, activations: parameters + 2 * 32000 * 4096 / 2),
+        # Each of M + P - 1 ticks moves activations and cotangents, and M all-reduces of two each sum up four arrays.
+        (["mesh.pipe=2", "learner.accumulate=4"], lambda parameters, activations: (2 * (4 + 1) + 4 * 4) * activations),
+    ],
+)
+def test_bytes_and_time_between_slices(settings, expected):
+    target = resolve("2xv5e-8")
+    experiment = load("llama2-7b", *SLICED, *settings)
+    need = estimate_for_target(experiment, target)
+    activations = 64 // (experiment.learner.accumulate * 8) * 1024 * 4096 * 2
+    assert need.work.slice_bytes == pytest.approx(expected(need.breakdown["parameters"], activations), rel=0.03)
+    is_pipeline = "mesh.pipe=2" in settings
+    assert need.work.exposed_slice_bytes == (need.work.slice_bytes if is_pipeline else 0)
+    time = estimate_time(need.work, target.spec, target.num_devices, "bfloat16")
+    # 6.4 Tbps for 256 chips. What products hide counts a tenth.
+    seconds = need.work.slice_bytes / 3.125e9
+    assert time.other_slices == pytest.approx(seconds if is_pipeline else 0.1 * seconds)
+    # Within one slice, nothing crosses.
+    whole = estimate(experiment, experiment.mesh.resolve(16), spec_for("v5e"))
+    assert whole.work.slice_bytes == 0
+    assert estimate_time(whole.work, spec_for("v5e"), 16, "bfloat16").other_slices == 0
+
+
 class Twice(Linear):
     """A custom layer of a user."""
 
