@@ -77,7 +77,7 @@ def accumulate_gradients(
         # XLA would unroll a loop of one iteration. Nothing then keeps it from allocating the residuals of this tick
         # before the previous loop, whose own residuals they would double. It cannot know that this branch is taken.
         is_taken = jax.lax.optimization_barrier(jnp.bool_(True))
-        gradients = jax.lax.cond(is_taken, lambda: drain(gradients, end)[0], lambda: gradients)
+        gradients = jax.lax.cond(is_taken, lambda: drain(gradients, jnp.int32(end))[0], lambda: gradients)
     else:
         gradients, _ = jax.lax.scan(drain, gradients, ticks[end:])
     grads = dict(gradients.outer_grads)

@@ -213,7 +213,9 @@ def _count_repeats(fact: PublicFact) -> int:
     assert shape is not None, fact.model
     # gpt-oss alternates between layers with and without a window.
     period = 2 if shape["model_type"] == "gpt_oss" else 1
-    return shape["num_hidden_layers"] // period
+    num_layers = shape["num_hidden_layers"]
+    assert isinstance(num_layers, int), fact.model
+    return num_layers // period
 
 
 def _pipeline(fact: PublicFact) -> dict[str, str]:
