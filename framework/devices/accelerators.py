@@ -56,6 +56,7 @@ class AcceleratorSpec:
         ici_bytes_per_second: bandwidth from other chips of a slice, one way, over all links. For GPUs: NVLink that
             joins all GPUs of a machine.
         ici_link_bytes_per_second: bandwidth of one such link, one way.
+        dcn_bytes_per_second: bandwidth from other slices over the data-center network, one way.
         nvlink_pair_bytes_per_second: bandwidth of an NVLink bridge, which joins two cards.
         pcie_bytes_per_second: bandwidth to or from the host, one way.
         cores_per_chip: TensorCores of one chip. Names count cores: v5p-8 has 4 chips.
@@ -90,6 +91,7 @@ class AcceleratorSpec:
     hbm_bytes_per_second: float | None = None
     ici_bytes_per_second: float | None = None
     ici_link_bytes_per_second: float | None = None
+    dcn_bytes_per_second: float | None = None
     nvlink_pair_bytes_per_second: float | None = None
     pcie_bytes_per_second: float | None = None
     cores_per_chip: int = 1

@@ -30,6 +30,7 @@ from plimsoll.framework.layout import (
     find_gathered_axes,
     fit_axes,
     fold_in_name,
+    get_current_mesh,
     nearest_divisors,
 )
 
@@ -234,7 +235,11 @@ class Context:
         assert self.mesh is not None, "without a mesh, there is one device"
         in_specs = tuple(PartitionSpec(*axes) for axes in in_axes)
         return jax.shard_map(
-            run, mesh=self.mesh, in_specs=in_specs, out_specs=PartitionSpec(*out_axes), check_vma=False
+            run,
+            mesh=get_current_mesh(self.mesh),
+            in_specs=in_specs,
+            out_specs=PartitionSpec(*out_axes),
+            check_vma=False,
         )
 
     def constrain_hidden(self, x_BSD: jax.Array) -> jax.Array:
@@ -411,7 +416,7 @@ def drop_weight_axes(mesh_axes: MeshAxes) -> MeshAxes:
 
 
 def _constrain(x: jax.Array, mesh: Mesh, axes: MeshAxes) -> jax.Array:
-    sharding = NamedSharding(mesh, PartitionSpec(*axes))
+    sharding = NamedSharding(get_current_mesh(mesh), PartitionSpec(*axes))
     return jax.lax.with_sharding_constraint(x, sharding)
 
 

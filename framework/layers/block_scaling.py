@@ -41,6 +41,7 @@ from plimsoll.framework.layout import (
     axis_names,
     count_shards,
     find_weight_shards,
+    get_current_mesh,
 )
 
 
@@ -247,7 +248,8 @@ def _on_each_device(
     if options.partition is None:
         return run
     # Kernels do not declare over which mesh axes their outputs vary.
-    return jax.shard_map(run, mesh=options.partition.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    mesh = get_current_mesh(options.partition.mesh)
+    return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def _dot(left: Blocks, right: Blocks, dtype: DTypeLike, options: BlockOptions) -> jax.Array:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from plimsoll.framework.config import PositiveInt, component
 from plimsoll.framework.layers.base import BATCH_AXES
-from plimsoll.framework.layout import PyTree
+from plimsoll.framework.layout import PyTree, get_current_mesh
 
 # An array, or only its shape and dtype.
 ArrayLike = jax.Array | jax.ShapeDtypeStruct
@@ -334,5 +334,5 @@ def on_each_device(
     column_ids = PartitionSpec(*keys[:2])
     specs = (queries, keys, keys, row_ids, column_ids, extra_spec)
     # Kernels do not declare over which mesh axes their outputs vary.
-    mapped = jax.shard_map(local, mesh=call.mesh, in_specs=specs, out_specs=queries, check_vma=False)
+    mapped = jax.shard_map(local, mesh=get_current_mesh(call.mesh), in_specs=specs, out_specs=queries, check_vma=False)
     return mapped(*arrays)

@@ -49,6 +49,7 @@ from plimsoll.framework.layers.kernels_call import (
     separate_padding,
 )
 from plimsoll.framework.layers.state_passing import receive_previous
+from plimsoll.framework.layout import get_current_mesh
 
 T = TypeVar("T")
 
@@ -98,11 +99,12 @@ def attend(
         kernel: computes softmaxes over some of the keys.
         q_BSNH, k_BSKH, v_BSKV, segments_BS, sinks_N: see `attention_kernels.dot_product_attention`.
     """
+    assert call.mesh is not None, "a ring has several devices"
     heads = PartitionSpec(BATCH_AXES, LENGTH_AXIS, HEADS_AXIS, None)
     ids_spec = PartitionSpec(BATCH_AXES, LENGTH_AXIS)
     mapped = jax.shard_map(
         partial(attend_on_device, call, kernel),
-        mesh=call.mesh,
+        mesh=get_current_mesh(call.mesh),
         in_specs=(heads, heads, heads, ids_spec, PartitionSpec(HEADS_AXIS)),
         out_specs=heads,
         # Kernels do not declare over which mesh axes their outputs vary.

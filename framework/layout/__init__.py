@@ -20,6 +20,7 @@ from plimsoll.framework.layout.specs import (
     find_gathered_axes,
     find_weight_shards,
     fit_axes,
+    get_current_mesh,
     move_to_host,
     store_leaf,
 )
@@ -71,6 +72,7 @@ __all__ = [
     "flatten",
     "floats",
     "fold_in_name",
+    "get_current_mesh",
     "initialize",
     "key_name",
     "merge",

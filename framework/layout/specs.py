@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from plimsoll.framework.layout.trees import PyTree, flatten, path_name
 
@@ -321,6 +321,12 @@ def store_leaf(spec: TensorSpec, x: jax.Array) -> jax.Array:
     if not spec.is_offloaded:
         return x
     return jax.device_put(x, jax.memory.Space.Host)
+
+
+def get_current_mesh(mesh: Mesh) -> Mesh | AbstractMesh:
+    """Return a mesh as JAX requires it at this place: inside `shard_map`, with its manual axes marked as such."""
+    current = jax.sharding.get_abstract_mesh()
+    return current if current.manual_axes else mesh
 
 
 def constrain_row_major(x: jax.Array, axes: MeshAxes, mesh: Mesh) -> jax.Array:

@@ -18,6 +18,7 @@ from plimsoll.framework.plan.dry_run import compile_programs, compile_step, dry_
 from plimsoll.framework.plan.estimate import Estimate
 from plimsoll.framework.plan.grouped_products import note_exchange, note_ragged_products
 from plimsoll.framework.plan.hlo import Array
+from plimsoll.framework.plan.hlo.transfers import slice_transfers
 from plimsoll.framework.plan.host_memory import HostMemoryModel, build_host_model
 from plimsoll.framework.plan.jaxpr_analysis import FlopCount, find_zero_gradients, sum_flops
 from plimsoll.framework.plan.key_exchange import note_key_exchange
@@ -364,7 +365,10 @@ def _add_step(report: PlanReport, program: Program, step: CompiledProgram) -> Pl
     # A program that is called several times counts each time.
     for call in step.tracker.calls if step.tracker is not None else ():
         if call.about.buffers is not None:
-            collective_bytes.update(call.about.buffers.module.collective_bytes())
+            module = call.about.buffers.module
+            collective_bytes.update(module.collective_bytes())
+            for transfer in slice_transfers(module):
+                collective_bytes["from other slices"] += transfer.runs * transfer.num_bytes
     return replace(
         report,
         device_peak_bytes=step.peak,

@@ -99,7 +99,9 @@ class _LocalContext(Context):
         return run
 
 
-def trace(split_experiment: SplitExperiment, sizes: dict[str, int], platform: str) -> ClosedJaxpr:
+def trace(
+    split_experiment: SplitExperiment, sizes: dict[str, int], platform: str, *, pipe_chunks: int = 1
+) -> ClosedJaxpr:
     """Trace the gradients of one microbatch on one device.
 
     All arguments and results are shards, except for the gradient of the head's table, if it is trained, which is
@@ -109,15 +111,19 @@ def trace(split_experiment: SplitExperiment, sizes: dict[str, int], platform: st
         split_experiment: the experiment to train, with stacks split into layer ranges.
         sizes: {mesh axis: size} for all mesh axes.
         platform: tpu, gpu or cpu; selects the attention kernel as `implementation="auto"` does.
+        pipe_chunks: number of chunks of a pipeline's stage, of which one is traced.
     """
-    step = _DeviceStep(split_experiment, sizes, platform)
+    step = _DeviceStep(split_experiment, sizes, platform, pipe_chunks)
     experiment = split_experiment.experiment
     data = experiment.data
     microbatch_size = data.global_batch_size // experiment.learner.accumulate
     batch_arrays = experiment.batch_arrays()
     arrays = {name: ((microbatch_size, *shape[1:]), dtype) for name, (shape, dtype) in batch_arrays.items()}
     state = split_experiment.specs
-    arguments = (state.parameter, state.frozen, state.buffer, batch_specs(arrays))
+    groups = [state.parameter, state.frozen, state.buffer]
+    if pipe_chunks > 1:
+        groups = [_select_chunk(group, pipe_chunks) for group in groups]
+    arguments = (*groups, batch_specs(arrays))
     layout = StateLayout(TrainState(), step.mesh)
     axes = jax.tree.map(layout.partition, arguments)
     shapes = layout.abstract(arguments)
@@ -130,10 +136,19 @@ def trace(split_experiment: SplitExperiment, sizes: dict[str, int], platform: st
     return inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
 
 
+def _select_chunk(specs: Nested, pipe_chunks: int) -> Nested:
+    """Return specs of all stages, with those of the stack as if it had only one chunk of each stage's layers."""
+
+    def select(spec: TensorSpec) -> TensorSpec:
+        return replace(spec, shape=(spec.shape[0] // pipe_chunks, *spec.shape[1:]))
+
+    return {name: jax.tree.map(select, group) if name == STACK else group for name, group in specs.items()}
+
+
 class _DeviceStep:
     """The forward and backward pass of an experiment's model on one device of its mesh."""
 
-    def __init__(self, split_experiment: SplitExperiment, sizes: dict[str, int], platform: str):
+    def __init__(self, split_experiment: SplitExperiment, sizes: dict[str, int], platform: str, pipe_chunks: int):
         self.experiment = split_experiment.experiment
         self.sizes = sizes
         self.platform = platform
@@ -148,10 +163,9 @@ class _DeviceStep:
             num_ranges = sum(stack.pattern is pattern for stack in self.model.stacks.values())
             _trace_equal_layers_once(pattern, num_ranges)
         if sizes[LAYER_AXIS] > 1:
-            # A device has the layers of its stage of the pipeline. If they are several chunks, only one of these has
-            # residuals at a time, so this trace overestimates the residuals.
+            # A device has the layers of its stage of the pipeline.
             stack = self.model.stacks[STACK]
-            self.model.stages[STACK] = stack.select_layers(stack.num_repeats // sizes[LAYER_AXIS])
+            self.model.stages[STACK] = stack.select_layers(stack.num_repeats // (sizes[LAYER_AXIS] * pipe_chunks))
         self.specs = self.model.parameter_specs()
 
     def gradients(self, params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> PyTree:

@@ -79,7 +79,9 @@ def estimate(
     experiment: Experiment,
     sizes: dict[str, int],
     spec: AcceleratorSpec,
-    trace_fn: Callable[[SplitExperiment, dict[str, int], str], ClosedJaxpr] = trace,
+    trace_fn: Callable[..., ClosedJaxpr] = trace,
+    *,
+    num_slices: int = 1,
 ) -> Estimate:
     """Estimate what one step of `experiment` needs on each device of a mesh.
 
@@ -88,6 +90,7 @@ def estimate(
         sizes: {mesh axis: size}, from `experiment.mesh.resolve(num_devices)`.
         spec: the accelerator in use.
         trace_fn: function that traces like `device_trace.trace`, or returns a cached trace.
+        num_slices: number of slices that the mesh spans; of GPUs, number of hosts.
 
     Raises:
         ValueError: a mesh axis does not divide the dimension that it shards, or the batch.
@@ -107,9 +110,13 @@ def estimate(
     for batch in batch_specs(experiment.batch_arrays()).values():
         breakdown["batch"] += math.prod(_shard_shape(layout, batch)) * batch.dtype.itemsize
 
-    backward_pass = _TracedBackward(
-        split_experiment, layout, sizes, spec.platform, trace_fn(split_experiment, sizes, spec.platform)
-    )
+    traced = trace_fn(split_experiment, sizes, spec.platform)
+    traced_chunk = traced
+    if experiment.mesh.pipe_chunks > 1:
+        # Only one chunk of a stage has residuals at a time.
+        chunks = experiment.mesh.pipe_chunks
+        traced_chunk = trace_fn(split_experiment, sizes, spec.platform, pipe_chunks=chunks)
+    backward_pass = _TracedBackward(split_experiment, layout, sizes, spec.platform, traced_chunk)
     offloaded_activations = 0
     if "offload" in experiment.memory.remat or experiment.memory.activations.uses_host:
         offloaded_activations = backward_pass.find_peak_bytes(in_host_memory=True).total()
@@ -121,8 +128,9 @@ def estimate(
     # begins.
     for group, size in max(backward, update, key=Counter.total).items():
         breakdown[group] += size
-    step_flops = _flops(experiment, sizes, backward_pass.traced)
-    work = count_work(experiment, sizes, running_layout, backward_pass.traced, step_flops, offloaded_activations)
+    step_flops = _flops(experiment, sizes, traced)
+    splits = experiment.mesh.split(sizes, num_slices)
+    work = count_work(experiment, sizes, running_layout, traced, step_flops, offloaded_activations, splits)
     batch_transform = experiment.batch_transform
     passes = ForwardCost() if batch_transform is None else batch_transform.passes(experiment, mesh)
     host_breakdown["other"] += passes.offloaded_bytes

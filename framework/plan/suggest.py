@@ -53,7 +53,7 @@ def estimate_for_target(experiment: Experiment, target: Target) -> Estimate:
     Raises:
         ValueError: the experiment is not valid for the target.
     """
-    return estimate(experiment, check_target(experiment, target), target.spec)
+    return estimate(experiment, check_target(experiment, target), target.spec, num_slices=target.num_slices)
 
 
 def state_bytes(need: Estimate) -> int:

@@ -75,9 +75,9 @@ def accumulate_gradients(
 
     if shape.first_backward_tick == 1:
         # XLA would unroll a loop of one iteration. Nothing then keeps it from allocating the residuals of this tick
-        # before the previous loop, whose own residuals they would double. It cannot know the length of this loop.
-        length = jax.lax.optimization_barrier(jnp.int32(1))
-        gradients = jax.lax.fori_loop(0, length, lambda i, gradients: drain(gradients, end + i)[0], gradients)
+        # before the previous loop, whose own residuals they would double. It cannot know that this branch is taken.
+        is_taken = jax.lax.optimization_barrier(jnp.bool_(True))
+        gradients = jax.lax.cond(is_taken, lambda: drain(gradients, jnp.int32(end))[0], lambda: gradients)
     else:
         gradients, _ = jax.lax.scan(drain, gradients, ticks[end:])
     grads = dict(gradients.outer_grads)

@@ -324,9 +324,33 @@ class PipelineStep:
 
     # --- the model ----------------------------------------------------------------------------------------------------
 
-    def run_chunk(self, params: Nested, x: Carry, inputs: ChunkInputs) -> tuple[tuple[Carry, jax.Array | None], Out]:
+    def map_stages(self, compute: Callable[..., T], *arguments: PyTree) -> T:
+        """Run `compute(ctx, *arguments)` for each stage, on arrays without the axis of stages: results [P, ...].
+
+        Only the axis pipe is manual, so XLA partitions the layers over the other axes as without a pipeline. A `vmap`
+        would give each product an axis of stages, of size 1 on a device, and the TPU compiler then sums the gradients
+        of weights by all-reduces: it finds reduce-scatters only along the first axis.
+
+        Args:
+            compute: its `ctx` is the context of the step, without a batch.
+            arguments: arrays [P, ...].
+        """
+
+        def run(ctx: Context, *stage_arguments: PyTree) -> T:
+            result = compute(ctx, *jax.tree.map(lambda x: x[0], stage_arguments))
+            return jax.tree.map(lambda x: x[None], result)
+
+        specs = (PartitionSpec(), *(PartitionSpec(LAYER_AXIS),) * len(arguments))
+        mapped = jax.shard_map(
+            run, mesh=self.mesh, in_specs=specs, out_specs=specs[-1], axis_names={LAYER_AXIS}, check_vma=False
+        )
+        return mapped(replace(self.ctx, batch={}, rows=None), *arguments)
+
+    def run_chunk(
+        self, ctx: Context, params: Nested, x: Carry, inputs: ChunkInputs
+    ) -> tuple[tuple[Carry, jax.Array | None], Out]:
         """Run one chunk of layers: ((its output, its loss), its share of the stack's metrics and its buffers)."""
-        ctx = replace(self.ctx, batch=inputs.batch, rows=inputs.rows)
+        ctx = replace(ctx, batch=inputs.batch, rows=inputs.rows)
         stack_ctx = self.whole_stack.context(STACK, ctx)
         weights = merge(params, inputs.frozen)
         with jax.named_scope(STACK):
@@ -339,9 +363,8 @@ class PipelineStep:
 
     def run_chunks(self, x: Carry, work: StageWork, buffers: Nested) -> tuple[Carry, Out]:
         """Run the chunk of each stage on x [P, B, ...]: (outputs [P, B, ...], Out [P, ...])."""
-        run = jax.vmap(self.run_chunk, spmd_axis_name=LAYER_AXIS)
         params = self.take_chunks(self.stack_params, work)
-        (y, loss), out = run(params, x, self.chunk_inputs(work, buffers))
+        (y, loss), out = self.map_stages(self.run_chunk, params, x, self.chunk_inputs(work, buffers))
         return self.constrain_carry(y), replace(out, loss=loss)
 
     def pull_chunks(self, x: Carry, work: StageWork, buffers: Nested, ct: Carry) -> tuple[Nested, Carry]:
@@ -357,9 +380,11 @@ class PipelineStep:
             (gradients of the chunks' parameters, in their dtypes, cotangents of x).
         """
 
-        def pull(params: Nested, x: Carry, inputs: ChunkInputs, ct: Carry, valid: jax.Array) -> tuple[Nested, Carry]:
+        def pull(
+            ctx: Context, params: Nested, x: Carry, inputs: ChunkInputs, ct: Carry, valid: jax.Array
+        ) -> tuple[Nested, Carry]:
             (_, loss), pull_back, _ = jax.vjp(
-                lambda params, x: self.run_chunk(params, x, inputs), params, x, has_aux=True
+                lambda params, x: self.run_chunk(ctx, params, x, inputs), params, x, has_aux=True
             )
             # A layer's loss is a term of the objective.
             loss_ct = None if loss is None else valid.astype(loss.dtype)
@@ -367,7 +392,7 @@ class PipelineStep:
 
         params = self.take_chunks(self.stack_params, work)
         inputs = self.chunk_inputs(work, buffers)
-        grads, x_ct = jax.vmap(pull, spmd_axis_name=LAYER_AXIS)(params, x, inputs, ct, work.valid)
+        grads, x_ct = self.map_stages(pull, params, x, inputs, ct, work.valid)
         return grads, self.constrain_carry(x_ct)
 
     def run_before(self, params: Nested, ctx: Context) -> tuple[tuple[Carry, jax.Array | None], dict[str, Out]]:

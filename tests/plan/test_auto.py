@@ -1,5 +1,6 @@
 """Autotuning: the fastest settings that fit, the fields that it may change, and how it reports them."""
 
+import dataclasses
 import gc
 import itertools
 import json
@@ -17,6 +18,7 @@ from plimsoll.extras.autotune.cost_model import Candidate, CostModel, MemoryBudg
 from plimsoll.extras.autotune.search import SettingsSearch
 from plimsoll.extras.autotune.search_space import SearchSpace
 from plimsoll.extras.autotune.settings import (
+    MESH,
     Machine,
     TunedSettings,
     TuningRequest,
@@ -252,6 +254,42 @@ def test_microbatch_dependent_loss_declares_it():
     assert not config.model.instantiate().stages["head"].depends_on_microbatches
     config.model.head.objective = config_for(KTO)
     assert config.model.instantiate().stages["head"].depends_on_microbatches
+
+
+@pytest.mark.parametrize(
+    ("target", "rows", "stages"),
+    [
+        ("2xv5e-8", 64, {2}),
+        ("4xv5e-8", 64, {2, 4}),
+        ("v5e-16", 64, set()),
+        ("v5e-16", 8, {2, 4}),
+        ("h100x16", 64, set()),
+    ],
+)
+def test_pipelines_are_searched_where_they_can_pay(target: str, rows: int, stages: set[int]):
+    """Several slices, or more chips than rows. Four layers have at most four stages."""
+    config = small_llama()
+    config.data.global_batch_size = rows
+    space = SearchSpace(config, targets.resolve(target), frozenset())
+    pipelines = [dict(mesh) for mesh in space.meshes() if space.is_pipeline(mesh)]
+    assert {int(mesh["mesh.pipe"]) for mesh in pipelines} == stages
+    # A mesh of the user stays.
+    assert SearchSpace(config, targets.resolve(target), frozenset({"mesh.fsdp", *MESH})).meshes() == [()]
+
+
+def test_a_pipeline_is_chosen_if_the_network_between_slices_is_slow_enough():
+    config = small_llama()
+    config.data.global_batch_size = 64
+    chosen = {}
+    for rate in (3.125e9, 3.125e5):
+        two_slices = targets.resolve("2xv5e-8")
+        spec = dataclasses.replace(two_slices.spec, dcn_bytes_per_second=rate)
+        slow = dataclasses.replace(two_slices, spec=spec)
+        found = Tuner(config, slow, device_bytes=4096 * MIB, host_bytes=2**40)
+        best = SettingsSearch(found.cost_model, found.space, found.budget).run()
+        assert best is not None
+        chosen[rate] = get_text(best.settings, "mesh.pipe")
+    assert chosen == {3.125e9: None, 3.125e5: "2"}
 
 
 def test_expert_sharding_costs_time():

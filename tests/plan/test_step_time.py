@@ -14,7 +14,7 @@ from plimsoll.framework.plan import targets
 from plimsoll.framework.plan.compilation import compile_for
 from plimsoll.framework.plan.hlo import Module
 from plimsoll.framework.plan.hlo.computations import SourceLine
-from plimsoll.framework.plan.hlo.transfers import collectives
+from plimsoll.framework.plan.hlo.transfers import collectives, slice_transfers
 from plimsoll.framework.plan.step_time import StepCount, TpuRates, count
 from plimsoll.framework.plan.step_time.schedule_simulation import AsyncCollective, InstructionCost, share_busy, simulate
 from plimsoll.framework.plan.step_time.tpu_time import StepProgram
@@ -208,6 +208,35 @@ def test_transfers_share_the_link():
         "from host": pytest.approx(1000 + 2500),
         "to host": pytest.approx(3 * 500),
     }
+
+
+BETWEEN_SLICES = """HloModule step, is_scheduled=true
+
+ENTRY %main (a: f32[1000]) -> f32[1000] {
+  %a = f32[1000]{0} parameter(0)
+  %token = token[] after-all()
+  %send = (f32[1000]{0}, u32[], token[]) send(%a, %token), channel_id=2, frontend_attributes={HANDLER}
+  %recv = (f32[1000]{0}, u32[], token[]) recv(%token), channel_id=1, frontend_attributes={HANDLER}
+  %work = f32[1000]{0} negate(%a)
+  %recv-done = (f32[1000]{0}, token[]) recv-done(%recv), channel_id=1
+  %arrived = f32[1000]{0} get-tuple-element(%recv-done), index=0
+  ROOT %sum = f32[1000]{0} add(%arrived, %work)
+}
+""".replace("HANDLER", '_xla_host_transfer_handler_name="xla_megascale_runtime"')
+
+
+def test_data_from_other_slices_arrives_while_others_work():
+    """The network moves 1 kB/s: of 4 s, work hides 1.5 s."""
+    module = Module(BETWEEN_SLICES)
+    (transfer,) = slice_transfers(module)
+    assert (transfer.num_bytes, transfer.runs) == (4000, 1)
+    spans = [AsyncCollective(transfer.started.name, transfer.done.name, transfer.num_bytes, "from slices")]
+    costs = {"work": InstructionCost(1.5, 0.0), "sum": InstructionCost(0.25, 0.0)}
+    rates = {"received_per_second": 1.0, "host_per_second": 1.0}
+    timeline = simulate(module, costs, spans, **rates, slices_per_second=1000.0)
+    assert timeline.slice_waits == pytest.approx(2.5)
+    assert timeline.seconds == pytest.approx(1.5 + 2.5 + 0.25)
+    assert simulate(module, costs, spans, **rates).seconds == 1.75
 
 
 def test_lanes_are_busy_as_long_as_they_move_and_compute():

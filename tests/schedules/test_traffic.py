@@ -77,6 +77,25 @@ def test_devices_that_share_rows_gather_and_scatter_weights_at_once():
 
 
 @pytest.mark.pairs
+def test_a_pipeline_gathers_weights_three_times_a_tick_and_scatters_their_gradients_once():
+    """A tick runs a stage forward, and for its backward pass forward again, where each layer is recomputed.
+
+    Of M + P - 1 ticks with a forward pass, as many have a backward pass.
+    """
+    stages, fsdp, microbatches = 2, 4, 4
+    fields = {"mesh.pipe": stages, "mesh.fsdp": fsdp, "learner.accumulate": microbatches, "data.global_batch_size": 32}
+    received: Counter[str] = Counter()
+    for one in collectives(module(**fields)):
+        received[one.kind] += one.bytes_received * one.runs
+    stage_bytes = LAYERS // stages * (4 * DIM * DIM + 2 * DIM * HIDDEN) * 2 * (fsdp - 1) // fsdp
+    ticks = microbatches + stages - 1
+    # What is left are outputs of stages, and of the embedding, that all devices along pipe need.
+    assert received["all-reduce"] < 0.5 * ticks * stage_bytes
+    assert ticks * stage_bytes <= received["reduce-scatter"] < 1.2 * ticks * stage_bytes
+    assert 3 * ticks * stage_bytes <= received["all-gather"] < 1.1 * 3 * ticks * stage_bytes
+
+
+@pytest.mark.pairs
 @pytest.mark.parametrize(("prefetch", "fetched_layers"), [("chunk", LAYERS), ("layer", LAYERS + 1)])
 def test_offloaded_state_is_transferred_once_each_way(prefetch, fetched_layers):
     """The offloaded state is master weights and two float32 moments of the stack and the token table.

@@ -13,6 +13,7 @@ from tools.bench.public_record import PublicFact, main, read_record
 from tools.bench.record_settings import NotPlannedError, nearest_setting
 
 FACTS = read_record()
+MESH_AXES = ("pipe", "pipe_chunks", "fsdp", "model")
 
 
 def names(fact: PublicFact) -> str:
@@ -147,7 +148,19 @@ def test_unsupported_settings_are_not_planned(tmp_path):
             nearest_setting(fact, tmp_path)
         except NotPlannedError as error:
             reasons[fact.settings.precision] = str(error)
-    assert reasons["float8 and bfloat16"] == "layers are spread over the stages of a pipeline"
+    assert reasons["float8 and bfloat16"] == "the stages of a pipeline are alike: 8 do not divide 126 equal repeats"
+
+
+def test_pipelines_follow_the_source(tmp_path):
+    """Meta's 405B has 126 layers, gpt-oss 120B 18 pairs of layers, and Qwen3 235B 94 layers: no stages are alike."""
+    planned = {}
+    for number, fact in enumerate(FACTS, start=1):
+        if "pipeline" in (fact.settings.sharding or ""):
+            with contextlib.suppress(NotPlannedError):
+                planned[number] = nearest_setting(fact, tmp_path).overrides
+    sizes = {number: [overrides[f"mesh.{axis}"] for axis in MESH_AXES] for number, overrides in planned.items()}
+    assert sizes == {250: ["8", "5", "2", "4"], 255: ["4", "5", "2", "4"], 256: ["4", "20", "1", "2"]}
+    assert [planned[number]["learner.accumulate"] for number in sizes] == ["128", "16", "32"]
 
 
 def test_fp8_facts_are_planned_with_rounded_products(tmp_path):

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from plimsoll.framework.families.published import load_published_models
 from tools.bench.public_record import PublicFact, Settings
 
 # Maps the source's names of machines to ours. "A100" means 80 GB; sources that mean 40 GB are named separately.
@@ -31,10 +32,7 @@ _LARGEST_SLICE = {"v5e": 256, "v6e": 256}
 _MEMORY_GIB = {"H100 96 GB HBM2e, 500 W": 86.1}
 # Sources whose rows are those of a group of devices that shard rows or tensors. Others count the rows of a device.
 _COUNT_ROWS_OF_A_GROUP = ("pytorch/torchtitan",)
-_NOT_OURS = {
-    "pipeline": "layers are spread over the stages of a pipeline",
-    "ZeRO-2": "gradients and state are cut, weights are not",
-}
+_NOT_OURS = {"ZeRO-2": "gradients and state are cut, weights are not"}
 # Maps the source's words for what a layer saves to memory.remat.
 _REMAT = {
     "full (each layer)": "full",
@@ -85,6 +83,7 @@ _OFFLOADED_FIELDS = {
 # Maps the source's words for how arrays are sharded to the axes of our mesh.
 _MESH_AXES = {"FSDP": "fsdp", "tensors": "model", "data": "data", "rows cut": "seq"}
 _MESH_PART = re.compile(r"(FSDP|tensors|data|rows cut) over (\d+)")
+_PIPELINE = re.compile(r"pipeline (?:over|of) (\d+)(?: in (\d+) chunks)?")
 _LORA_TARGETS = {
     "q and v": "attention/(query|value)",
     "q, v, output and the MLP": "attention/(query|value|output)|mlp",
@@ -135,6 +134,7 @@ def nearest_setting(fact: PublicFact, shapes: Path) -> NearestSetting:
     overrides = {"data.seq_len": str(settings.seq_len), "data.global_batch_size": str(_global_batch(fact))}
     overrides |= _mesh(fact)
     overrides |= _training(settings)
+    overrides |= _pipeline(fact)
     overrides |= _adapters(settings)
     return NearestSetting(_config(fact, shapes), _target(fact), overrides, _MEMORY_GIB.get(fact.machine))
 
@@ -144,6 +144,10 @@ def _refuse_others(fact: PublicFact) -> None:
     if fact.not_of_the_step is not None:
         raise NotPlannedError(fact.not_of_the_step)
     described = f"{settings.precision} {settings.sharding}"
+    if match := _PIPELINE.search(settings.sharding or ""):
+        count = _count_repeats(fact)
+        if count % (int(match[1]) * int(match[2] or 1)):
+            raise NotPlannedError(f"the stages of a pipeline are alike: {match[1]} do not divide {count} equal repeats")
     for phrase, reason in _NOT_OURS.items():
         if phrase in described:
             raise NotPlannedError(reason)
@@ -201,6 +205,40 @@ def _mesh(fact: PublicFact) -> dict[str, str]:
     """Return the axes of the mesh, if the source specifies what is sharded over how many devices."""
     sizes = {_MESH_AXES[what]: count for what, count in _MESH_PART.findall(fact.settings.sharding or "")}
     return {f"mesh.{axis}": count for axis, count in ({"data": "1", "fsdp": "1"} | sizes).items()} if sizes else {}
+
+
+def _count_repeats(fact: PublicFact) -> int:
+    """Return how often a model repeats its pattern of layers."""
+    shape = fact.shape if fact.hub_id is None else load_published_models()[fact.hub_id].config
+    assert shape is not None, fact.model
+    # gpt-oss alternates between layers with and without a window.
+    period = 2 if shape["model_type"] == "gpt_oss" else 1
+    num_layers = shape["num_hidden_layers"]
+    assert isinstance(num_layers, int), fact.model
+    return num_layers // period
+
+
+def _pipeline(fact: PublicFact) -> dict[str, str]:
+    """Return the overrides of a pipeline, whose source gives the rows of a microbatch and those of an update.
+
+    Weights are sharded over the devices that are left. Theirs are replicas, which share only the optimizer state.
+    """
+    settings = fact.settings
+    match = _PIPELINE.search(settings.sharding or "")
+    if match is None:
+        return {}
+    assert settings.rows_per_device is not None
+    assert settings.global_batch is not None
+    groups = _devices(fact) // int(match[1])
+    for what, count in _MESH_PART.findall(settings.sharding or ""):
+        groups //= int(count) if what in ("tensors", "rows cut") else 1
+    return {
+        "mesh.fsdp": str(groups),
+        "mesh.pipe": match[1],
+        "mesh.pipe_chunks": match[2] or "1",
+        "data.global_batch_size": str(settings.global_batch),
+        "learner.accumulate": str(settings.global_batch // (settings.rows_per_device * groups)),
+    }
 
 
 def _global_batch(fact: PublicFact) -> int:

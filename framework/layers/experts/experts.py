@@ -55,7 +55,7 @@ from plimsoll.framework.layers.experts.groups import (
 )
 from plimsoll.framework.layers.experts.scores import ExpertChoice
 from plimsoll.framework.layers.mlp import ACTIVATIONS
-from plimsoll.framework.layout import Nested, ParameterSpec, find_weight_shards, fit_axes
+from plimsoll.framework.layout import Nested, ParameterSpec, find_weight_shards, fit_axes, get_current_mesh
 
 # Multiplies rows by their experts' weights.
 Dot = Callable[[jax.Array, jax.Array], jax.Array]
@@ -231,7 +231,7 @@ class Experts(Layer):
         )
         on_device = jax.shard_map(
             partial(self._on_device, ctx=ctx, gathers=True),
-            mesh=mesh,
+            mesh=get_current_mesh(mesh),
             in_specs=(weight_specs, token_spec, token_spec),
             out_specs=token_spec,
             check_vma=False,

@@ -36,6 +36,8 @@ _REDUCE_SCATTER_FUSION = "all-reduce-scatter"
 _MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
 _IOTA_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
 _LISTED_GROUPS = re.compile(r"replica_groups=\{\{([\d,]+)\}")
+# The handler of sends and receives between slices.
+_SLICE_RUNTIME = "xla_megascale_runtime"
 Direction = Literal["to host", "from host"]
 DIRECTIONS: tuple[Direction, ...] = ("to host", "from host")
 _UPDATES = ("dynamic-update-slice-start", "dynamic-update-slice")
@@ -177,6 +179,43 @@ def group_size(instruction: Instruction) -> int:
     if match := _LISTED_GROUPS.search(instruction.attributes):
         return len(match[1].split(","))
     return 1
+
+
+# --- between slices ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SliceTransfer:
+    """Data that arrives from other slices.
+
+    The TPU compiler splits a collective that spans slices into collectives within each slice, and sends and receives
+    of the runtime that uses the network between them.
+
+    Attributes:
+        started: the instruction that begins to receive.
+        done: the instruction by which the data has arrived.
+        runs: number of runs in one execution of the program.
+        num_bytes: bytes that one chip receives in each run.
+    """
+
+    started: Instruction
+    done: Instruction
+    runs: int
+    num_bytes: int
+
+
+def slice_transfers(module: Module) -> list[SliceTransfer]:
+    """Return what a chip receives from other slices."""
+    started: dict[str, Instruction] = {}
+    found: list[SliceTransfer] = []
+    for instruction, runs in iter_executed(module):
+        if instruction.opcode == "recv" and _SLICE_RUNTIME in instruction.attributes:
+            started[instruction.name] = instruction
+        elif instruction.opcode == "recv-done" and instruction.operands and instruction.operands[0] in started:
+            start = started[instruction.operands[0]]
+            # The type also contains a context and a token.
+            found.append(SliceTransfer(start, instruction, runs, arrays(start.type)[0].num_bytes))
+    return found
 
 
 # --- between device and host memory ----------------------------------------------------------------------------------

@@ -137,7 +137,8 @@ def _sum_times(
     products = sum(count * program.products for program, count in programs)
     others = sum(count * program.others for program, count in programs)
     links = sum(count * program.links for program, count in programs)
-    device_seconds = products + others + links
+    other_slices = sum(count * program.other_slices for program, count in programs)
+    device_seconds = products + others + links + other_slices
     starts = sum(runs)
     # The devices run one program after the other, so only a program's own computation hides its transfers.
     host_waits = sum(count * program.host_waits for program, count in programs)
@@ -145,6 +146,7 @@ def _sum_times(
         matrix_units=products,
         memory=others,
         links=links,
+        other_slices=other_slices,
         host_link=host_waits,
         # Python starts programs while the device is still running earlier ones.
         python=max(0.0, starts * program_start - device_seconds - host_waits),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
@@ -94,6 +96,8 @@ class StepWork:
         exposed_host_bytes: bytes moved to and from the host while nothing else runs.
         loop_bytes: bytes moved to and from the host while other layers run.
         exposed_received_bytes: the part of `received_bytes` that arrives while nothing else runs.
+        slice_bytes: the part of `received_bytes` that comes from other slices. It also travels within the slice.
+        exposed_slice_bytes: the part of `slice_bytes` that arrives while nothing else runs.
     """
 
     flops: float
@@ -107,6 +111,8 @@ class StepWork:
     exposed_host_bytes: float = 0.0
     loop_bytes: float = 0.0
     exposed_received_bytes: float = 0.0
+    slice_bytes: float = 0.0
+    exposed_slice_bytes: float = 0.0
     mask_excess: float = 0.0
     fp8_flops: float = 0.0
     int8_flops: float = 0.0
@@ -125,6 +131,7 @@ def count_work(
     traced: ClosedJaxpr,
     step_flops: FlopCount,
     offloaded_activations: int,
+    splits: Mapping[str, int],
 ) -> StepWork:
     """Return the work of one device in a step.
 
@@ -135,20 +142,29 @@ def count_work(
         traced: traced gradients of one microbatch on one device.
         step_flops: FLOPs of a step on all devices.
         offloaded_activations: bytes of one microbatch's offloaded activations, per device.
+        splits: {mesh axis: number of slices along it}, of axes that span several; see `MeshShape.split`.
     """
     memory = experiment.memory
     traits = memory.traits
     accumulate = experiment.learner.accumulate
     num_devices = math.prod(sizes.values())
     device_flops = step_flops.flops / num_devices
-    microbatch = count_traced_work(traced)
+    network = _SliceNetwork(sizes, splits)
+    microbatch = count_traced_work(traced, network)
     parameter_bytes = layout.bytes_per_device("parameter")
     # In a pipeline, every tick moves the weights of a stage, and runs the stage forward twice.
     runs = accumulate * (_FORWARD_TWICE * get_pipeline_shape(experiment, sizes).idle_factor if sizes["pipe"] > 1 else 1)
+    pipeline_bytes = _pipeline_bytes(experiment, sizes)
     received = runs * microbatch.received_bytes
-    received += _pipeline_bytes(experiment, sizes)
+    received += pipeline_bytes
     received += _replica_bytes(layout, sizes)
-    received += _tensor_parallel_bytes(experiment, sizes)
+    tensor_parallel_bytes = _tensor_parallel_bytes(experiment, sizes)
+    received += tensor_parallel_bytes
+    slice_bytes = runs * microbatch.slice_bytes
+    slice_bytes += _replica_slice_bytes(layout, network)
+    slice_bytes += network.count_share(("model",)) * tensor_parallel_bytes
+    # All stages wait for the slowest exchange of a tick, which is between slices.
+    exposed_slice_bytes = pipeline_bytes if "pipe" in splits else 0
     device_bytes = layout.bytes_per_device(memory_kind="device")
     offloaded = {group: layout.bytes_per_device(group, "pinned_host") for group in GROUPS}
 
@@ -205,6 +221,8 @@ def count_work(
         exposed_host_bytes=exposed_host_bytes,
         loop_bytes=loop_bytes,
         exposed_received_bytes=accumulate * (_expert_bytes(layout, sizes) + microbatch.exposed_received_bytes),
+        slice_bytes=slice_bytes + exposed_slice_bytes,
+        exposed_slice_bytes=exposed_slice_bytes,
         mask_excess=step_flops.mask_excess / num_devices,
         fp8_flops=step_flops.fp8 / num_devices,
         int8_flops=step_flops.int8 / num_devices,
@@ -262,6 +280,57 @@ def _replica_bytes(layout: StateLayout, sizes: dict[str, int]) -> int:
         replicas = math.prod(sizes[axis] for axis in ("data", "expert", "seq") if axis not in sharded_axes)
         received += 2 * leaf.bytes_per_device * (replicas - 1) / replicas
     return round(received)
+
+
+def _replica_slice_bytes(layout: StateLayout, network: _SliceNetwork) -> float:
+    """Return the bytes of `_replica_bytes` that come from other slices: a chip's share of each other slice's sums."""
+    received = 0.0
+    for leaf in layout:
+        if leaf.group != "parameter":
+            continue
+        axes = ["data"]
+        if "expert" not in leaf.spec.mesh_axes:
+            axes.append("expert")
+        if "fsdp" in leaf.spec.mesh_axes:
+            axes.append("seq")
+        replicas = math.prod(network.sizes[axis] for axis in axes)
+        received += network.count_share(axes) * 2 * leaf.bytes_per_device * (replicas - 1) / replicas
+    return received
+
+
+@dataclass(frozen=True)
+class _SliceNetwork:
+    """The mesh axes that cross the network between slices.
+
+    Attributes:
+        sizes: {mesh axis: size}.
+        splits: {mesh axis: number of slices along it}, of axes that span several.
+    """
+
+    sizes: Mapping[str, int]
+    splits: Mapping[str, int]
+
+    def count_share(self, axes: Sequence[str]) -> float:
+        """Return the share of a gather's, a scatter's or a sum's received bytes that comes from other slices.
+
+        Each chip of a slice gets its share of every other slice's part from there, and the chips of the slice then
+        exchange these shares. This is how the TPU compiler splits such collectives.
+        """
+        num_slices = math.prod(self.splits.get(axis, 1) for axis in axes)
+        if num_slices == 1:
+            return 0.0
+        return (num_slices - 1) / (math.prod(self.sizes[axis] for axis in axes) - 1)
+
+    def count_exchange_share(self, axes: Sequence[str]) -> float:
+        """Return the share of an all-to-all's received bytes that comes from other slices: that of the peers there."""
+        num_slices = math.prod(self.splits.get(axis, 1) for axis in axes)
+        if num_slices == 1:
+            return 0.0
+        num_devices = math.prod(self.sizes[axis] for axis in axes)
+        return (num_devices - num_devices / num_slices) / (num_devices - 1)
+
+
+_ONE_SLICE = _SliceNetwork({}, {})
 
 
 def get_pipeline_shape(experiment: Experiment, sizes: dict[str, int]) -> PipelineShape:
@@ -348,6 +417,9 @@ def estimate_time(work: StepWork, spec: AcceleratorSpec, num_devices: int, dtype
             python=0.0,
             basis=_BASIS,
         )
+    dcn = spec.dcn_bytes_per_second
+    slice_seconds = (work.slice_bytes - work.exposed_slice_bytes) / dcn if dcn else 0.0
+    waited_slice_seconds = work.exposed_slice_bytes / dcn if dcn else 0.0
     link_seconds = max(0.0, work.received_bytes - waited_bytes) / links if links else 0.0
     waited_link_seconds = waited_bytes / (_SYNC_LINK_EFFICIENCY * links) if links else 0.0
 
@@ -367,6 +439,7 @@ def estimate_time(work: StepWork, spec: AcceleratorSpec, num_devices: int, dtype
         matrix_units=products,
         memory=memory,
         links=waited_link_seconds + max(_EXPOSED_LINK_SHARE * link_seconds, link_seconds - products),
+        other_slices=waited_slice_seconds + max(_EXPOSED_LINK_SHARE * slice_seconds, slice_seconds - products),
         host_link=waited_seconds + exposed_loops + (exposed_update + exposed_layers),
         python=0.0,
         basis=_BASIS,
@@ -392,19 +465,27 @@ class TracedWork:
         received_bytes: bytes received from other devices.
         exposed_received_bytes: the part of `received_bytes` that arrives while nothing else runs, because the next
             products need it.
+        slice_bytes: the part of `received_bytes` that comes from other slices.
     """
 
     product_bytes: int = 0
     received_bytes: int = 0
     exposed_received_bytes: int = 0
+    slice_bytes: float = 0.0
 
 
-def count_traced_work(jaxpr: ClosedJaxpr | Jaxpr) -> TracedWork:
-    """Return the work of a program on one device; loops count by trip count, and only the largest branch counts."""
+def count_traced_work(jaxpr: ClosedJaxpr | Jaxpr, network: _SliceNetwork = _ONE_SLICE) -> TracedWork:
+    """Return the work of a program on one device; loops count by trip count, and only the largest branch counts.
+
+    Args:
+        jaxpr: the program.
+        network: the mesh axes that cross the network between slices.
+    """
     program = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
     product_bytes = 0
     received_bytes = 0
     exposed_received_bytes = 0
+    slice_bytes = 0.0
     for equation in program.eqns:
         name = equation.primitive.name
         taken_bytes = sum(map(_num_bytes, equation.invars))
@@ -416,21 +497,38 @@ def count_traced_work(jaxpr: ClosedJaxpr | Jaxpr) -> TracedWork:
             product_bytes += 2 * 2 * made_bytes + made_bytes
         elif name in _GATHERS:
             received_bytes += abs(made_bytes - taken_bytes)
+            slice_bytes += network.count_share(_get_axes(equation.params)) * abs(made_bytes - taken_bytes)
         elif name in _RECEIVED:
             received_bytes += _RECEIVED[name] * taken_bytes
+            axes = _get_axes(equation.params)
+            # All devices wait for the slowest step of a ring.
+            share = float(any(axis in network.splits for axis in axes))
+            if name == "all_to_all":
+                share = network.count_exchange_share(axes)
+            elif name != "ppermute":
+                share = network.count_share(axes)
+            slice_bytes += share * _RECEIVED[name] * taken_bytes
         elif name == LOCAL_EXCHANGE:
             # Rows are gathered for the exchange, and read from its result.
             product_bytes += taken_bytes + made_bytes
             received_bytes += equation.params["received_bytes"]
             exposed_received_bytes += equation.params["received_bytes"]
-        elif inner := list(map(count_traced_work, inner_jaxprs(equation.params))):
+            slice_bytes += network.count_exchange_share(("expert",)) * equation.params["received_bytes"]
+        elif inner := [count_traced_work(inner_jaxpr, network) for inner_jaxpr in inner_jaxprs(equation.params)]:
             if name == "cond":
                 inner = [max(inner, key=lambda work: (work.product_bytes, work.received_bytes))]
             runs = equation.params["length"] if name == "scan" else 1
             product_bytes += runs * sum(work.product_bytes for work in inner)
             received_bytes += runs * sum(work.received_bytes for work in inner)
             exposed_received_bytes += runs * sum(work.exposed_received_bytes for work in inner)
-    return TracedWork(product_bytes, received_bytes, exposed_received_bytes)
+            slice_bytes += runs * sum(work.slice_bytes for work in inner)
+    return TracedWork(product_bytes, received_bytes, exposed_received_bytes, slice_bytes)
+
+
+def _get_axes(params: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the mesh axes of a collective, by its parameters in a jaxpr."""
+    axes = params["axes"] if "axes" in params else params["axis_name"]
+    return axes if isinstance(axes, tuple) else (axes,)
 
 
 def _is_8_bit(variable: Var) -> bool:

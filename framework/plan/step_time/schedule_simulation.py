@@ -3,8 +3,8 @@
 Operations run one after the other. A transfer begins when it is started, or when the previous transfer on its lane is
 done, and overlaps with the operations. If the program waits for an unfinished transfer, the clock advances until it is
 done. So transfers on one lane are serialized, and the compute between a transfer's start and its end hides it. There is
-one lane to the host, one from the host, and one from other chips, for asynchronous collectives. Synchronous collectives
-take the time of their bytes and delay transfers on that last lane.
+one lane to the host, one from the host, one from other slices, and one from other chips of the slice, for asynchronous
+collectives. Synchronous collectives take the time of their bytes and delay transfers on that last lane.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class InstructionCost:
 COMPUTATION = "computation"
 COLLECTIVES = "collectives"
 Span = tuple[float, float]  # seconds from the start of a program: the begin and the end of a busy period
-Lane = Direction | Literal["from chips"]
-_LANES: tuple[Lane, ...] = (*DIRECTIONS, "from chips")
+Lane = Direction | Literal["from chips", "from slices"]
+_LANES: tuple[Lane, ...] = (*DIRECTIONS, "from chips", "from slices")
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class AsyncCollective:
     first: str
     last: str
     num_bytes: float
+    lane: Lane = "from chips"
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class Timeline:
         collectives: seconds of synchronous collectives.
         waits: seconds of waiting for host transfers that compute does not hide.
         collective_waits: seconds of waiting for asynchronous collectives, if they are simulated.
+        slice_waits: seconds of waiting for other slices.
         moved: bytes to and from the host, by direction.
         transfers: number of host transfers, by direction.
         exposed: seconds of waiting during which the link of that direction was busy.
@@ -130,6 +132,7 @@ class Timeline:
     collectives: float = 0.0
     waits: float = 0.0
     collective_waits: float = 0.0
+    slice_waits: float = 0.0
     moved: dict[Direction, float] = field(default_factory=lambda: dict.fromkeys(DIRECTIONS, 0))
     transfers: dict[Direction, int] = field(default_factory=lambda: dict.fromkeys(DIRECTIONS, 0))
     exposed: dict[Direction, float] = field(default_factory=lambda: dict.fromkeys(DIRECTIONS, 0.0))
@@ -144,7 +147,7 @@ class Timeline:
     @property
     def seconds(self) -> float:
         """Total seconds."""
-        return self.compute + self.collectives + self.waits + self.collective_waits
+        return self.compute + self.collectives + self.waits + self.collective_waits + self.slice_waits
 
     def add(self, program: Timeline, runs: int) -> None:
         """Add a program that runs `runs` times."""
@@ -152,6 +155,7 @@ class Timeline:
         self.collectives += runs * program.collectives
         self.waits += runs * program.waits
         self.collective_waits += runs * program.collective_waits
+        self.slice_waits += runs * program.slice_waits
         for direction in DIRECTIONS:
             self.moved[direction] += runs * program.moved[direction]
             self.transfers[direction] += runs * program.transfers[direction]
@@ -166,6 +170,7 @@ def simulate(
     *,
     received_per_second: float,
     host_per_second: float,
+    slices_per_second: float = math.inf,
 ) -> Timeline:
     """Simulate a program and return its timeline.
 
@@ -175,8 +180,9 @@ def simulate(
         spans: asynchronous collectives; those that are left out cost nothing.
         received_per_second: bytes per second from other chips.
         host_per_second: bytes per second between device and host, in each direction.
+        slices_per_second: bytes per second from other slices.
     """
-    simulator = _Simulator(received_per_second, host_per_second)
+    simulator = _Simulator(received_per_second, host_per_second, slices_per_second)
     events = _Schedule(module, costs, spans).events(module.entry)
     simulator.run(_merge_events(events))
     return simulator.timeline
@@ -192,7 +198,7 @@ class _Schedule:
         self._ends: dict[str, list[_Done]] = {}
         for number, span in enumerate(spans):
             name = f"span {number}"
-            start = _Start(name, "from chips", span.num_bytes)
+            start = _Start(name, span.lane, span.num_bytes)
             self._begins.setdefault(span.first, []).append(start)
             self._ends.setdefault(span.last, []).append(_Done(name))
 
@@ -252,10 +258,11 @@ class _InFlight:
 class _Simulator:
     """Simulates events with a clock and the transfer lanes."""
 
-    def __init__(self, received_per_second: float, host_per_second: float):
+    def __init__(self, received_per_second: float, host_per_second: float, slices_per_second: float):
         self.timeline = Timeline()
         self._speeds: dict[Lane, float] = dict.fromkeys(DIRECTIONS, host_per_second)
         self._speeds["from chips"] = received_per_second
+        self._speeds["from slices"] = slices_per_second
         self._free_at: dict[Lane, float] = dict.fromkeys(_LANES, 0.0)
         self._now = 0.0
         self._in_flight: dict[str, _InFlight] = {}
@@ -289,7 +296,7 @@ class _Simulator:
         end = begin + start.num_bytes / self._speeds[start.lane]
         self._free_at[start.lane] = end
         self._in_flight[start.name] = _InFlight(start, end, self._busy_seconds)
-        if start.lane != "from chips":
+        if start.lane not in ("from chips", "from slices"):
             self._note(start.lane, begin, end)
             self.timeline.moved[start.lane] += start.num_bytes
             self.timeline.transfers[start.lane] += 1
@@ -303,6 +310,9 @@ class _Simulator:
         self._now += wait
         if lane == "from chips":
             self.timeline.collective_waits += wait
+            return
+        if lane == "from slices":
+            self.timeline.slice_waits += wait
             return
         self.timeline.waits += wait
         worked_meanwhile = self._busy_seconds - transfer.worked_before

@@ -14,9 +14,10 @@ from plimsoll.framework.plan.step_time.schedule_simulation import Activity
 MATRIX_UNITS = "matrix units"
 MEMORY = "memory"
 LINKS = "links"
+OTHER_SLICES = "other slices"
 HOST_LINK = "host link"
 PYTHON = "Python"
-PARTS = (MATRIX_UNITS, MEMORY, LINKS, HOST_LINK, PYTHON)
+PARTS = (MATRIX_UNITS, MEMORY, LINKS, OTHER_SLICES, HOST_LINK, PYTHON)
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class StepTime:
     Attributes:
         matrix_units: matrix products and attention kernels.
         memory: everything else that a device computes or copies in its own memory: norms, activations, the update.
-        links: waiting for other devices.
+        links: waiting for other devices of a slice.
+        other_slices: waiting for other slices, over the network between them.
         host_link: waiting for host memory.
         python: waiting for Python to start the next program.
         basis: a sentence that describes the method of the estimate and its reliability.
@@ -39,12 +41,13 @@ class StepTime:
     host_link: float
     python: float
     basis: str
+    other_slices: float = 0.0
     lanes: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def parts(self) -> Mapping[str, float]:
         """{name of the bound: seconds}."""
-        seconds = (self.matrix_units, self.memory, self.links, self.host_link, self.python)
+        seconds = (self.matrix_units, self.memory, self.links, self.other_slices, self.host_link, self.python)
         return dict(zip(PARTS, seconds, strict=True))
 
     @property
@@ -64,6 +67,7 @@ class StepTime:
             matrix_units=earlier.matrix_units + self.matrix_units,
             memory=earlier.memory + self.memory,
             links=earlier.links + self.links,
+            other_slices=earlier.other_slices + self.other_slices,
             host_link=earlier.host_link + self.host_link,
             python=earlier.python + self.python,
             # They show the step alone.
@@ -107,7 +111,8 @@ class ProgramTime:
     Attributes:
         products: seconds of matrix products and attention kernels.
         others: seconds of everything else that the cores do.
-        links: seconds of collectives that compute does not hide.
+        links: seconds of collectives within a slice that compute does not hide.
+        other_slices: seconds of waiting for other slices.
         host_waits: seconds of waiting for host transfers that the program itself does not hide.
         activity: when its cores and links are busy.
     """
@@ -117,3 +122,4 @@ class ProgramTime:
     links: float
     host_waits: float
     activity: Activity
+    other_slices: float = 0.0

@@ -60,6 +60,7 @@ class TpuRates:
         all_links: bytes received from other chips over all links of a chip.
         two_links: bytes received over two links, the number that the corner of a slice without wrap-around has.
         pcie: bytes in each direction between device and host, both at the same time.
+        dcn: bytes received from other slices; None if unknown.
         eight_bit_flops: FLOPs of products of 8-bit numbers, {dtype in the text of a program: FLOPs}.
     """
 
@@ -71,6 +72,7 @@ class TpuRates:
     two_links: float
     pcie: float
     eight_bit_flops: Mapping[str, float]
+    dcn: float | None = None
 
     @property
     def cycles(self) -> float:
@@ -105,6 +107,7 @@ class TpuRates:
             all_links=all_links,
             two_links=2 * link,
             pcie=PCIE_EFFICIENCY * pcie,
+            dcn=spec.dcn_bytes_per_second,
             eight_bit_flops={dtype: peak for dtype, peak in eight_bit.items() if peak is not None},
         )
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from plimsoll.framework.plan.hlo.module import Module
-from plimsoll.framework.plan.hlo.transfers import Collective, collectives
+from plimsoll.framework.plan.hlo.transfers import Collective, collectives, slice_transfers
 from plimsoll.framework.plan.step_time.schedule_simulation import (
     Activity,
     AsyncCollective,
@@ -104,17 +105,22 @@ def count(parts: Sequence[StepProgram], rates: TpuRates) -> StepCount:
                 spans.append(AsyncCollective(collective.scheduled.name, collective.last.name, num_bytes))
             else:
                 received[collective.scheduled.name] += num_bytes
+        from_slices = [
+            AsyncCollective(transfer.started.name, transfer.done.name, transfer.num_bytes, "from slices")
+            for transfer in slice_transfers(module)
+        ]
+        speeds = {"host_per_second": rates.pcie, "slices_per_second": rates.dcn or math.inf}
         costs = {}
         for operation in program_operations:
             name = operation.instruction.name
             costs[name] = InstructionCost(operation.seconds, received[name])
         for index, speed in enumerate((rates.all_links, rates.two_links)):
-            # Without spans, asynchronous collectives cost nothing.
-            timeline = simulate(module, costs, received_per_second=speed, host_per_second=rates.pcie)
+            # Without spans, asynchronous collectives within a slice cost nothing.
+            timeline = simulate(module, costs, from_slices, received_per_second=speed, **speeds)
             timelines[index].add(timeline, runs)
             if index == 0:
                 activities.append(timeline.activity)
-            with_spans = simulate(module, costs, spans, received_per_second=speed, host_per_second=rates.pcie)
+            with_spans = simulate(module, costs, [*spans, *from_slices], received_per_second=speed, **speeds)
             not_hidden[index] += runs * max(0.0, with_spans.seconds - timeline.seconds)
         for operation in program_operations:
             all_operations.append(replace(operation, runs=operation.runs * runs))
@@ -168,4 +174,5 @@ def tpu_time(module: Module, rates: TpuRates) -> ProgramTime:
         links=(fast_links + slow_links) / 2,
         host_waits=(fast.waits + slow.waits) / 2,
         activity=step_count.activities[0],
+        other_slices=(fast.slice_waits + slow.slice_waits) / 2,
     )

@@ -124,7 +124,8 @@ class CostModel:
     def _cost(self, settings: Settings) -> SettingsCost:
         experiment = self.experiment(settings)
         sizes = check_target(experiment, self.target)
-        need = estimate(experiment, sizes, self.target.spec, self._trace)
+        num_slices = self.target.num_slices
+        need = estimate(experiment, sizes, self.target.spec, self._trace, num_slices=num_slices)
         time = estimate_step_time(experiment, need, self.target)
         state = state_bytes(need)
         host_model = build_host_model(experiment, need.layout, self.target)
@@ -140,7 +141,9 @@ class CostModel:
             time=time,
         )
 
-    def _trace(self, split_experiment: SplitExperiment, sizes: dict[str, int], platform: str) -> ClosedJaxpr:
+    def _trace(
+        self, split_experiment: SplitExperiment, sizes: dict[str, int], platform: str, *, pipe_chunks: int = 1
+    ) -> ClosedJaxpr:
         """Return the trace of an experiment; experiments with the same key share one."""
         experiment = split_experiment.experiment
         memory = experiment.memory
@@ -151,9 +154,12 @@ class CostModel:
         placements = (memory.gradients, memory.optimizer_state, memory.activations)
         partial = tuple(placement.text for placement in placements if placement.is_partial)
         precision = tuple(experiment.model.precision.items())
-        key = (rows, shards, memory.remat, memory.parameters.text, memory.experts.text, partial, precision)
+        key = (
+            *(rows, shards, pipe_chunks, memory.remat, memory.parameters.text, memory.experts.text),
+            *(partial, precision),
+        )
         if key not in self._traces:
-            self._traces[key] = trace(split_experiment, sizes, platform)
+            self._traces[key] = trace(split_experiment, sizes, platform, pipe_chunks=pipe_chunks)
             # Traces stay until the search is over (`thawing_traces`), and have millions of objects. Without this, the
             # garbage collector visits all of them again and again, which took a third of the time of a long search.
             gc.freeze()

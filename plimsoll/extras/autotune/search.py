@@ -41,6 +41,8 @@ from plimsoll.framework.terminal.tables import human_bytes
 TIE_FACTOR = 1.01
 # Expand only the meshes with the lowest bounds: the others were hardly ever better.
 _MOST_MESHES = 3
+# Numbers of microbatches of a pipeline that are searched, the largest ones.
+_MOST_PIPELINE_COUNTS = 2
 # Fetching state ahead is tried for this many of the settings that offload it.
 _MOST_PREFETCHING = 8
 # Number of times that smaller microbatches may fail to help before the search stops trying them.
@@ -146,6 +148,13 @@ class SettingsSearch:
         if not accumulations:
             return
         base = (*variant, *mesh)
+        if self._space.is_pipeline(mesh):
+            # The largest microbatch is not the fastest one: the fewer there are, the longer stages are idle.
+            for count in accumulations[-_MOST_PIPELINE_COUNTS:]:
+                pipeline_bound = self._lower_bound(base, self._space.remats()[0], (), [count])
+                if pipeline_bound < math.inf:
+                    self._push(pipeline_bound, functools.partial(self._expand_mesh, base, [count]))
+            return
         bound = self._lower_bound(base, self._space.remats()[0], (), accumulations)
         if not mesh:
             # Expand the config's own mesh before others that are equally fast.
@@ -278,6 +287,7 @@ def _find_first(count: int, is_possible: Callable[[int], bool]) -> int:
 
 # Compare only the first meshes: a large machine has hundreds.
 _MOST_COMPARED_MESHES = 4
+_MOST_COMPARED_PIPELINES = 2
 # A neighbor is reported as slower only beyond this ratio of the times.
 _SLOWER = 1.005
 
@@ -353,6 +363,10 @@ def _iter_differences(cost_model: CostModel, space: SearchSpace, settings: Setti
             yield (setting(UPDATE, update),)
     meshes = [mesh for mesh in space.meshes() if mesh]
     yield from meshes[:_MOST_COMPARED_MESHES]
+    pipelines = [mesh for mesh in meshes if space.is_pipeline(mesh)]
+    for mesh in pipelines[:_MOST_COMPARED_PIPELINES]:
+        # The more microbatches, the less are stages idle.
+        yield from ((*mesh, setting(ACCUMULATE, count)) for count in space.accumulations(mesh)[-1:])
 
 
 class _EffectiveValues:

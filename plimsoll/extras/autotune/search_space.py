@@ -19,6 +19,8 @@ from plimsoll.extras.autotune.settings import (
     GRADIENTS,
     HOST,
     MESH,
+    PIPE,
+    PIPE_CHUNKS,
     PLACEMENT_FIELDS,
     PREFETCH,
     REMAT,
@@ -44,6 +46,8 @@ from plimsoll.framework.schedules.traits import SCHEDULES, find_offloading_sched
 _LEAST_POSITIONS = 512
 # Maximum number of shards of positions, heads or experts: these axes communicate in each layer.
 _MOST_SHARDS = 8
+# Numbers of chunks of layers that a stage of a pipeline may have.
+_PIPE_CHUNKS = (1, 2)
 # Ordered from the least recomputation to the smallest residuals.
 _REMATS = ("none", "dots", "save:query,key,value,attention", "full", "sqrt")
 _SAVE_PREFIX = "save:"
@@ -93,25 +97,64 @@ class SearchSpace:
         if self._fixed & set(MESH):
             return [()]
         present = self._experiment.mesh.resolve(self._target.num_devices)
-        # The number of stages of a pipeline stays as it is.
-        stages = present["pipe"]
-        devices = self._target.num_devices // stages
-        present_sizes = tuple(present[path.removeprefix("mesh.")] for path in MESH)
+        present_by_path = {f"mesh.{axis}": size for axis, size in present.items()} | {PIPE_CHUNKS: self._pipe_chunks}
+        present_sizes = tuple(present_by_path[path] for path in MESH)
         meshes = []
-        for expert, seq, model in itertools.product(self._expert_shards(), self._seq_shards(), self._model_shards()):
-            batch_shards, remainder = divmod(devices, expert * seq * model)
-            # Shard at most one of positions, heads and experts: combining them pays off only with too few rows.
-            if remainder or sum(size > 1 for size in (expert, seq, model)) > 1:
-                continue
-            for data in _divisors(batch_shards):
-                # Only gradients should cross the network between slices, or between hosts without NVLink, so the data
-                # axis has to cover the slices.
-                sizes = (data, batch_shards // data, expert, seq, model)
-                if stages * data % self._target.num_slices == 0 and sizes != present_sizes:
-                    meshes.append(sizes)
-        meshes.sort(key=lambda sizes: (sizes[4], sizes[3], sizes[2], sizes[0]))
+        for stages, chunks in self._list_pipelines():
+            is_new_pipeline = stages != present["pipe"]
+            devices = self._target.num_devices // stages
+            for expert, seq, model in itertools.product(
+                self._expert_shards(), self._seq_shards(), self._model_shards()
+            ):
+                batch_shards, remainder = divmod(devices, expert * seq * model)
+                # Shard at most one of positions, heads and experts: combining them pays off only with too few rows.
+                if remainder or sum(size > 1 for size in (expert, seq, model)) > 1:
+                    continue
+                for data in _divisors(batch_shards):
+                    # Only gradients should cross the network between slices, or between hosts without NVLink, so the
+                    # stages and the data axis have to cover the slices.
+                    sizes = (stages, chunks, data, batch_shards // data, expert, seq, model)
+                    if stages * data % self._target.num_slices == 0 and sizes != present_sizes:
+                        meshes.append(sizes)
+                        if is_new_pipeline:
+                            # More replicas would need more memory, and stages already exchange little.
+                            break
+        meshes.sort(key=lambda sizes: (*sizes[:2], sizes[6], sizes[5], sizes[4], sizes[2]))
         as_settings = [tuple(map(setting, MESH, sizes)) for sizes in meshes]
         return [(), *as_settings]
+
+    @property
+    def _pipe_chunks(self) -> int:
+        return self._experiment.mesh.pipe_chunks
+
+    def is_pipeline(self, mesh: Settings) -> bool:
+        """Return whether a mesh makes the config's layers a pipeline that they are not yet."""
+        stages = get_text(mesh, PIPE)
+        return stages is not None and int(stages) != self._experiment.mesh.resolve(self._target.num_devices)["pipe"]
+
+    def _list_pipelines(self) -> list[tuple[int, int]]:
+        """Return the values of (mesh.pipe, mesh.pipe_chunks), beginning with the config's own.
+
+        Others are included only where they can pay: if the network between slices is slow, or if there are more chips
+        than rows, so that the batch cannot be sharded over all of them.
+        """
+        target = self._target
+        present = self._experiment.mesh.resolve(target.num_devices)["pipe"]
+        pipelines = [(present, self._pipe_chunks)]
+        has_slow_network = target.num_slices > 1 and target.spec.dcn_bytes_per_second is not None
+        has_too_few_rows = target.num_devices > self._experiment.data.global_batch_size
+        if present > 1 or not self._is_language_model or target.platform == "cpu":
+            return pipelines
+        if not has_slow_network and not has_too_few_rows:
+            return pipelines
+        for stages in _divisors(target.num_devices)[1:]:
+            # Stages are whole slices, unless there are too few rows.
+            if stages > _MOST_SHARDS or (not has_too_few_rows and target.num_slices % stages):
+                continue
+            for chunks in _PIPE_CHUNKS:
+                if self.num_repeats and self.num_repeats % (stages * chunks) == 0:
+                    pipelines.append((stages, chunks))
+        return pipelines
 
     def _expert_shards(self) -> list[int]:
         """Return the sizes of the mesh axis `expert` that divide the numbers of experts; only 1 without experts."""

@@ -22,7 +22,9 @@ from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.terminal.tables import TableSection, human_bytes, human_duration
 
 # The tuned fields, in the order in which they are printed.
-MESH = ("mesh.data", "mesh.fsdp", "mesh.expert", "mesh.seq", "mesh.model")
+PIPE = "mesh.pipe"
+PIPE_CHUNKS = "mesh.pipe_chunks"
+MESH = (PIPE, PIPE_CHUNKS, "mesh.data", "mesh.fsdp", "mesh.expert", "mesh.seq", "mesh.model")
 ACCUMULATE = "learner.accumulate"
 BATCH = "data.global_batch_size"
 CLIP_MODE = "learner.clip_mode"
