@@ -303,10 +303,16 @@ def _run_shard_forward(
     start = jnp.zeros((B, K, R, H, V), wide)
     if inputs.corrects:
         identity = jnp.broadcast_to(jnp.eye(H, dtype=wide), (B, K, R, H, H))
-        (last, outputs), residuals = _run_blocks_forward(jnp.concatenate([start, identity], axis=-1), inputs, documents)
+
+        def run(both: jax.Array, block: tuple[_Inputs, _Documents]) -> tuple[jax.Array, list[jax.Array]]:
+            new, outputs = _run_block(both, *block)
+            # Separate arrays, so that the outputs of all blocks are not copied to be split.
+            return new, [*jnp.split(both, [V], axis=-1), *jnp.split(outputs, [V], axis=-1)]
+
+        last, arrays = jax.lax.scan(run, jnp.concatenate([start, identity], axis=-1), (inputs, documents))
+        states, transitions, outputs, queries = arrays
         state, transition = jnp.split(last, [V], axis=-1)
-        states, transitions = jnp.split(residuals.states, [V], axis=-1)
-        outputs, queries = jnp.split(outputs, [V], axis=-1)
+        residuals = _Residuals(states, inputs, documents)
         readers = _Readers(queries, decay=None)
     else:
         (state, outputs), residuals = _run_blocks_forward(start, inputs, documents)
