@@ -259,6 +259,7 @@ def test_pipelines_are_searched_where_they_can_pay(target: str, rows: int, stage
     assert SearchSpace(config, targets.resolve(target), frozenset({"mesh.fsdp", *MESH})).meshes() == [()]
 
 
+@pytest.mark.pairs
 def test_a_pipeline_is_chosen_if_the_network_between_slices_is_slow_enough():
     # With few tokens, activations are smaller than gradients.
     config = configs.load("llama2-7b", shape_only=True)
