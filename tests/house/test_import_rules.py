@@ -47,7 +47,15 @@ PACKAGES = {
     "launch": "framework extras configs api",
 }
 # Each optional package in `plimsoll/extras/` and the others that it may import.
-EXTRAS = {"functions": "", "flows": "", "calibration": "", "plan_page": "", "autotune": "", "largest": "autotune"}
+EXTRAS = {
+    "functions": "",
+    "flows": "",
+    "calibration": "",
+    "plan_page": "",
+    "autotune": "",
+    "largest": "autotune",
+    "scaling": "largest",
+}
 
 
 def modules(package: str) -> dict[str, Path]:
