@@ -50,8 +50,12 @@ def full(source: str, shape_only: bool = False) -> Config:
         source: a Hugging Face directory, or the Hub's id of a model, ORG/NAME or ORG/NAME@REVISION.
         shape_only: whether the shape is sufficient, as for a plan; a well-known model then needs no files.
     """
-    path = shape_url(source) if shape_only else hub_models.pin_model(source)
-    model, pretrained = families.build_pretrained_configs(path)
+    if shape_only:
+        path = shape_url(source)
+        model, pretrained = families.build_shape_configs(path)
+    else:
+        path = hub_models.pin_model(source)
+        model, pretrained = families.build_pretrained_configs(path)
     facts = pretrained.facts
     # The second name is GPT-2's.
     max_length = facts.get("max_position_embeddings") or facts.get("n_positions") or 2048

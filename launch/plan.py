@@ -124,8 +124,11 @@ def main(argv: list[str]) -> int:
     # Imported late, so that a typo on the command line shows immediately.
     import jax
 
+    from plimsoll.framework.families import is_approximate
     from plimsoll.framework.plan import compare_targets, targets
 
+    # Without our layers there is no program to compile.
+    args.estimate = args.estimate or is_approximate(command.named)
     names = compare_targets.parse_target_names(args.target or "")
     targets.set_environment(args.target or "")
     cli.prepare_jax()

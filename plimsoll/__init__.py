@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from plimsoll.extras.functions.trained_weights import Trained
     from plimsoll.extras.functions.value_and_update import value_and_update
     from plimsoll.extras.functions.with_lora import with_lora
+    from plimsoll.extras.scaling.mup import apply_mup, widen
     from plimsoll.framework.checkpoint.checkpointer import Checkpointer
     from plimsoll.framework.checkpoint.directory import describe_checkpoints
     from plimsoll.framework.config import (
@@ -122,6 +123,7 @@ _EXPORTS = {
     "plimsoll.extras.functions.trained_weights": ("Trained",),
     "plimsoll.extras.functions.value_and_update": ("value_and_update",),
     "plimsoll.extras.functions.with_lora": ("with_lora",),
+    "plimsoll.extras.scaling.mup": ("apply_mup", "widen"),
     "plimsoll.framework.inference.generation": ("Generator", "stream_text"),
     "plimsoll.framework.inference.sampling": ("Sampling",),
     "plimsoll.framework.layers.base": ("Layer",),

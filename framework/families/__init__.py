@@ -8,8 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from plimsoll.framework.config import Config, ConfigError, config_for
+from plimsoll.framework.config import Config, ConfigError, config_for, get_target
 from plimsoll.framework.families import scores
+from plimsoll.framework.families.approximate import ApproximateDecoder, describe_shape, select_text_part
 from plimsoll.framework.families.facts import UNREAD, ConfigFacts, float_dtype, refuse_unread
 from plimsoll.framework.families.published import model_at
 from plimsoll.framework.families.registry import FAMILIES
@@ -164,6 +165,46 @@ def build_pretrained_configs(path: str | Path) -> tuple[Config, Config]:
     model, family = load_model_config(path)
     generation = generation_facts(path)
     return model, config_for(Pretrained, path=str(path), family=family, facts=facts, generation=generation)
+
+
+def build_shape_configs(path: str | Path) -> tuple[Config, Config]:
+    """Like `build_pretrained_configs`, but of a model that we cannot train, describe the shape approximately.
+
+    Raises:
+        FileNotFoundError: there is no config.json.
+        ValueError: config.json is not JSON, or lacks a size that a plan needs.
+    """
+    try:
+        return build_pretrained_configs(path)
+    except ValueError as error:
+        file = hub_models.folder(path) / "config.json"
+        if not file.is_file():
+            raise
+        reason = str(error).removeprefix(f"{file}: ")
+        facts = select_text_part(_read_json_object(file))
+        family = config_for(ApproximateDecoder, reason=reason)
+        try:
+            model = family.instantiate().model(facts)
+        except ValueError as no_shape:
+            # The message of the other error lists all architectures.
+            unknown = reason.partition("; known: ")[0]
+            raise ValueError(f"{file}: {unknown}; for a plan of its shape, {no_shape}") from None
+        model.param_dtype = model.compute_dtype = "bfloat16"
+        facts = {name: value for name, value in facts.items() if name != "auto_map"}
+        return model, config_for(Pretrained, path=str(path), family=family, facts=facts)
+
+
+def is_approximate(config: Config) -> bool:
+    """Return whether an experiment's model has the approximate shape of a published model that we cannot train."""
+    pretrained = config.pretrained
+    return pretrained is not None and pretrained.takes("family") and get_target(pretrained.family) is ApproximateDecoder
+
+
+def describe_approximation(config: Config) -> list[str]:
+    """Return the lines that a plan prints about an approximate shape; none for any other experiment."""
+    if not is_approximate(config):
+        return []
+    return describe_shape(config.pretrained.facts, config.pretrained.family.reason)
 
 
 def load_model_config(path: str | Path) -> tuple[Config, Config]:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from plimsoll.framework.config import Config
+from plimsoll.framework.families import describe_approximation, is_approximate
 from plimsoll.framework.layers.base import batch_shards
 from plimsoll.framework.layout import Nested, TrainState, merge
 from plimsoll.framework.plan import cache, dry_run
@@ -130,6 +131,7 @@ def estimate_report(
     report = replace(
         _describe(name, experiment, target, limit, need.flops),
         estimated=True,
+        compilable=not is_approximate(config),
         fits=fits,
         device_peak_bytes=peak,
         device_allocated_bytes=peak,
@@ -143,6 +145,7 @@ def estimate_report(
         estimate=EstimateReport(peak, need.breakdown, error=None),
         time=report_time(estimate_step_time(experiment, need, target), experiment, target),
     )
+    report.notes.extend(describe_approximation(config))
     report.notes.extend(note_ragged_products(experiment.model, target.platform))
     report.notes.extend(note_key_exchange(experiment, need, target))
     report = _add_offloaded(report, need.host_bytes, 0, target)

@@ -200,6 +200,7 @@ class PlanReport:
         tokens_per_step: tokens (or other items) in a step on all devices; None for a function.
         in_effect: {config path: value} of the settings that memory depends on most; empty for a function.
         estimated: the report is an analytical estimate, and nothing was compiled.
+        compilable: the step of this config could be compiled; not stored.
         fits: the memory of all phases is within the limits of the device and of its host.
         device_peak_bytes: bytes alive at the peak of the step.
         device_allocated_bytes: the peak including the gaps that packing leaves empty.
@@ -248,6 +249,7 @@ class PlanReport:
     tokens_per_step: int | None = None
     in_effect: dict[str, Any] = field(default_factory=dict)
     estimated: bool = False
+    compilable: bool = True
     fits: bool = True
     device_peak_bytes: int = 0
     device_allocated_bytes: int = 0

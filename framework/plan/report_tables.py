@@ -132,7 +132,9 @@ def _about(report: PlanReport) -> list[list[str]]:
         rows.append(["host memory", human_bytes(report.host_process_bytes) + of_limit])
     for note in report.notes:
         rows.append(["note", note])
-    if report.estimated:
+    if report.estimated and not report.compilable:
+        rows.append(["method", "estimate"])
+    elif report.estimated:
         rows.append(["method", "estimate; without --estimate, the step is compiled"])
     elif report.estimate is not None and report.estimate.error is not None:
         error = report.estimate.error

@@ -16,6 +16,7 @@ from plimsoll.api.plan_process import lacks_devices, plan_in_subprocess
 from plimsoll.extras.plan_page import page
 from plimsoll.framework.config import Config, ConfigError
 from plimsoll.framework.devices.environment import prepare_jax, start_devices
+from plimsoll.framework.families import is_approximate
 from plimsoll.framework.plan import report_tables, targets
 from plimsoll.framework.plan.build_report import get_report
 from plimsoll.framework.plan.plan_report import PlanReport
@@ -88,6 +89,8 @@ def plan(
         if size is not None and not size > 0:
             raise ConfigError(f"{name}={size}: expected more than 0")
     request = create_request(config, shape_only=True)
+    # Without our layers there is no program to compile.
+    estimate = estimate or is_approximate(request.config)
     prepare_jax()
     machine = targets.resolve(target)
     if host_memory_gib is not None:

@@ -29,9 +29,10 @@ ALLOWED_IMPORTS = {
     "schedules": "config devices layers layout learner models optimizers terminal",
     "program": "config data devices layers layout learner models optimizers processes schedules terminal",
     "inference": "data layers layout metrics program terminal",
-    "plan": "checkpoint config data devices layers layout learner metrics models processes program schedules terminal",
     "weights": "config files layers layout learner models program terminal",
     "families": "config files layers models weights",
+    "plan": "checkpoint config data devices families layers layout learner metrics models processes program schedules "
+    "terminal",
     "batch_transforms": "config data devices families files inference layers layout learner models objectives "
     "processes program schedules terminal weights",
     "run": "checkpoint batch_transforms config data devices files inference layers layout learner metrics models plan "
@@ -46,7 +47,15 @@ PACKAGES = {
     "launch": "framework extras configs api",
 }
 # Each optional package in `plimsoll/extras/` and the others that it may import.
-EXTRAS = {"functions": "", "flows": "", "calibration": "", "plan_page": "", "autotune": "", "largest": "autotune"}
+EXTRAS = {
+    "functions": "",
+    "flows": "",
+    "calibration": "",
+    "plan_page": "",
+    "autotune": "",
+    "largest": "autotune",
+    "scaling": "largest",
+}
 
 
 def modules(package: str) -> dict[str, Path]:

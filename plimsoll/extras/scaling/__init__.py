@@ -1,0 +1,1 @@
+"""Scaling models: the maximal update parametrization, and ladders of sizes."""
