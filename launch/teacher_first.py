@@ -18,6 +18,7 @@ from plimsoll.framework.batch_transforms.teacher import Teacher
 from plimsoll.framework.run.last_checkpoint import find_last_checkpoint
 from plimsoll.framework.run.request import RunRequest
 from plimsoll.framework.terminal import interrupts
+from plimsoll.framework.terminal.exit_codes import COMPLETED
 from plimsoll.framework.terminal.kill_with_parent import kill_with_parent
 from plimsoll.launch import cli
 
@@ -49,7 +50,7 @@ def prepare(request: RunRequest, command: cli.Command) -> int:
         return 0
     print(f"teacher: {teacher.train_first} is trained first, in {model}; its scores are stored in {folder}")
     code = _execute("train", f"--config={teacher.train_first}", f"--workdir={model}")
-    if code:
+    if code not in COMPLETED:
         return code
     data = [] if command.args.data is None else [f"--data={command.args.data}"]
     overrides = [f"--config.{path}={text}" for path, text in command.overrides]

@@ -51,6 +51,7 @@ from plimsoll.framework.program.jit_step import JitStep
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.program.run_length import rate_notes, set_length
 from plimsoll.framework.run import held_out_answers, offload_self_test, resuming
+from plimsoll.framework.run.best_metric import check_metrics
 from plimsoll.framework.run.hooks import Hook, NonFiniteError, build_user_hooks
 from plimsoll.framework.run.report import compression_lines, sample_images, sample_text
 from plimsoll.framework.run.request import TUNING_FILE, RunError, RunRequest, TuneResult
@@ -71,7 +72,7 @@ def train(request: RunRequest, workdir: Workdir, pulse: Pulse) -> int:
         pulse: heartbeat of this process.
 
     Returns:
-        The exit code: 0, or 128 + n if signal n stopped the run.
+        The exit code: 0, 8 if a rule or a hook stopped the run early, or 128 + n if signal n stopped it.
 
     Raises:
         RunError: the run ended for another reason than a user error; it has printed the reason.
@@ -125,6 +126,7 @@ def train(request: RunRequest, workdir: Workdir, pulse: Pulse) -> int:
                 # Shell convention: 128 plus the signal number.
                 return 128 + stop_signal
             _finish(run, request.spec)
+            stop_reason = run.stop_reason
         except BaseException:
             # A notebook keeps the traceback of the last error, whose frames refer to the state.
             run.delete_state()
@@ -134,7 +136,10 @@ def train(request: RunRequest, workdir: Workdir, pulse: Pulse) -> int:
             release_freed_memory()
         device_peak = memory_in_use(program.mesh.local_devices).device_peak_bytes
         progress.print(render([compare_phases(need, resident.peaks, device_peak)]))
-        return ExitCode.DONE
+        if stop_reason is None:
+            return ExitCode.DONE
+        pulse.note(reason=stop_reason)
+        return ExitCode.STOPPED_EARLY
 
 
 def _prepare(request: RunRequest, config: Config, program: Program, workdir: Workdir, progress: Progress) -> Program:
@@ -173,6 +178,7 @@ def _prepare(request: RunRequest, config: Config, program: Program, workdir: Wor
             program = Program(experiment)
         progress.set_total(experiment.trainer.max_steps)
     _print_lines(progress, rate_notes(config.learner, experiment.trainer.max_steps))
+    check_metrics(program)
     if experiment.batch_transform is not None:
         experiment.batch_transform.check_files(program, workdir.path, is_new_run=is_new_run)
     return program
