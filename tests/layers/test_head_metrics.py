@@ -91,7 +91,7 @@ def test_what_is_refused():
         build(loss=config_for(top_k_accuracy))
     with pytest.raises(ConfigError, match="has no argument 'logits'"):
         build(mine=config_for(jax.nn.initializers.normal))
-    with pytest.raises(ConfigError, match="metrics.mine: .*required, and not set: scale"):
+    with pytest.raises(ConfigError, match=r"metrics.mine: .*required, and not set: scale"):
         build(mine=config_for(scaled))
 
     config = tiny()
