@@ -184,6 +184,13 @@ def metrics_section(records: Sequence[RunRecord], metrics: Sequence[str]) -> Tab
     return TableSection("metrics, of the last step that has them", rows)
 
 
+def find_best(records: Sequence[RunRecord], metric: str) -> tuple[RunRecord, int, float] | None:
+    """Return the (run, step, value) of the best value of a metric; None if no run has a finite one."""
+    found = [(record, *best) for record in records if (best := record.best(metric)) is not None]
+    sign = -1.0 if metric.endswith(_HIGHER_IS_BETTER) else 1.0
+    return min(found, key=lambda item: sign * item[2], default=None)
+
+
 def describe_end(record: RunRecord) -> str:
     """Return how the last start of a run ended."""
     from plimsoll.framework.terminal.exit_codes import ExitCode, describe_exit_code
