@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jax.profiler import ProfileData
 
@@ -19,6 +19,7 @@ from plimsoll.framework.plan.hlo.computations import Computations, Instruction
 from plimsoll.framework.plan.hlo.transfers import collective_kind
 from plimsoll.framework.terminal.tables import TableSection, human_duration
 
+Key = TypeVar("Key")
 # The operations that only wait for those that they contain.
 _CONTROL_FLOW = ("while", "call", "conditional", "async-start", "async-done", "async-update")
 # On a TPU an event is named by the whole text of its instruction, `%fusion.1 = bf16[...] ...`.
@@ -113,7 +114,7 @@ class TraceSummary:
         ]
 
 
-def _sort_by_time(seconds_by_name: Mapping[str, float]) -> list[tuple[str, float]]:
+def _sort_by_time(seconds_by_name: Mapping[Key, float]) -> list[tuple[Key, float]]:
     return sorted(seconds_by_name.items(), key=lambda item: -item[1])
 
 
@@ -158,7 +159,7 @@ def summarize_trace(profile: ProfileData, program_texts: Sequence[str] = ()) -> 
         busy.append(_measure_union(spans))
         bounds += spans
     operations = []
-    for key, time in _sort_by_time(seconds):  # pyright: ignore[reportArgumentType]
+    for key, time in _sort_by_time(seconds):
         module, name = key
         instruction = _find_instruction(programs, _Event(name, module, "", 0.0, 0.0))
         operation = _describe(programs.get(module), instruction, names[key])

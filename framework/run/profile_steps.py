@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from plimsoll.framework.plan.memory_budget import explain_refusal, measure_need
 from plimsoll.framework.plan.trace_summary import TraceSummary, find_traces, summarize_trace
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.program import Program
+from plimsoll.framework.program.small_data import fit_batch_to_data
 from plimsoll.framework.terminal.exit_codes import DoesNotFitError
 from plimsoll.framework.terminal.phases import SHORT, phase
 
@@ -58,7 +60,13 @@ def profile_steps(
     program = Program(experiment)
     with tempfile.TemporaryDirectory(prefix="plimsoll-profile-") as scratch:
         with phase("preparing data", patience=SHORT):
+            experiment.data.allows_small_data = True
             experiment.data.setup(scratch)
+        small_data_lines = fit_batch_to_data(config, experiment, program.mesh)
+        if small_data_lines:
+            print("\n".join(small_data_lines), file=sys.stderr)
+            experiment = config.instantiate(data=experiment.data)
+            program = Program(experiment)
         refusal = explain_refusal(config, program, measure_need(program), limit)
         if refusal:
             raise DoesNotFitError(refusal)

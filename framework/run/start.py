@@ -144,7 +144,11 @@ def _epochs_are_over(last: LastCheckpoint, request: RunRequest, workdir: Workdir
     primary = distributed.is_primary()
     barrier = partial(distributed.barrier, "finished")
     sync_processes = partial(workdir.sync_processes, barrier, is_primary=primary)
+    data.allows_small_data = True
     data.setup(workdir.path, is_primary=primary, barrier=sync_processes)
+    if data.num_rows < data.global_batch_size:
+        # The run has reduced the batch, see `fit_batch_to_data`.
+        data.global_batch_size = last.config["data"]["global_batch_size"]
     order = resuming.order_after({"config": last.config, "data": last.data}, last.step, data)
     epoch_steps = data.epoch_steps(options.max_epochs, order.origin)
     end = min(options.known_steps or epoch_steps, epoch_steps)

@@ -50,6 +50,7 @@ from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.jit_step import JitStep
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.program.run_length import rate_notes, set_length
+from plimsoll.framework.program.small_data import fit_batch_to_data
 from plimsoll.framework.run import held_out_answers, offload_self_test, resuming
 from plimsoll.framework.run.best_metric import check_metrics
 from plimsoll.framework.run.hooks import Hook, NonFiniteError, build_user_hooks
@@ -161,7 +162,13 @@ def _prepare(request: RunRequest, config: Config, program: Program, workdir: Wor
     barrier = partial(distributed.barrier, "data")
     sync_processes = partial(workdir.sync_processes, barrier, is_primary=is_primary)
     with request.goodput.during("data"), phase("preparing data", patience=SHORT):
+        experiment.data.allows_small_data = True
         experiment.data.setup(workdir.path, is_primary=is_primary, barrier=sync_processes)
+    small_data_lines = fit_batch_to_data(config, experiment, program.mesh)
+    if small_data_lines:
+        _print_lines(progress, small_data_lines)
+        experiment = config.instantiate(data=experiment.data)
+        program = Program(experiment)
     kept_lines = resuming.keep_counters(checkpointer, config)
     if kept_lines:
         _print_lines(progress, kept_lines)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ ENTRY %main (a: f32[8,8], b: f32[8]) -> f32[8] {
 """
 
 
-def build_profile(plane: str, lines: dict[str, list[tuple[str, int, int]]], *, stats: bool) -> ProfileData:
+def build_profile(plane: str, lines: dict[str, list[tuple[str, int, int]]], *, stats: bool) -> Any:
     """Build a trace with one plane.
 
     Args:
