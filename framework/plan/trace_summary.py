@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jax.profiler import ProfileData
-
 from plimsoll.framework.plan.buffer_names import describe_clearest_operation
 from plimsoll.framework.plan.hlo.computations import Computations, Instruction
 from plimsoll.framework.plan.hlo.transfers import collective_kind
@@ -123,11 +121,11 @@ def find_traces(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
 
 
-def summarize_trace(profile: ProfileData, program_texts: Sequence[str] = ()) -> TraceSummary:
+def summarize_trace(profile: Any, program_texts: Sequence[str] = ()) -> TraceSummary:
     """Summarize a trace.
 
     Args:
-        profile: the trace.
+        profile: the trace, a jax.profiler.ProfileData.
         program_texts: final texts of the compiled programs, which name the layers; without them, only what the trace
             itself says is known.
     """
