@@ -55,8 +55,9 @@ class BestMetric:
 
     def restore(self, stored: dict[str, Any] | None) -> None:
         """Continue from a checkpoint; start again if it has none, or that of another metric or mode."""
-        is_same = stored is not None and (stored["metric"], stored["mode"]) == (self.metric, self.mode)
-        state = stored if is_same and stored is not None else {}
+        state = stored or {}
+        if (state.get("metric"), state.get("mode")) != (self.metric, self.mode):
+            state = {}
         self.value = state.get("value")
         self.step = state.get("step")
         self.evaluations = state.get("evaluations", 0)

@@ -258,7 +258,8 @@ class Stop(Hook):
         self.after_step(run, step)
         rules = run.options.stop
         # An evaluation before the first step may have taken a while.
-        if run.stop_reason is None and distributed.broadcast_from_primary(run.wall_clock_is_over()):
+        has_limit = rules.wall_seconds is not None and run.stop_reason is None
+        if has_limit and distributed.broadcast_from_primary(run.wall_clock_is_over()):
             run.stop_reason = f"the run has taken {rules.wall_clock} (trainer.stop.wall_clock)"
 
     def after_step(self, run: Run, step: int) -> None:

@@ -53,7 +53,7 @@ class LastCheckpoint:
         """
         rules = self.config["trainer"].get("stop")
         # The field of the rule is part of the reason.
-        is_rule = self.stop_reason is not None and "trainer.stop." in self.stop_reason
+        is_rule = isinstance(self.stop_reason, str) and "trainer.stop." in self.stop_reason
         return is_rule and self.complete and not config_changes(rules, config.trainer.to_dict()["stop"])
 
     def stop_lines(self) -> list[str]:
