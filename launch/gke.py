@@ -5,8 +5,8 @@
 
 The cluster needs JobSet (jobset.sigs.k8s.io) and nodes with the target's accelerators. The cluster's own scheduler,
 or Kueue with --queue, decides when the run starts. One process runs on each host. When one fails, or a node is
-preempted, JobSet restarts all from the last checkpoint, up to --max_restarts times; exit codes 2, 3 and 4 end the job
-immediately. Processes get secrets as environment variables from Kubernetes Secrets (--secret), never through this
+preempted, JobSet restarts all from the last checkpoint, up to --max_restarts times; exit codes 2, 3, 4 and 8 end the
+job immediately. Processes get secrets as environment variables from Kubernetes Secrets (--secret), never through this
 manifest.
 Sources: https://jobset.sigs.k8s.io/docs and https://cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice.
 """
@@ -287,8 +287,9 @@ def _without_empty(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _job(pods: _Pods, pod: dict[str, Any]) -> dict[str, Any]:
     """Build the spec of a Job, which Kubernetes never restarts by itself."""
-    # Exit codes of `plimsoll train` after which another start would fail in the same way.
-    exits = {"containerName": "train", "operator": "In", "values": [int(code) for code in HOPELESS]}
+    # Exit codes of `plimsoll train` after which another start would end in the same way.
+    codes = [int(code) for code in (*HOPELESS, ExitCode.STOPPED_EARLY)]
+    exits = {"containerName": "train", "operator": "In", "values": codes}
     return {
         "parallelism": pods.hosts,
         "completions": pods.hosts,

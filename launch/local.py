@@ -33,7 +33,7 @@ from multiprocessing.context import ForkServerProcess
 from plimsoll.framework.checkpoint.directory import folder, scan
 from plimsoll.framework.processes import rendezvous
 from plimsoll.framework.terminal import interrupts
-from plimsoll.framework.terminal.exit_codes import FINAL, STOPPED, ExitCode
+from plimsoll.framework.terminal.exit_codes import COMPLETED, FINAL, STOPPED, ExitCode
 from plimsoll.launch import cli, commands
 
 
@@ -292,7 +292,7 @@ class Supervisor:
             del self.alive[index]
             if not killed:
                 code_by_index[index] = code
-            if failed_at is None and code not in (ExitCode.DONE, *STOPPED):
+            if failed_at is None and code not in (*COMPLETED, *STOPPED):
                 failed_at = time.time()
                 deadline = time.monotonic() + grace
         index = _find_culprit(code_by_index)
@@ -333,7 +333,7 @@ def _find_culprit(code_by_index: dict[int, int]) -> int:
 
     def rank_blame(index: int) -> tuple[bool, bool, bool]:
         code = code_by_index[index]
-        return code == ExitCode.DONE, code in peer_codes, code in STOPPED
+        return code in COMPLETED, code in peer_codes, code in STOPPED
 
     return min(code_by_index, key=rank_blame)
 

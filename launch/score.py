@@ -48,7 +48,7 @@ def _parser() -> cli.Parser:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--workdir", metavar="DIR", help="the teacher: a run of `plimsoll train`")
     model.add_argument("--hf", metavar="DIR", help="the teacher: a Hugging Face directory, or the Hub's ORG/NAME")
-    parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint to load; default: the newest")
+    weights.add_step(parser)
     parser.add_argument("--ema", action="store_true", help="use the averaged weights (EMA) of the run")
     parser.add_argument(
         "--host_weights",

@@ -4,7 +4,7 @@
 
 One process per GPU, on every node, finds the others through SLURM. SLURM sends SIGTERM before the time limit: the run
 saves and is requeued, as often as needed. It is also requeued after a failure, up to --max_restarts times, but not
-after exit codes 2, 3 and 4. `scancel` ends it. The nodes must have the directory in which this is started.
+after exit codes 2, 3, 4 and 8. `scancel` ends it. The nodes must have the directory in which this is started.
 """
 
 import argparse
@@ -17,14 +17,14 @@ from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli, commands
 
 # srun itself returns only the highest exit code, which hides why the first task ended from those that were terminated
-# afterwards, so every task records its own. A task that has saved returns 0 to srun, which would otherwise terminate
-# the others.
+# afterwards, so every task records its own. A task that has saved and stopped returns 0 to srun, which would otherwise
+# terminate the others.
 TASK = """
 trap : TERM INT
 "$@"
 code=$?
 echo "$code" >"$CODES/$SLURM_PROCID"
-case $code in 130 | 143) exit 0 ;; *) exit "$code" ;; esac
+case $code in 8 | 130 | 143) exit 0 ;; *) exit "$code" ;; esac
 """
 SCRIPT = """
 cd -- {directory} || exit 2
@@ -40,6 +40,7 @@ echo "slurm: tasks ended with exit codes (code x tasks): $ended of $SLURM_NTASKS
 case " $ended" in
 *' '[234]x*) exit "$(grep -o '\\b[234]x' <<<"$ended" | head -n 1 | tr -d x)" ;;
 " 0x$SLURM_NTASKS") exit 0 ;;
+" 8x$SLURM_NTASKS") exit 8 ;;
 " 130x$SLURM_NTASKS") exit 130 ;;
 " 143x$SLURM_NTASKS") exec scontrol requeue "$SLURM_JOB_ID" ;;
 esac

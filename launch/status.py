@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.framework.terminal.exit_codes import COMPLETED, ExitCode
 from plimsoll.launch import cli
 
 # A process counts as silent if it has not written for this many of its intervals plus this many seconds.
@@ -99,7 +99,7 @@ def _health(facts: dict[str, Any], now: float) -> str:
 
     code = facts.get("exit")
     if code is not None:
-        return "done" if code == ExitCode.DONE else f"ended with exit code {code}"
+        return "done" if code in COMPLETED else f"ended with exit code {code}"
     silent_seconds = now - facts["time"]
     if has_exited(facts):
         return f"ended without an exit code, as after kill -9; last heard from {silent_seconds:.0f} s ago"

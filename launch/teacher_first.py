@@ -9,17 +9,15 @@ process, so the devices are free. After a kill, the same command continues with 
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 from plimsoll import configs
 from plimsoll.framework.batch_transforms.teacher import Teacher
 from plimsoll.framework.run.last_checkpoint import find_last_checkpoint
 from plimsoll.framework.run.request import RunRequest
-from plimsoll.framework.terminal import interrupts
-from plimsoll.framework.terminal.kill_with_parent import kill_with_parent
+from plimsoll.framework.terminal.exit_codes import COMPLETED
 from plimsoll.launch import cli
+from plimsoll.launch.child_commands import run_verb
 
 _MODEL = "model"
 
@@ -49,7 +47,7 @@ def prepare(request: RunRequest, command: cli.Command) -> int:
         return 0
     print(f"teacher: {teacher.train_first} is trained first, in {model}; its scores are stored in {folder}")
     code = _execute("train", f"--config={teacher.train_first}", f"--workdir={model}")
-    if code:
+    if code not in COMPLETED:
         return code
     data = [] if command.args.data is None else [f"--data={command.args.data}"]
     overrides = [f"--config.{path}={text}" for path, text in command.overrides]
@@ -70,16 +68,4 @@ def _holds_files(folder: Path) -> bool:
 
 def _execute(verb: str, *flags: str) -> int:
     """Run `plimsoll COMMAND` on this machine; returns its exit code, 128 + n if signal n killed it."""
-    # Flush first, so that this process's output precedes the command's, even if it goes to a file.
-    sys.stdout.flush()
-    words = [sys.executable, "-m", "plimsoll", verb, *flags]
-    # In its own session it receives Ctrl-C once, from here, and saves first. It is killed with this process, so that
-    # a repeated command finds its workdir free.
-    process = subprocess.Popen(words, start_new_session=True, preexec_fn=kill_with_parent)
-
-    def pass_on(number: int) -> None:
-        process.send_signal(number)
-
-    with interrupts.listen_for_signals(pass_on):
-        code = process.wait()
-    return code if code >= 0 else 128 - code
+    return run_verb(verb, *flags)

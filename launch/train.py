@@ -7,8 +7,8 @@
 Exit codes: 0 the run completed; 1 it failed; 2 the command, the config or the data was wrong; 3 the loss was not
 finite and learner.nonfinite ended the run; 4 it does not fit into the memory of the devices or of the host, and
 training did not start; 5 another process of the run died, or the processes did not find each other; 6 it hung, and its
-stacks are in WORKDIR/health; 7 replicas disagree; 130 and 143 it was stopped by SIGINT and SIGTERM, and the trained
-state is saved. docs/operations.md explains what to do.
+stacks are in WORKDIR/health; 7 replicas disagree; 8 trainer.stop or a hook ended the run early; 130 and 143 it was
+stopped by SIGINT and SIGTERM, and the trained state is saved. docs/operations.md explains what to do.
 """
 
 import dataclasses

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from functools import partial
+from typing import Literal
 
 from plimsoll import configs
 from plimsoll.api import loaded
@@ -10,7 +11,7 @@ from plimsoll.api.loaded import LoadedModel
 from plimsoll.framework.terminal.escaping import escape_control_chars
 from plimsoll.launch import cli
 
-__all__ = ["LoadedModel", "load", "log", "parse", "parser"]
+__all__ = ["LoadedModel", "add_step", "load", "log", "parse", "parser"]
 
 
 def parser(verb: str, doc: str | None, *, hf: bool = True) -> cli.Parser:
@@ -26,10 +27,28 @@ def parser(verb: str, doc: str | None, *, hf: bool = True) -> cli.Parser:
     # `load` reads this even if a verb has no such flag.
     verb_parser.set_defaults(hf=None)
     add = verb_parser.add_argument
-    add("--step", type=int, metavar="N", help="step of the checkpoint to load; default: the newest")
+    add_step(verb_parser)
     add("--ema", action="store_true", help="use the averaged weights (EMA) of the run")
     add("--host_weights", action="store_true", help="keep the stack in host memory, except for one layer at a time")
     return verb_parser
+
+
+def add_step(verb_parser: argparse.ArgumentParser) -> None:
+    """Add --step, which `load` reads."""
+    verb_parser.add_argument(
+        "--step",
+        type=_parse_step,
+        metavar="N|best",
+        help="step of the checkpoint to load, or the best one (of trainer.keep_best); default: the newest",
+    )
+
+
+def _parse_step(text: str) -> int | Literal["best"]:
+    if text == "best":
+        return "best"
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a step or best, given {text!r}")
+    return int(text)
 
 
 def parse(verb_parser: cli.Parser, argv: list[str]) -> tuple[argparse.Namespace, cli.Overrides]:

@@ -115,6 +115,9 @@ class Checkpointer:
         # Steps that this object has committed, and steps that it found to be corrupt.
         self._saved: set[int] = set()
         self._bad: set[int] = set()
+        # The step that retention keeps in addition to the newest, and the one before it; see `protect`.
+        self._protected: int | None = None
+        self._protected_before: int | None = None
         # The number of the folder in files.FROZEN that has this run's frozen arrays.
         self._frozen: int | None = None
         # Cached steps of an object store that this object writes to: listing the store takes a network request, which
@@ -163,9 +166,23 @@ class Checkpointer:
             raise CheckpointCorruptError(f"{path} was renamed: it holds step {manifest.step}")
         return manifest
 
+    def protect(self, step: int | None) -> None:
+        """Keep this step in addition to the newest ones, until another step is protected and committed."""
+        if step != self._protected:
+            self._protected_before = self._protected
+            self._protected = step
+
     # --- saving ------------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, state: PyTree, extra: dict[str, object], *, window_bytes: int | None = None) -> bool:
+    def save(
+        self,
+        step: int,
+        state: PyTree,
+        extra: dict[str, object],
+        *,
+        window_bytes: int | None = None,
+        replace_saved: bool = False,
+    ) -> bool:
         """Save a checkpoint; returns once the arrays may be donated or overwritten.
 
         Without a window, arrays are copied and written in the background; with one, this call writes them row by row.
@@ -180,6 +197,7 @@ class Checkpointer:
             extra: JSON data to store with the arrays.
             window_bytes: maximum number of bytes of host memory that the save needs, but at least one row of each
                 array's shard; None for a copy of this process's part of the state.
+            replace_saved: save again a step that this object has saved.
 
         Returns:
             False if this object has already saved that step.
@@ -195,7 +213,7 @@ class Checkpointer:
         if not isinstance(step, int) or step < 0:
             raise ValueError(f"step: expected an integer of at least 0, got {step!r}")
         self.wait()
-        if step in self._saved:
+        if step in self._saved and not replace_saved:
             return False
         state, frozen_arrays = split_frozen(state)
         frozen_number = self._save_frozen(frozen_arrays, window_bytes) if frozen_arrays else None
@@ -308,8 +326,12 @@ class Checkpointer:
         past_steps = [old for old in self.steps() if old <= step and old not in self._bad]
         try:
             files.remove_leftovers(self.directory)
+            kept = self._protected
+            if kept not in past_steps:
+                # Its save has failed.
+                kept = self._protected_before
             for old in past_steps[: -self.keep]:
-                if self.keep_every and old % self.keep_every == 0:
+                if old == kept or (self.keep_every and old % self.keep_every == 0):
                     continue
                 files.delete_step(self.directory, old)
                 if self._known:

@@ -63,6 +63,8 @@ class Pipeline(abc.ABC):
         source_report: returns the rows for the startup table.
         setup: (workdir, *, is_primary, barrier) reads the data, and raises every data error.
         fingerprint: returns a hash of everything that determines the training batches.
+        allows_small_data: whether `setup` accepts training data of fewer rows than a batch; the caller then reduces
+            `global_batch_size`, see `framework.program.small_data`.
     """
 
     item: ClassVar[str]
@@ -77,6 +79,7 @@ class Pipeline(abc.ABC):
     # `setup` sets the order of the training sequences and the number of rows per epoch.
     _order: GlobalOrder | None = None
     _num_rows: int
+    allows_small_data: bool = False
     # {array name: {set name: values}}, see `attach`.
     _attached: Mapping[str, dict[str, np.ndarray]] = MappingProxyType({})
 

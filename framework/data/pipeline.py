@@ -217,12 +217,13 @@ class DataPipeline(Pipeline):
             hashes.save()
         row_counts = [leaf.rows.num_whole for leaf in self.train_leaves]
         num_rows = sum(row_counts)
-        if num_rows < self.global_batch_size and self._row_arrays:
+        is_too_small = num_rows < (1 if self.allows_small_data else self.global_batch_size)
+        if is_too_small and self._row_arrays:
             raise ValueError(
                 f"data.source: its answers fill {num_rows} rows of data.seq_len={self.seq_len}, too few for one batch "
                 f"with data.global_batch_size={self.global_batch_size}; reduce these, or set packed=false of the source"
             )
-        if num_rows < self.global_batch_size:
+        if is_too_small:
             streams = [leaf.stream for leaf in self.train_leaves]
             raise ValueError(
                 f"data.source: has {num_rows} sequences of data.seq_len={self.seq_len}, too few for one batch, "

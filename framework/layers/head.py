@@ -11,8 +11,19 @@ from functools import partial
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 
-from plimsoll.framework.config import Config, NonNegativeFloat, PositiveFloat, PositiveInt, component, config_for
+from plimsoll.framework.config import (
+    Config,
+    ConfigError,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    component,
+    config_for,
+    get_target,
+)
+from plimsoll.framework.config.names import get_dotted_name
 from plimsoll.framework.layers.base import VOCAB_AXES, Context, Layer, Out, batch_shards, prepare_params, scale
 from plimsoll.framework.layers.chunked_loss import (
     Chunks,
@@ -31,6 +42,8 @@ from plimsoll.framework.layers.objective import Objective
 from plimsoll.framework.layout import Nested, ParameterSpec, PyTree, fold_in_name
 
 Inputs = TypeVar("Inputs")
+# Names that an evaluation of a language model has already.
+_OWN_NAMES = ("loss", "perplexity", "tokens", "sequences", "bytes", "bits_per_byte", "nll")
 
 
 @component
@@ -52,6 +65,9 @@ class LMHead(Layer):
         softcap: cap the logits: softcap * tanh(logits / softcap).
         init: config of the initializer of a separate table.
         objective: config of the loss that replaces the next tokens' cross-entropy, from framework.objectives.
+        metrics: configs of functions whose mean over the counted targets evaluations report, by name. A function maps
+            `logits`, float32 [B, S, V], and `targets`, int32 [B, S], to numbers [B, S]; it runs inside jit, on one
+            chunk of positions at a time. Evaluations compute the logits a second time for it.
     """
 
     def __init__(
@@ -68,6 +84,7 @@ class LMHead(Layer):
         softcap: PositiveFloat | None = None,
         init: Config = config_for(jax.nn.initializers.normal, stddev=0.02),
         objective: Config | None = None,
+        metrics: dict[str, Config] = {},  # noqa: B006
     ):
         bounds = {"chunk_tokens": chunk_tokens, "gradient_tokens": gradient_tokens}
         for name, tokens in bounds.items():
@@ -86,6 +103,9 @@ class LMHead(Layer):
         # Set by `model.precision`: the recipe of the product, and the path that names the noise of its rounding.
         self.recipe: Recipe | None = None
         self.path = ""
+        self.metrics = dict(metrics)
+        for name, metric in self.metrics.items():
+            _check_metric(name, metric)
         self.objective: Objective | None = None if objective is None else objective.instantiate()
         if self.objective is not None and z_loss:
             raise ValueError(
@@ -182,14 +202,38 @@ class LMHead(Layer):
         This is the sum of weights * nll / ctx.num_targets plus the z-loss, or the objective.
         """
         assert ctx.num_targets is not None
+        own_metrics = {} if ctx.training else self.sum_metrics(weights, carry, ctx)
         if self.objective is not None:
             loss, metrics = self.objective.loss(self, weights, carry, ctx)
-            return None, Out(loss=loss, metrics=metrics)
+            return None, Out(loss=loss, metrics={**metrics, **own_metrics})
         compute_loss = partial(token_loss, softcap=self.softcap, z_loss=self.z_loss)
         # Divided here by the targets of the global batch, so that the microbatches add up to its mean.
         token_weights_BS = ctx.batch["weights"] / ctx.num_targets
         loss, metrics = self.sum_loss(compute_loss, weights, carry, ctx, (ctx.batch["targets"], token_weights_BS))
-        return None, Out(loss=loss, metrics=metrics)
+        return None, Out(loss=loss, metrics={**metrics, **own_metrics})
+
+    def sum_metrics(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> dict[str, jax.Array]:
+        """Return the sums of the user's metrics over the counted targets, as {"own/NAME": f32 scalar}."""
+        if not self.metrics:
+            return {}
+
+        def compute_values(logits: jax.Array, targets: jax.Array) -> dict[str, jax.Array]:
+            values = {}
+            for name, metric in self.metrics.items():
+                value = jnp.asarray(metric.instantiate(logits=logits, targets=targets))
+                if value.shape != targets.shape:
+                    raise ValueError(
+                        f"model.head.metrics.{name}: expected a number for each target, {targets.shape}, given "
+                        f"{value.shape}"
+                    )
+                values[name] = value.astype(jnp.float32)
+            return values
+
+        values = self.map_logits(compute_values, weights, x_BSD, ctx, (ctx.batch["targets"],))
+        target_weights_BS = ctx.batch["weights"]
+        # A value that is not finite must not count where the target does not.
+        sums = jax.tree.map(lambda x: jnp.sum(jnp.where(target_weights_BS != 0, x * target_weights_BS, 0.0)), values)
+        return {f"own/{name}": value for name, value in sums.items()}
 
     def chunks(self, batch: int, length: int, ctx: Context) -> Chunks:
         """Split the positions into chunks, and the chunks into groups, with as few of both as possible.
@@ -224,6 +268,28 @@ class LMHead(Layer):
     def flops_per_token(self, seq_len: int) -> float:
         """Count the product with the table: 2 V D."""
         return 2.0 * self.vocab_size * self.dim
+
+
+def _check_metric(name: str, metric: Config) -> None:
+    """Raise ConfigError if a metric's name cannot be one in metrics.jsonl, or its function lacks an argument."""
+    path = f"metrics.{name}"
+    if not name or "/" in name or name in _OWN_NAMES:
+        raise ConfigError(f"{name!r} is not a name for a metric of your own; expected another, without '/'", path=path)
+    function = get_dotted_name(get_target(metric))
+    for argument in ("logits", "targets"):
+        if not metric.takes(argument):
+            raise ConfigError(f"{function} has no argument {argument!r}; expected f(logits, targets, ...)", path=path)
+    missing = metric.missing("logits", "targets")
+    if missing:
+        raise ConfigError(f"{function}: required, and not set: {', '.join(missing)}", path=path)
+
+
+@component
+def top_k_accuracy(*, logits: jax.Array, targets: jax.Array, k: PositiveInt = 1) -> jax.Array:
+    """Return 1 for each target that is among the k most likely tokens, else 0: a metric of `LMHead.metrics`."""
+    target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)
+    num_above = jnp.sum(logits > target_logits, axis=-1)
+    return (num_above < k).astype(jnp.float32)
 
 
 def _smallest_divisor(number: int, least: int) -> int:

@@ -68,6 +68,11 @@ class Goodput:
         seconds[phase] += max(0.0, self._clock() - since)
         return {name: round(seconds[name], 3) for name in PHASES if seconds[name]}
 
+    def elapsed(self) -> float:
+        """Return the seconds that all starts of the run have taken, without the time between them."""
+        totals = self.totals()
+        return sum(totals.values()) - totals.get("down", 0.0)
+
     def carry_over(self, earlier_totals: Mapping[str, float], down: float) -> None:
         """Add the time of earlier starts.
 

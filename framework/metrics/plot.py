@@ -95,6 +95,45 @@ def plot_losses(
     return _save(figure, png_path)
 
 
+def plot_runs(rows_by_run: Mapping[str, Sequence[Mapping[str, float]]], metrics: Sequence[str], png_path: Path) -> Path:
+    """Plot metrics of several runs by step, replace `png_path` atomically, and return it.
+
+    Each metric has a panel, and each run a color. A training loss is smoothed if it has many points.
+
+    Args:
+        rows_by_run: rows of metrics.jsonl of each run, by the name in the legend.
+        metrics: names of the metrics.
+        png_path: file of the plot.
+    """
+    import numpy as np
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6 * len(metrics) + 0.4), dpi=130, layout="constrained")
+    panels = figure.subplots(len(metrics), 1, squeeze=False, sharex=True).flatten()
+    has_own_colors = len(rows_by_run) > len(_COLORS)
+    for axes, metric in zip(panels, metrics, strict=True):
+        for index, (run, rows) in enumerate(rows_by_run.items()):
+            points = _collect_points(rows, metric)
+            if not points:
+                continue
+            steps, values = np.array(points).T
+            is_few = len(steps) <= _MIN_SMOOTHED
+            if metric == TRAIN and not is_few:
+                values = smooth(values)
+            color = colormaps["turbo"](index / len(rows_by_run)) if has_own_colors else _COLORS[index]
+            # Matplotlib reads text between dollar signs as a formula.
+            label = f"{run}  {points[-1][1]:.4g}".replace("$", r"\$")
+            marker = "o" if is_few else None
+            axes.plot(steps, values, color=color, linewidth=1.1, marker=marker, markersize=3, label=label)
+        axes.set_ylabel(metric.replace("$", r"\$"))
+        if axes.lines:
+            axes.legend(frameon=False, fontsize=7, ncols=2 if len(rows_by_run) > 8 else 1)
+        _finish(axes, [])
+    panels[-1].set_xlabel("step")
+    return _save(figure, png_path)
+
+
 def plot_objective(metrics_jsonl: str | os.PathLike[str], png_path: Path, title: str) -> Path | str:
     """Plot an objective's metrics other than its loss, by step: accuracies, margins, rewards, divergences, lengths.
 

@@ -29,6 +29,9 @@ from plimsoll.framework.layers.stack import Stack
 from plimsoll.framework.layout import Nested, ParameterSpec, fetch_tree, flatten, nearest_divisors
 from plimsoll.framework.models.chain import Chain, StageSpecs
 
+# Prefix of the user's metrics among the sums of an evaluation.
+_OWN = "own/"
+
 
 @component
 class CausalLM(Chain):
@@ -246,6 +249,9 @@ class CausalLM(Chain):
                     sums[name.removeprefix("head/")] = value
             return sums
         sums = {"nll": out.metrics["head/nll"], "tokens": jnp.sum(batch["weights"])}
+        for name, value in out.metrics.items():
+            if name.startswith(f"head/{_OWN}"):
+                sums[name.removeprefix("head/")] = value
         if "bytes" in batch:
             sums["bytes"] = jnp.sum(batch["bytes"])
         return sums
@@ -254,7 +260,15 @@ class CausalLM(Chain):
         """Return {"loss": nats per token, "perplexity": exp(loss), "tokens": their number}.
 
         If tokens stand for text, "bits_per_byte" is added. With an objective, the result is the objective's summary.
+        The means of the user's metrics are added by name.
         """
+        num_targets = max(totals["tokens"], 1.0)
+        own = {name: value / num_targets for name, value in totals.items() if name.startswith(_OWN)}
+        totals = {name: value for name, value in totals.items() if name not in own}
+        return {**self._summary(totals), **{name.removeprefix(_OWN): value for name, value in own.items()}}
+
+    def _summary(self, totals: dict[str, float]) -> dict[str, float]:
+        """Return the summary without the user's metrics."""
         if self.head.objective is not None:
             return self.head.objective.summary(totals)
         # The maximum avoids 0 / 0 in an evaluation without any counted target.

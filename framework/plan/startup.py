@@ -31,6 +31,7 @@ from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.program.run_length import rate_course
+from plimsoll.framework.program.small_data import fit_batch_to_data
 from plimsoll.framework.terminal.tables import TableSection, human_bytes, render, start_table
 
 
@@ -141,7 +142,13 @@ def dry_run(name: str, config: Config, experiment: Experiment, target: Target, f
     try:
         if experiment.pretrained is not None:
             experiment.pretrained.places(experiment.language_model)
+        experiment.data.allows_small_data = True
         experiment.data.setup(folder)
+        small_data_lines = fit_batch_to_data(config, experiment, program.mesh)
+        if small_data_lines:
+            print("\n".join(small_data_lines))
+            experiment = config.instantiate(data=experiment.data)
+            program = Program(experiment, target.devices())
     except FileNotFoundError as error:
         missing = f"not on this machine: {error}"
     host = build_host_model(experiment, program.layout, target)

@@ -304,6 +304,24 @@ def broadcast_from_primary(value: object) -> Any:
     return json.loads(bytes(broadcast_one_to_all(padded_data)))
 
 
+def broadcast_first(text: str | None) -> str | None:
+    """Return in every process the text of the first process that has one; None if none has. Collective."""
+    if jax.process_count() == 1:
+        return text
+    from jax.experimental.multihost_utils import broadcast_one_to_all
+
+    count = jax.process_count()
+    process = jax.process_index()
+    # Rank 0 means no text; the first process with a text has the highest rank.
+    first = count - reduce_max(0 if text is None else count - process)
+    if first == count:
+        return None
+    data = np.frombuffer((text or "").encode(), np.uint8)
+    is_source = process == first
+    size = int(broadcast_one_to_all(np.array(data.size), is_source=is_source))
+    return bytes(broadcast_one_to_all(np.resize(data, size), is_source=is_source)).decode()
+
+
 class Ballot:
     """Lets processes agree without waiting for each other.
 

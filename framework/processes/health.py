@@ -25,7 +25,7 @@ from plimsoll.framework.files.text_files import parse_json
 from plimsoll.framework.files.workdir import write_json
 from plimsoll.framework.metrics.goodput import Goodput
 from plimsoll.framework.terminal import interrupts
-from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.framework.terminal.exit_codes import COMPLETED, ExitCode
 
 # Use the descriptor, because in a test sys.stderr may be an object without one.
 _STDERR = 2
@@ -99,7 +99,7 @@ class Pulse:
         previous = read(self.path)
         if previous:
             # If the run completed or the user stopped it, the time until this start does not count as downtime.
-            is_stopped = previous.get("exit") in (ExitCode.DONE, ExitCode.INTERRUPTED)
+            is_stopped = previous.get("exit") in (*COMPLETED, ExitCode.INTERRUPTED)
             down_seconds = 0.0 if is_stopped else time.time() - previous["time"]
             goodput.carry_over(previous.get("goodput", {}), down_seconds)
         previous_attempt = previous.get("attempt", 0) if previous else 0

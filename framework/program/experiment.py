@@ -23,6 +23,7 @@ from plimsoll.framework.optimizers.schedule_steps import with_run_length
 from plimsoll.framework.processes.health import Health
 from plimsoll.framework.program.batch_transform import BatchTransform
 from plimsoll.framework.program.options import CheckpointOptions, TrainerOptions
+from plimsoll.framework.program.stop_rules import resolve_metric
 from plimsoll.framework.schedules.delayed_update import pending_specs
 from plimsoll.framework.schedules.memory import Memory, Placement
 from plimsoll.framework.schedules.pipeline_shape import check_pipeline
@@ -104,6 +105,7 @@ class Experiment:
             num_steps = self.trainer.known_steps or _NOMINAL_STEPS
             learner = with_run_length(learner, num_steps)
         self.learner = _build_section("learner", learner, Learner, specs=self.model.parameter_specs())
+        self._resolve_metrics()
         self.memory = _build_section("memory", memory, Memory)
         self.checkpoint = _build_section("checkpoint", checkpoint, CheckpointOptions)
         self.compiler = _build_section("compiler", compiler, Compiler)
@@ -115,6 +117,21 @@ class Experiment:
         if batch_transform is not None:
             self.batch_transform = _build_section("batch_transform", batch_transform, BatchTransform)
             self.batch_transform.join(self)
+
+    def _resolve_metrics(self) -> None:
+        """Set the full names of the metrics that the trainer's rules read. Raises ConfigError for an unknown set."""
+        trainer = self.trainer
+        sets = self.data.validation_names
+        has_averages = self.learner.ema is not None
+        # The metric that ends the run, and the one that the best checkpoint has; None where no rule reads it.
+        self.stop_metric: str | None = None
+        self.best_metric: str | None = None
+        if trainer.stop.reads_metric:
+            name = trainer.stop.metric
+            self.stop_metric = resolve_metric(name, sets, path="trainer.stop.metric", has_averages=has_averages)
+        if trainer.keep_best is not None:
+            name = trainer.keep_best
+            self.best_metric = resolve_metric(name, sets, path="trainer.keep_best", has_averages=has_averages)
 
     @property
     def microbatches_per_pass(self) -> int:

@@ -224,9 +224,16 @@ class JitStep(StepBackend):
 
     def _lower_evaluation(self, group: str) -> jax.stages.Lowered:
         """Lower the evaluation of the weights in `group` from specs only, before any arrays exist."""
+        return self.evaluation_jit(group).lower(*self._evaluation_arguments(group))
+
+    def _evaluation_arguments(self, group: str) -> list[Nested]:
         layout = self.layout
         weights = [layout.abstract(layout.specs[name]) for name in (group, "frozen", "buffer")]
-        return self.evaluation_jit(group).lower(*weights, layout.abstract(self.rows.evaluation_specs))
+        return [*weights, layout.abstract(self.rows.evaluation_specs)]
+
+    def evaluation_sums(self) -> list[str]:
+        """Return the names of the sums that an evaluation returns, by tracing it."""
+        return list(jax.eval_shape(self.evaluation_jit("parameter"), *self._evaluation_arguments("parameter")))
 
     def evaluate(self, state: TrainState, batch: Batch, group: str) -> Metrics:
         """See `StepBackend`."""

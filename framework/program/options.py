@@ -10,7 +10,9 @@ from plimsoll.framework.config import (
     PositiveInt,
     Seed,
     component,
+    config_for,
 )
+from plimsoll.framework.program.stop_rules import Mode, StopRules
 
 
 @component
@@ -43,6 +45,10 @@ class TrainerOptions:
         save_every_minutes: minutes since the last checkpoint after which one is saved too, by the clock of process 0.
         keep: number of newest checkpoints to keep.
         keep_every: interval of steps whose checkpoints are kept permanently, in addition to the newest.
+        keep_best: metric of evaluations, such as "loss" or "eval/SET/loss"; an evaluation that improves it saves a
+            checkpoint, and the best one is kept in addition to the newest. None keeps no best checkpoint.
+        keep_best_mode: whether lower (min) or higher (max) values of that metric are better.
+        stop: rules that end the run before its last step.
         profile: [first, last] steps to trace into WORKDIR/profile; [] traces none.
         sample_tokens: number of tokens in the sample at the end of a run; 0 for no sample.
         sample_prompt: prompt that the sample continues.
@@ -69,6 +75,9 @@ class TrainerOptions:
         save_every_minutes: PositiveFloat | None = None,
         keep: PositiveInt = 2,
         keep_every: PositiveInt | None = None,
+        keep_best: str | None = None,
+        keep_best_mode: Mode = "min",
+        stop: Config = config_for(StopRules),
         profile: list[int] = [],  # noqa: B006
         sample_tokens: NonNegativeInt = 0,
         sample_prompt: str = "",
@@ -83,6 +92,10 @@ class TrainerOptions:
             raise ValueError(f"profile: expected [] or [first, last] with 1 <= first <= last, given {profile}")
         if max_steps is None and max_epochs is None:
             raise ValueError("expected max_steps, max_epochs, or both: the run ends at whichever comes first")
+        self.stop: StopRules = stop.instantiate()
+        if eval_every is None and (self.stop.patience is not None or keep_best is not None):
+            field = "keep_best" if self.stop.patience is None else "stop.patience"
+            raise ValueError(f"{field} requires eval_every: without it, only the last step is evaluated")
         # `max_steps` is a property, which raises while the length of the epochs is unknown.
         self.known_steps = max_steps
         self.max_epochs = max_epochs
@@ -94,6 +107,8 @@ class TrainerOptions:
         self.save_every_minutes = save_every_minutes
         self.keep = keep
         self.keep_every = keep_every
+        self.keep_best = keep_best
+        self.keep_best_mode: Mode = keep_best_mode
         # Copy lists, because the defaults of arguments are shared between calls.
         self.profile = list(profile)
         self.sample_tokens = sample_tokens

@@ -1,8 +1,8 @@
 """Hooks that run between training steps.
 
-Order: guard, report, evaluate, check replicas, save, profile, prediction, then the user's (`config.trainer.hooks`). A
-hook gets the run (`Run`) at fixed points: before and after a step is dispatched, when the metrics of an earlier step
-arrive, and at the end.
+Order: guard, report, evaluate, keep best, stop, check replicas, save, profile, prediction, then the user's
+(`config.trainer.hooks`). A hook gets the run (`Run`) at fixed points: before and after a step is dispatched, when the
+metrics of an earlier step arrive, and at the end.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from plimsoll.framework.inference.evaluation import describe_share, evaluate_set
 from plimsoll.framework.metrics.memory import memory_in_use
 from plimsoll.framework.models.chain import Chain
 from plimsoll.framework.plan.memory_budget import MemoryNeed, compare_with_measured
+from plimsoll.framework.processes import distributed
+from plimsoll.framework.run.best_metric import BestMetric, check_metric
 from plimsoll.framework.run.run import Run
 from plimsoll.framework.terminal.phases import SHORT, phase
 
@@ -157,15 +159,21 @@ class Evaluate(Hook):
         if step and run.evaluated_step != step:
             self.after_step(run, step)
 
-    def after_step(self, run: Run, step: int) -> None:
+    @staticmethod
+    def is_due(run: Run, step: int) -> bool:
+        """Return whether `after_step` evaluates this step."""
         every = run.options.eval_every
-        if every and step % every == 0 and step < run.options.max_steps:
+        return every is not None and step % every == 0 and step < run.options.max_steps
+
+    def after_step(self, run: Run, step: int) -> None:
+        if self.is_due(run, step):
             with run.throughput.pause(), run.goodput.during("evaluate"):
                 self.evaluate(run, step)
 
     def at_end(self, run: Run, step: int) -> None:
         # A run killed between its last save and its end may have evaluated that step already.
-        if step == run.options.max_steps and run.evaluated_step != step:
+        is_over = step == run.options.max_steps or run.stop_reason is not None
+        if is_over and run.evaluated_step != step:
             with run.goodput.during("evaluate"):
                 # Use the same batches as before, so that the last value continues the curve of the others. For the
                 # whole set, use `plimsoll evaluate --validation` afterwards: on a large set it takes longer than many
@@ -225,6 +233,69 @@ class Evaluate(Hook):
         run.progress.print(f"{line} ({', '.join(parts)})" if parts else line)
 
 
+class KeepBest(Hook):
+    """Saves a checkpoint after an evaluation that improves trainer.keep_best."""
+
+    def at_start(self, run: Run, step: int) -> None:
+        # Count the evaluation of a last step that ended an earlier, shorter run. Its checkpoint exists.
+        self.after_step(run, step)
+
+    def after_step(self, run: Run, step: int) -> None:
+        if run.best_metric is not None and run.evaluated_step == step:
+            improves = run.best_metric.count(step, _metric(run, run.best_metric, "trainer.keep_best"))
+            run.save_is_due = run.save_is_due or improves
+
+    def at_end(self, run: Run, step: int) -> None:
+        run.save_is_due = False
+        self.after_step(run, step)
+
+
+class Stop(Hook):
+    """Applies trainer.stop to evaluations, and to the clock when the run starts."""
+
+    def at_start(self, run: Run, step: int) -> None:
+        # The rule may have ended an earlier start at this step.
+        self.after_step(run, step)
+        rules = run.options.stop
+        # An evaluation before the first step may have taken a while.
+        has_limit = rules.wall_seconds is not None and run.stop_reason is None
+        if has_limit and distributed.broadcast_from_primary(run.wall_clock_is_over()):
+            run.stop_reason = f"the run has taken {rules.wall_clock} (trainer.stop.wall_clock)"
+
+    def after_step(self, run: Run, step: int) -> None:
+        tracked = run.stop_metric
+        if tracked is None or run.evaluated_step != step:
+            return
+        rules = run.options.stop
+        value = _metric(run, tracked, "trainer.stop.metric")
+        tracked.count(step, value)
+        if rules.reaches_target(value):
+            run.stop_reason = f"{tracked.metric} is {value:.6g} (trainer.stop.target = {rules.target:g})"
+        elif rules.patience is not None and tracked.evaluations >= rules.patience:
+            best = "it was never a number"
+            if tracked.value is not None:
+                best = f"best {tracked.value:.6g} at step {tracked.step}"
+            run.stop_reason = (
+                f"{tracked.metric} has not improved for {tracked.evaluations} evaluations ({best}; "
+                f"trainer.stop.patience = {rules.patience})"
+            )
+
+    def at_end(self, run: Run, step: int) -> None:
+        # The last step is the end in any case, but its evaluation counts if a longer run resumes from it.
+        reason = run.stop_reason
+        self.after_step(run, step)
+        run.stop_reason = reason
+
+
+def _metric(run: Run, tracked: BestMetric, path: str) -> float:
+    """Return the value of a metric in the last evaluation. Raises ConfigError if it has none."""
+    kind, name, _ = tracked.metric.split("/", 2)
+    prefix = f"{kind}/{name}/"
+    names = [key.removeprefix(prefix) for key in run.evaluation if key.startswith(prefix)]
+    check_metric(tracked.metric, names, path)
+    return run.evaluation[tracked.metric]
+
+
 class CheckReplicas(Hook):
     """Compares replicas every health.replica_check_every steps, and before each save."""
 
@@ -261,16 +332,18 @@ class Save(Hook):
 
     def after_step(self, run: Run, step: int) -> None:
         self.has_moved = True
-        if run.save_is_due:
+        if run.save_is_due and step != self.last:
             with run.throughput.pause():
                 self.at_end(run, step)
 
     def at_end(self, run: Run, step: int) -> None:
-        if not self.has_moved and step in run.checkpointer.steps():
-            return
-        if step != self.last:
+        is_saved = step == self.last or (not self.has_moved and step in run.checkpointer.steps())
+        if not is_saved:
             run.save(step)
             self.last = step
+        elif run.best_metric is not None and run.save_is_due and run.best_metric.step == step:
+            # The evaluation at the end came after the save of this step, whose checkpoint names another best step.
+            run.save(step, replace_saved=True)
 
     def on_roll_back(self, run: Run, step: int) -> None:
         # A step after this one must be saved when the run reaches it again.

@@ -15,6 +15,7 @@ from plimsoll.framework.checkpoint.directory import CheckpointError, folder
 from plimsoll.framework.config import Config
 from plimsoll.framework.config.changes import config_changes
 from plimsoll.framework.processes.health import read
+from plimsoll.framework.terminal.exit_codes import COMPLETED
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class LastCheckpoint:
         data: position in the data, as JSON; see `framework.run.resuming.position`.
         complete: whether the work after the last step (evaluation, samples) is done too, as far as the workdir
             records.
+        stop_reason: reason why trainer.stop or a hook ended the run at this step; None if the run may go on.
     """
 
     directory: Any
@@ -35,6 +37,7 @@ class LastCheckpoint:
     config: dict[str, Any]
     data: dict[str, Any]
     complete: bool
+    stop_reason: str | None = None
 
     def ends(self, max_steps: int) -> bool:
         """Return whether a run of `max_steps` steps has nothing left to do.
@@ -42,6 +45,23 @@ class LastCheckpoint:
         A run that was killed between the save of its last step and its end still has to evaluate that step.
         """
         return self.step > max_steps or (self.step == max_steps and self.complete)
+
+    def has_stopped(self, config: Config) -> bool:
+        """Return whether a rule of trainer.stop has ended the run, and the config still has the same rules.
+
+        A run that a hook has stopped continues: only the hook knows whether it should.
+        """
+        rules = self.config["trainer"].get("stop")
+        # The field of the rule is part of the reason.
+        is_rule = isinstance(self.stop_reason, str) and "trainer.stop." in self.stop_reason
+        return is_rule and self.complete and not config_changes(rules, config.trainer.to_dict()["stop"])
+
+    def stop_lines(self) -> list[str]:
+        """Return the lines that report that the run was stopped early, and that there is nothing to do."""
+        return [
+            f"step {self.step}: stopped early: {self.stop_reason}: nothing to do ({self.directory}; other rules of "
+            "trainer.stop continue the run)"
+        ]
 
     def lines(self, max_steps: int, config: Config) -> list[str]:
         """Return the lines that report config changes since the run ended, and that there is nothing to do."""
@@ -72,8 +92,8 @@ def find_last_checkpoint(workdir: str | os.PathLike[str]) -> LastCheckpoint | No
         return None
     # A run killed after its last save has a checkpoint of its last step but still has to evaluate.
     last_status = read(root / "health" / "process-00000.json")
-    complete = last_status is None or last_status.get("exit") == 0
-    return LastCheckpoint(root / "checkpoints", last_step, config, data, complete)
+    complete = last_status is None or last_status.get("exit") in COMPLETED
+    return LastCheckpoint(root / "checkpoints", last_step, config, data, complete, extra.get("stop_reason"))
 
 
 def get_run_length(config: Config) -> int | None:

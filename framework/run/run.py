@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -33,10 +33,15 @@ from plimsoll.framework.program import save_window
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.program.run_length import report_length_change
 from plimsoll.framework.run import resuming
+from plimsoll.framework.run.best_metric import BestMetric
 from plimsoll.framework.schedules.step import Metrics
 from plimsoll.framework.terminal.phases import SHORT, phase
 from plimsoll.framework.terminal.progress import Progress
 from plimsoll.framework.terminal.tables import human_bytes, human_duration
+
+# Names that `Run.log` refuses: the columns of every row, and the groups of the run's own metrics.
+_OWN_COLUMNS = ("step", "time", "tokens", "images", "epoch")
+_OWN_PREFIXES = ("train/", "eval/", "eval_ema/", "run/", "memory/")
 
 
 class Run:
@@ -57,6 +62,10 @@ class Run:
         evaluated_step: step of that evaluation; None before the first one.
         signals: signals that asked this process to stop, in order of arrival.
         save_is_due: whether to save after the step that was dispatched last; the same in every process.
+        stop_metric: the metric of trainer.stop; None if no rule reads one.
+        best_metric: the metric of trainer.keep_best, with the step of the best checkpoint; None without it.
+        stop_reason: reason why the run ends before its last step; None if it does not. The same in every process.
+        stop_request, save_is_requested: what this process's hooks have asked for, see `stop` and `request_save`.
     """
 
     def __init__(
@@ -77,6 +86,16 @@ class Run:
         self.evaluated_step: int | None = None
         self.signals: list[int] = []
         self.save_is_due = False
+        self.stop_metric: BestMetric | None = None
+        if experiment.stop_metric is not None:
+            rules = self.options.stop
+            self.stop_metric = BestMetric(experiment.stop_metric, rules.mode, rules.min_improvement)
+        self.best_metric: BestMetric | None = None
+        if experiment.best_metric is not None:
+            self.best_metric = BestMetric(experiment.best_metric, self.options.keep_best_mode)
+        self.stop_reason: str | None = None
+        self.stop_request: str | None = None
+        self.save_is_requested = False
         # The JSON data stored with the checkpoint that was restored last.
         self._extra: dict[str, Any] = {}
         # Only a rollback leaves a batch out.
@@ -119,6 +138,54 @@ class Run:
     def stopping(self) -> bool:
         """True if a signal should end this single-process run; several processes have to agree first."""
         return jax.process_count() == 1 and bool(self.signals)
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step: it evaluates and saves, prints the reason, and exits with code 8.
+
+        A hook calls it at any point. With several processes, any of them may call it, and all stop after the same step,
+        one or two steps later. If it is called several times, the first reason counts.
+
+        Raises:
+            ValueError: the reason is not a line of text.
+        """
+        if not isinstance(reason, str) or not reason.strip() or len(reason.splitlines()) > 1:
+            raise ValueError(f"run.stop: expected a reason in one line, given {reason!r}")
+        self.stop_request = self.stop_request or reason.strip()
+
+    def request_save(self) -> None:
+        """Save a checkpoint after this step, in addition to those of the config; for hooks.
+
+        With several processes, any of them may call it, and all save after the same step, one or two steps later.
+        """
+        self.save_is_requested = True
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write metrics of a step to metrics.jsonl, TensorBoard and the services, next to those of the run; for hooks.
+
+        Every process may call it; process 0 writes.
+
+        Args:
+            step: step of the values.
+            metrics: values by name, such as {"mine/largest_weight": 0.5}; scalars of numpy and jax are numbers too.
+
+        Raises:
+            ValueError: a name is one of the run's own, or a value is not a number.
+        """
+        row: dict[str, float] = {}
+        for name, value in metrics.items():
+            if name in _OWN_COLUMNS or name.startswith(_OWN_PREFIXES):
+                raise ValueError(
+                    f"run.log: {name!r} is a name of the run's own metrics; expected another, such as 'mine/{name}'"
+                )
+            if np.ndim(value) != 0 or not np.issubdtype(np.asarray(value).dtype, np.number):
+                raise ValueError(f"run.log: expected a number as {name!r}, given {value!r}")
+            row[name] = float(value)
+        self.writer.write(step, row)
+
+    def wall_clock_is_over(self) -> bool:
+        """Return whether the run has taken as long as trainer.stop.wall_clock permits, by the clock of process 0."""
+        limit = self.options.stop.wall_seconds
+        return limit is not None and distributed.is_primary() and self.goodput.elapsed() >= limit
 
     def start(self, *, force: bool = False) -> int:
         """Fill the state from the newest valid checkpoint or by initialization; returns its step.
@@ -222,6 +289,8 @@ class Run:
         """Fill the state with initial values or pretrained weights."""
         # After a rollback to the start, free the old arrays before allocating new ones.
         self.state = TrainState()
+        self._extra = {}
+        self._restore_metrics()
         pretrained = self.experiment.pretrained
         if pretrained is not None:
             self.state = pretrained.init(self.program)
@@ -247,10 +316,17 @@ class Run:
         self.program.layout.check(self.state)
         self.goodput.go_back(self._extra.get("goodput", {}))
         self.batch_order = resuming.order_after(self._extra, restored.step, self.data)
+        self._restore_metrics()
         self.writer.resume(restored.step)
         # The buffers of the files that were read.
         release_freed_memory()
         return restored.step
+
+    def _restore_metrics(self) -> None:
+        """Continue the metrics of trainer.stop and trainer.keep_best from the checkpoint, or start them again."""
+        for tracked, name in ((self.stop_metric, "stop"), (self.best_metric, "best")):
+            if tracked is not None:
+                tracked.restore(self._extra.get(name))
 
     def delete_state(self) -> None:
         """Free the arrays of the state, even if something else still refers to them."""
@@ -258,10 +334,14 @@ class Run:
             leaf.delete()
         self.state = TrainState()
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, *, replace_saved: bool = False) -> None:
         """Save the state. A full disk is reported, and the run continues.
 
         The save runs in the background, unless it goes through a window; see `save_window.py`.
+
+        Args:
+            step: step of the state.
+            replace_saved: save again a step that is saved, because its checkpoint lacks what the run has learned since.
         """
         with self.goodput.during("save"), phase(f"saving step {step}", patience=SHORT):
             self._saved_at = time.monotonic()
@@ -279,6 +359,14 @@ class Run:
                 "seed": self.options.seed,
                 "goodput": self.goodput.totals(),
             }
+            if self.stop_metric is not None:
+                extra["stop"] = self.stop_metric.to_json()
+            if self.stop_reason is not None:
+                extra["stop_reason"] = self.stop_reason
+            if self.best_metric is not None:
+                extra["best"] = self.best_metric.to_json()
+                # While this checkpoint is written, the best one so far must stay.
+                self.checkpointer.protect(self.best_metric.step)
             # The previous save may have failed in the background. Report that separately: `save` would raise its error
             # and then save nothing.
             with self._report_save_failures(step):
@@ -288,7 +376,7 @@ class Run:
                 join = window_bytes is None and self.program.backend.platform != "gpu"
                 saved_state = self.program.backend.to_checkpoint(self.state, join=join)
                 start = time.monotonic()
-                self.checkpointer.save(step, saved_state, extra, window_bytes=window_bytes)
+                self.checkpointer.save(step, saved_state, extra, window_bytes=window_bytes, replace_saved=replace_saved)
                 if reports_window:
                     seconds = human_duration(time.monotonic() - start)
                     self.progress.print(f"the save of step {step} blocked training for {seconds}")

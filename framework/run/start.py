@@ -58,6 +58,10 @@ def execute(request: RunRequest, cluster: distributed.Cluster | None) -> int:
         if cluster is None or cluster.process_id == 0:
             print("\n".join(last.lines(end, request.config)))
         return ExitCode.DONE
+    if last is not None and last.has_stopped(request.config):
+        if cluster is None or cluster.process_id == 0:
+            print("\n".join(last.stop_lines()))
+        return ExitCode.STOPPED_EARLY
     workdir = Workdir(request.folder)
     prepare_jax()
     _set_memory_fraction(request, cluster)
@@ -140,7 +144,11 @@ def _epochs_are_over(last: LastCheckpoint, request: RunRequest, workdir: Workdir
     primary = distributed.is_primary()
     barrier = partial(distributed.barrier, "finished")
     sync_processes = partial(workdir.sync_processes, barrier, is_primary=primary)
+    data.allows_small_data = True
     data.setup(workdir.path, is_primary=primary, barrier=sync_processes)
+    if data.num_rows < data.global_batch_size:
+        # The run has reduced the batch, see `fit_batch_to_data`.
+        data.global_batch_size = last.config["data"]["global_batch_size"]
     order = resuming.order_after({"config": last.config, "data": last.data}, last.step, data)
     epoch_steps = data.epoch_steps(options.max_epochs, order.origin)
     end = min(options.known_steps or epoch_steps, epoch_steps)
@@ -191,7 +199,8 @@ def _train_and_record(request: RunRequest, workdir: Workdir) -> tuple[int, BaseE
                 interrupts.wait_if_exiting()
                 user_errors.report_error(error, is_command=False)
         if not request.dry_run:
-            pulse.write(exit=code, reason=reason)
+            # A run that stopped early has noted its own reason.
+            pulse.write(exit=code, **({"reason": reason} if reason or code != ExitCode.STOPPED_EARLY else {}))
     if count > 1 and code in (ExitCode.FAILED, ExitCode.PEER, *REFUSED):
         # JAX kills the other processes as soon as process 0 exits, and they may still have to print their error.
         time.sleep(0 if process else 1)

@@ -50,7 +50,9 @@ from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.jit_step import JitStep
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.program.run_length import rate_notes, set_length
+from plimsoll.framework.program.small_data import fit_batch_to_data
 from plimsoll.framework.run import held_out_answers, offload_self_test, resuming
+from plimsoll.framework.run.best_metric import check_metrics
 from plimsoll.framework.run.hooks import Hook, NonFiniteError, build_user_hooks
 from plimsoll.framework.run.report import compression_lines, sample_images, sample_text
 from plimsoll.framework.run.request import TUNING_FILE, RunError, RunRequest, TuneResult
@@ -71,7 +73,7 @@ def train(request: RunRequest, workdir: Workdir, pulse: Pulse) -> int:
         pulse: heartbeat of this process.
 
     Returns:
-        The exit code: 0, or 128 + n if signal n stopped the run.
+        The exit code: 0, 8 if a rule or a hook stopped the run early, or 128 + n if signal n stopped it.
 
     Raises:
         RunError: the run ended for another reason than a user error; it has printed the reason.
@@ -125,6 +127,7 @@ def train(request: RunRequest, workdir: Workdir, pulse: Pulse) -> int:
                 # Shell convention: 128 plus the signal number.
                 return 128 + stop_signal
             _finish(run, request.spec)
+            stop_reason = run.stop_reason
         except BaseException:
             # A notebook keeps the traceback of the last error, whose frames refer to the state.
             run.delete_state()
@@ -134,7 +137,10 @@ def train(request: RunRequest, workdir: Workdir, pulse: Pulse) -> int:
             release_freed_memory()
         device_peak = memory_in_use(program.mesh.local_devices).device_peak_bytes
         progress.print(render([compare_phases(need, resident.peaks, device_peak)]))
-        return ExitCode.DONE
+        if stop_reason is None:
+            return ExitCode.DONE
+        pulse.note(reason=stop_reason)
+        return ExitCode.STOPPED_EARLY
 
 
 def _prepare(request: RunRequest, config: Config, program: Program, workdir: Workdir, progress: Progress) -> Program:
@@ -156,7 +162,13 @@ def _prepare(request: RunRequest, config: Config, program: Program, workdir: Wor
     barrier = partial(distributed.barrier, "data")
     sync_processes = partial(workdir.sync_processes, barrier, is_primary=is_primary)
     with request.goodput.during("data"), phase("preparing data", patience=SHORT):
+        experiment.data.allows_small_data = True
         experiment.data.setup(workdir.path, is_primary=is_primary, barrier=sync_processes)
+    small_data_lines = fit_batch_to_data(config, experiment, program.mesh)
+    if small_data_lines:
+        _print_lines(progress, small_data_lines)
+        experiment = config.instantiate(data=experiment.data)
+        program = Program(experiment)
     kept_lines = resuming.keep_counters(checkpointer, config)
     if kept_lines:
         _print_lines(progress, kept_lines)
@@ -173,6 +185,7 @@ def _prepare(request: RunRequest, config: Config, program: Program, workdir: Wor
             program = Program(experiment)
         progress.set_total(experiment.trainer.max_steps)
     _print_lines(progress, rate_notes(config.learner, experiment.trainer.max_steps))
+    check_metrics(program)
     if experiment.batch_transform is not None:
         experiment.batch_transform.check_files(program, workdir.path, is_new_run=is_new_run)
     return program

@@ -16,12 +16,14 @@ from plimsoll.framework.run.hooks import (
     Evaluate,
     Guard,
     Hook,
+    KeepBest,
     NonFiniteError,
     Prediction,
     Profile,
     Report,
     RollBack,
     Save,
+    Stop,
 )
 from plimsoll.framework.run.run import Run
 from plimsoll.framework.terminal.interrupts import stop_signals
@@ -44,11 +46,14 @@ class Trainer:
     def __init__(self, run: Run, need: MemoryNeed, hooks: Sequence[Hook] = ()):
         self.run = run
         # The order matters: Guard ends the run or rolls it back before anything from a bad step is written, and
-        # CheckReplicas detects replicas that differ before Save writes them.
+        # CheckReplicas detects replicas that differ before Save writes them. KeepBest and Stop read the evaluation, and
+        # Save stores what they have counted.
         self.hooks: list[Hook] = [
             Guard(),
             Report(),
             Evaluate(),
+            KeepBest(),
+            Stop(),
             CheckReplicas(),
             Save(),
             Profile(),
@@ -56,8 +61,9 @@ class Trainer:
             *hooks,
         ]
         self.ballot = distributed.Ballot(run.program.mesh)
-        # Values that the processes have agreed on: the signal that ends the run, and whether to save by the clock.
-        self.agreed = {"stop": 0, "save": 0}
+        # Values that the processes have agreed on: the signal that ends the run, whether to save by the clock or for a
+        # hook, whether the time of trainer.stop is over, and whether a hook has stopped the run.
+        self.agreed = {"stop": 0, "save": 0, "clock": 0, "end": 0}
         # Whether a step was trained that a signal would lose.
         self._begun = False
         # The step number of the run's state, and the metrics not yet passed to the hooks.
@@ -67,9 +73,9 @@ class Trainer:
     def train(self, step: int) -> int | None:
         """Train from `step` to max_steps.
 
-        A signal that one process receives stops all processes after the same step. An error of the user's code (a
-        hook, a reward, a data source) ends the run after a save. With several processes there is no such save: each
-        would have to take part in it, and another process may not have hit the error.
+        A signal that one process receives stops all processes after the same step, and so does a hook's `run.stop`. An
+        error of the user's code (a hook, a reward, a data source) ends the run after a save. With several processes
+        there is no such save: each would have to take part in it, and another process may not have hit the error.
 
         Returns:
             The signal that stopped training early, after saving; None at the end of the run.
@@ -106,6 +112,8 @@ class Trainer:
                 if jax.process_count() == 1:
                     self._save_after_error(first_step)
                 raise
+            if run.stop_reason is not None:
+                run.progress.print(f"step {step}: stopped early: {run.stop_reason}")
             for hook in self.hooks:
                 hook.at_end(run, step)
             with phase("waiting for the last checkpoint to be written", patience=SHORT):
@@ -175,7 +183,7 @@ class Trainer:
             batches = run.data.train_iterator(step, run.program.rows, run.batch_order)
             try:
                 run.goodput.enter("step")
-                while step < run.options.max_steps and not self.agreed["stop"]:
+                while step < run.options.max_steps and not self.agreed["stop"] and run.stop_reason is None:
                     step += 1
                     if step <= first_report:
                         first_steps.detail = f"step {step} of {first_report}"
@@ -192,14 +200,17 @@ class Trainer:
                         until_reported.close()
                     # Wait for the previous step, which bounds how far Python runs ahead of the device.
                     self._metrics(buffer.take(keep=1))
+                    self._take_votes()
                     run.save_is_due = step % run.options.save_every == 0 or bool(self.agreed["save"])
-                    if run.save_is_due:
+                    if run.save_is_due or (run.best_metric is not None and Evaluate.is_due(run, step)):
                         # Saving waits for this step anyway. If only the checkpoint survives a kill, its row of metrics
                         # is needed.
                         self._metrics(buffer.take(keep=0))
                     run.throughput.step()
                     for hook in self.hooks:
                         hook.after_step(run, step)
+                    if jax.process_count() == 1:
+                        self._serve_hooks(buffer, step)
                     if run.stopping:
                         # Do not train one more step: an evaluation that the signal interrupted belongs to this one.
                         self.agreed["stop"] = next(iter(run.signals))
@@ -217,12 +228,42 @@ class Trainer:
         after the same step.
         """
         run = self.run
-        votes = {"stop": next(iter(run.signals), 0), "save": int(run.timed_save_is_due())}
+        votes = {
+            "stop": next(iter(run.signals), 0),
+            "save": int(run.timed_save_is_due() or run.save_is_requested),
+            "clock": int(run.wall_clock_is_over()),
+            "end": int(run.stop_request is not None),
+        }
+        run.save_is_requested = False
         if jax.process_count() == 1:
             self.agreed = votes
             return metrics
         cast_votes = self.ballot.cast(votes, after=metrics["loss"])
         return {**metrics, **cast_votes}
+
+    def _take_votes(self) -> None:
+        """Set the reason why the run ends if the processes have agreed that it does. Collective in that case."""
+        run = self.run
+        if run.stop_reason is not None:
+            return
+        if self.agreed["end"]:
+            run.stop_reason = distributed.broadcast_first(run.stop_request)
+        elif self.agreed["clock"]:
+            run.stop_reason = f"the run has taken {run.options.stop.wall_clock} (trainer.stop.wall_clock)"
+
+    def _serve_hooks(self, buffer: MetricsBuffer, step: int) -> None:
+        """Save and stop after this step if a hook of this single process has asked for it."""
+        run = self.run
+        if run.stop_request is not None and run.stop_reason is None:
+            run.stop_reason = run.stop_request
+        if not run.save_is_requested:
+            return
+        run.save_is_requested = False
+        self._metrics(buffer.take(keep=0))
+        run.save_is_due = True
+        for hook in self.hooks:
+            if isinstance(hook, CheckReplicas | Save):
+                hook.after_step(run, step)
 
     def _metrics(self, rows: list[tuple[int, dict[str, float]]]) -> None:
         """Remove the votes from the metrics that have arrived, and pass the rest to the hooks."""

@@ -27,12 +27,15 @@ class ExitCode(enum.IntEnum):
     PEER = 5, "another process exited, or was not found"
     HANG = 6, "hung"
     REPLICAS = 7, "replicas disagree"
+    STOPPED_EARLY = 8, "stopped early by trainer.stop or a hook"
     # By the shell's convention, a signal's exit code is 128 plus its number.
     INTERRUPTED = 130, "stopped by SIGINT"
     ABORTED = 134, "aborted by JAX"
     TERMINATED = 143, "stopped by SIGTERM"
 
 
+# The run is over: it has taken its last step, or a rule or a hook has ended it before.
+COMPLETED = (ExitCode.DONE, ExitCode.STOPPED_EARLY)
 # A signal stopped the process, and the training progress is saved.
 STOPPED = (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
 # Nothing was started, and the same command would fail the same way.
@@ -40,7 +43,7 @@ REFUSED = (ExitCode.USAGE, ExitCode.TOO_BIG)
 # Failures that a restart cannot fix.
 HOPELESS = (ExitCode.USAGE, ExitCode.NONFINITE, ExitCode.TOO_BIG)
 # Codes after which a restart cannot help or is not wanted.
-FINAL = (ExitCode.DONE, *HOPELESS, *STOPPED)
+FINAL = (*COMPLETED, *HOPELESS, *STOPPED)
 
 
 class DoesNotFitError(ValueError):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from plimsoll import configs
 from plimsoll.framework.config import Config, config_for, get_target
@@ -49,7 +49,7 @@ def load_run(
     folder: str,
     change: Change,
     *,
-    step: int | None,
+    step: int | Literal["best"] | None,
     averaged: bool,
     host_weights: bool,
     is_mesh_requested: bool = False,
@@ -61,7 +61,7 @@ def load_run(
     Args:
         folder: workdir of the run, or its URL.
         change: changes the stored config of the run.
-        step: step of the checkpoint; None for the newest valid one.
+        step: step of the checkpoint; "best" for the best one, None for the newest valid one.
         averaged: use the moving averages of the weights.
         host_weights: offload the stack to host memory; the device holds one layer of it at a time.
         is_mesh_requested: `change` sets the mesh, so it is an error if the mesh does not fit the devices.
@@ -77,6 +77,8 @@ def load_run(
     from plimsoll.framework.checkpoint.checkpointer import Checkpointer
 
     checkpointer = Checkpointer(directory=checkpoints, read_only=True)
+    if step == "best":
+        step = _find_best_step(checkpointer)
     config = _load_run_config(workdir, checkpointer, step, log)
     change(config)
     experiment = _build_experiment(config, workdir, averaged=averaged, text=text)
@@ -94,6 +96,33 @@ def load_run(
     source = f"{folder}, step {restored.step}{', averaged' if averaged else ''}"
     log("\n".join([*restored.problems, source]))
     return LoadedModel(config, experiment, program, restored.state, averaged, workdir)
+
+
+def _find_best_step(checkpointer: Any) -> int:
+    """Return the step of the run's best checkpoint, which the newest readable manifest names.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        ValueError: the run keeps no best checkpoint, or has not evaluated yet.
+    """
+    steps = checkpointer.steps()
+    if not steps:
+        raise FileNotFoundError(f"{checkpointer.directory} holds no checkpoint")
+    problem = None
+    for saved_step in reversed(steps):
+        try:
+            extra = checkpointer.manifest(saved_step).extra
+        except (ValueError, OSError) as error:
+            problem = problem or error
+            continue
+        best = extra.get("best")
+        if not isinstance(best, dict):
+            raise ValueError("best: the run keeps no best checkpoint (trainer.keep_best is not set)")
+        if not isinstance(best.get("step"), int):
+            raise ValueError(f"best: the run has not evaluated {best.get('metric')} yet")
+        return best["step"]
+    assert problem is not None
+    raise problem
 
 
 def _load_run_config(workdir: Path, checkpointer: Any, step: int | None, log: Log) -> Config:

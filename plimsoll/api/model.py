@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from plimsoll.api import chats, loaded
 from plimsoll.api.chats import Conversation, history_from_messages
@@ -210,7 +210,7 @@ def load(
     source: str | os.PathLike[str],
     overrides: Mapping[str, Any] | None = None,
     *,
-    step: int | None = None,
+    step: int | Literal["best"] | None = None,
     averaged: bool = False,
     host_weights: bool = False,
 ) -> Model:
@@ -219,7 +219,7 @@ def load(
     Args:
         source: workdir of a run or its URL, or hf:DIR with a Hugging Face directory.
         overrides: {dotted path: value} for the config, as for `load_config`.
-        step: step of the checkpoint; None for the newest.
+        step: step of the checkpoint; "best" for the best one (of trainer.keep_best), None for the newest.
         averaged: use the moving averages of the weights.
         host_weights: offload the stack to host memory; the device holds one layer of it at a time.
 

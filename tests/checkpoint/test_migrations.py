@@ -156,6 +156,7 @@ def test_run_with_old_field_names_resumes(
         '.context_parallel: (absent) -> "auto"',
         ".pipe_chunks: (absent) -> 1",
         '.experts: (absent) -> "device"',
+        '.keep_best_mode: (absent) -> "min"',
     )
     assert all(difference.endswith(defaults) for difference in newer), newer
     warnings = [record.getMessage() for record in caplog.records if "was renamed" in record.getMessage()]

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -143,6 +144,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "Learner": {"specs": {"embed": {"token": Linear(inputs=4, outputs=4).parameter_specs()["weight"]}}},
     "Rule": {"freeze": True, "optimizer": None},
     "TrainerOptions": {"max_steps": 3},
+    "top_k_accuracy": {"logits": np.zeros((1, 2, 3)), "targets": np.zeros((1, 2), np.int32)},
     **{name: {"steps": 10} for name in SCHEDULES},
 }
 
@@ -150,7 +152,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
 def _build(target: Any, name: str) -> Any:
     config, special = config_for(target), SPECIAL.get(target.__name__, {})
     late = {key: special.get(key, FIELDS.get(key)) for key in {*config.missing(), *special}}
-    for key in [key for key in late if key != "specs"]:
+    # Arrays and specs are not values of a config.
+    for key in [key for key in late if key not in ("specs", "logits", "targets")]:
         config[key] = late.pop(key)
     return config.instantiate(**late)
 

@@ -99,7 +99,11 @@ def test_the_peak_is_the_plans(text, tmp_path, capsys):
         ("cpu:8", ["--config.mesh.fsdp=3"], r"mesh {'fsdp': 3}: product 3 is not the number of devices, 8; nearest"),
         ("cpu:8", ["--config.mesh.across.data=2"], r"mesh\.across = {'data': 2}: product 2 is not the number of"),
         ("cpu:8", ["--config.compiler.options.xla_nope=1"], r"config\.compiler\.options\.xla_nope: the compiler"),
-        ("cpu:8", ["--config.data.global_batch_size=2048"], r"data\.source: has 257 sequences .* too few for one"),
+        (
+            "cpu:8",
+            ["--config.data.seq_len=2048", "--config.model.embed.max_positions=2048"],
+            r"data\.source: has 4 rows",
+        ),
         ("v5e-24", [], r"target 'v5e-24': no such size; nearest: v5e-16, v5e-32"),
     ],
 )
@@ -109,6 +113,13 @@ def test_user_errors_are_one_line_before_compilation(text, tmp_path, capsys, mon
     error = capsys.readouterr().err
     assert re.match(f"error: {message}", error), error
     assert error.count("\n") == 1
+
+
+def test_a_batch_larger_than_the_data_shrinks(text, tmp_path, capsys):
+    assert start(tmp_path, "cpu:8", "--config.data.global_batch_size=2048") == 0
+    out = capsys.readouterr().out
+    assert "data.global_batch_size 2,048 -> 256: the training data has 257 rows of data.seq_len = 32" in out
+    assert lines(out)["tokens"].startswith("per step   8,192")
 
 
 def test_the_host_is_part_of_the_verdict(text, tmp_path, capsys):

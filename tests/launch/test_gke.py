@@ -86,7 +86,7 @@ def test_slices(capsys) -> None:
     (job,) = manifest["spec"]["replicatedJobs"]
     spec = job["template"]["spec"]
     assert (job["replicas"], spec["parallelism"], spec["completions"], spec["backoffLimit"]) == (2, 64, 64, 0)
-    assert spec["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2, 3, 4]
+    assert spec["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2, 3, 4, 8]
     assert manifest["spec"]["failurePolicy"]["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
     assert pod(manifest)["terminationGracePeriodSeconds"] == 90
     assert pod(manifest)["restartPolicy"] == "Never"

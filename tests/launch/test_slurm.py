@@ -152,6 +152,7 @@ ENDS = {
     ),
     "saved before the time was up": (["exit 143", "sleep 0.5; exit 143"], 0, True),
     "told to stop": (["exit 130", "exit 130"], 130, False),
+    "stopped early": (["exit 8", "sleep 0.5; exit 8"], 8, False),
     "one died": (["kill -KILL $$", "sleep 60"], 0, True),
     "one saved alone": (["exit 143", "exit 0"], 0, True),
     "failed": (["exit 1", "exit 5"], 0, True),

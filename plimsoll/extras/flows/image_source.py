@@ -283,7 +283,7 @@ class ImagePipeline(Pipeline):
                     raise ValueError("no images")
             self.images[name] = images
         self._num_rows = len(self.images["train"])
-        if self._num_rows < self.global_batch_size:
+        if self._num_rows < (1 if self.allows_small_data else self.global_batch_size):
             raise ValueError(
                 f"data.source: has {self._num_rows} images, too few for one batch of "
                 f"data.global_batch_size={self.global_batch_size}"

@@ -1,0 +1,99 @@
+"""Prices the runs of a sweep before it starts: the memory and the time of each, by the analytical estimate.
+
+It runs in a process of its own, because JAX would hold the devices that the runs need.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from plimsoll.framework.config import ConfigError
+from plimsoll.framework.terminal.phases import phase
+from plimsoll.launch import cli
+
+
+def price_runs(
+    command: cli.Command, overrides: Mapping[str, cli.Overrides], limits: Mapping[str, float | None]
+) -> list[Any]:
+    """Return the plan of each run, as a dict: fits, bytes, verdict, host_fits, host_verdict, step_seconds.
+
+    Args:
+        command: command line of the sweep.
+        overrides: the runs' own overrides, by the name of the run in errors.
+        limits: device_memory_gib and host_memory_gib; None for the machine's own.
+
+    Raises:
+        ConfigError: a run does not fit the devices (its mesh, for example).
+    """
+    job = {
+        "spec": command.spec,
+        "data": getattr(command.args, "data", None),
+        "overrides": {label: [*command.overrides, *own] for label, own in overrides.items()},
+        **limits,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        answer_file = Path(folder) / "answer.json"
+        words = [sys.executable, "-m", "plimsoll.launch.sweep_plan", str(answer_file)]
+        with phase("planning the runs"):
+            done = subprocess.run(words, input=json.dumps(job), capture_output=True, text=True, env=os.environ)
+        if not answer_file.is_file():
+            last_line = done.stderr.strip().rpartition("\n")[2]
+            raise ConfigError(f"the process that plans the runs ended with {done.returncode}: {last_line}")
+        answer = json.loads(answer_file.read_text())
+    if "error" in answer:
+        raise ConfigError(answer["error"])
+    return answer["plans"]
+
+
+def _answer(job: dict[str, Any]) -> dict[str, Any]:
+    """Run the job; returns {"plans": [...]}, or {"error": a line}."""
+    from plimsoll import configs
+    from plimsoll.configs import data_flag
+    from plimsoll.framework.plan import report_tables
+    from plimsoll.framework.plan.build_report import get_report
+
+    cli.prepare_jax()
+    import argparse
+
+    from plimsoll.launch.plan_common import resolve_target
+
+    arguments = argparse.Namespace(host_memory_gib=job["host_memory_gib"])
+    target = resolve_target(arguments, "local")
+    limit = cli.gib("device_memory_gib", job["device_memory_gib"])
+    named = configs.load(job["spec"], lambda line: None)
+    if job["data"] is not None:
+        overridden = [named.current_path(path) for path, _ in next(iter(job["overrides"].values()))]
+        named, _ = data_flag.with_data(named, job["data"], overridden)
+    plans = []
+    for label, overrides in job["overrides"].items():
+        command = cli.Command(arguments, job["spec"], named, [tuple(pair) for pair in overrides])
+        try:
+            config, _ = command.resolve(target.name)
+            run_limit = target.get_config_limit_bytes(config) if limit is None else limit
+            report = get_report(
+                job["spec"], config, target, run_limit, name="", estimate=True, phases=True, fresh=False, suggests=False
+            )
+        except ValueError as error:
+            return {"error": f"run {label}: {error}"}
+        host = report.host
+        plans.append(
+            {
+                "fits": report.fits,
+                "bytes": report.device_allocated_bytes,
+                "verdict": report_tables.verdict(report),
+                "host_fits": host is None or host.fits,
+                "host_verdict": "" if host is None else report_tables.host_verdict(host),
+                "step_seconds": None if report.time is None else report.time.seconds,
+            }
+        )
+    return {"plans": plans}
+
+
+if __name__ == "__main__":
+    # The job comes from stdin; the answer goes to the file that the parent names.
+    Path(sys.argv[1]).write_text(json.dumps(_answer(json.load(sys.stdin))))
