@@ -6,9 +6,11 @@ name is imported when it is first used, so `import plimsoll` is fast and starts 
 """
 
 import importlib
-import importlib.metadata
 import os
 from typing import TYPE_CHECKING, Any
+
+# The only place that states the version: pyproject.toml reads this line, without importing the package.
+__version__ = "0.1.0"
 
 # In a checkout, this folder has links to framework, configs and launch. A copy without links finds them next to it.
 if not os.path.isdir(os.path.join(__path__[0], "framework")):
@@ -142,8 +144,6 @@ __all__ = ["__version__", *_MODULE_BY_NAME]  # pyright: ignore[reportUnsupported
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        return importlib.metadata.version("plimsoll-train")
     module_name = _MODULE_BY_NAME.get(name)
     # Python asks for dunder names of every module, and for a submodule before it imports it. Neither is a component,
     # and finding components takes 40 ms.

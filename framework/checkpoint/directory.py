@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import plimsoll
 from plimsoll.framework.files.remote import connect, is_url
 from plimsoll.framework.files.text_files import parse_json
 from plimsoll.framework.terminal.tables import TableSection, render
@@ -147,8 +148,8 @@ class Manifest:
         """
         records = record_leaves(arrays, checksums)
         saved_at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        versions: dict[str, str] = {}
-        for package in ("jax", "plimsoll-train", "orbax-checkpoint"):
+        versions = {"plimsoll-train": plimsoll.__version__}
+        for package in ("jax", "orbax-checkpoint"):
             # Not importlib.metadata.version, which raises an error for a checkout that was never installed.
             installed = next(iter(importlib.metadata.distributions(name=package)), None)
             versions[package] = "not installed as a package" if installed is None else installed.version

@@ -1,4 +1,7 @@
-"""The `plimsoll` command of an installed wheel, next to a user's own launch.py, framework.py, configs/ and tests/."""
+"""The `plimsoll` command of an installed wheel, next to a user's own launch.py, framework.py, configs/ and tests/.
+
+Also: the contents of the wheel and of the source distribution.
+"""
 
 import os
 import re
@@ -6,6 +9,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,28 +19,39 @@ import pytest
 from tests.support.runs import ROOT
 
 NAMES = ("launch.py", "framework.py", "configs/__init__.py", "tests/__init__.py")
+DOCUMENTS = ("README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "SECURITY.md")
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def bin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of an environment with the wheel, which takes all other packages from this process's environment."""
-    folder = tmp_path_factory.mktemp("installed")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a wheel and a source distribution, built from the committed files of this checkout."""
+    folder = tmp_path_factory.mktemp("built")
     source = folder / "source"
     # Building leaves files next to the sources, so copy them first.
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "plimsoll", source / "plimsoll", ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", *DOCUMENTS):
         shutil.copy(ROOT / name, source)
     build = [*PIP, "wheel", "--no-deps", "--no-build-isolation", f"--wheel-dir={folder}", str(source)]
     subprocess.run(build, check=True, cwd=folder)
+    code = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    build = [sys.executable, "-c", code, str(folder)]
+    subprocess.run(build, check=True, cwd=source, stdout=subprocess.DEVNULL)
+    shutil.rmtree(source)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bin_folder(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of an environment with the wheel, which takes all other packages from this process's environment."""
+    folder = tmp_path_factory.mktemp("installed")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", "env"], check=True, cwd=folder)
     python = folder / "env" / "bin" / "python"
-    (wheel,) = folder.glob("*.whl")
+    (wheel,) = built.glob("*.whl")
     install = [*PIP, "--python", str(python), "install", "--no-deps", "--no-compile", str(wheel)]
     subprocess.run(install, check=True, cwd=folder)
-    shutil.rmtree(source)
     (packages,) = (folder / "env" / "lib").glob("python*/site-packages")
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python.parent
@@ -118,6 +134,31 @@ def test_the_wheel_has_one_top_level_package(run: Run, project: Path) -> None:
     assert listed.returncode == 0
     # A slow machine also shows the startup message.
     assert re.fullmatch(r"(starting configs [. \ds]{3,}\n)?", listed.stderr)
+
+
+@pytest.mark.pairs
+def test_distributions_contain_the_package_and_nothing_else(built: Path) -> None:
+    package = {
+        file.relative_to(ROOT).as_posix()
+        for folder in ("", "framework", "configs", "launch", "api", "extras")
+        for file in (ROOT / "plimsoll" / folder).rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    assert {"plimsoll/py.typed", "plimsoll/framework/families/published.json", "plimsoll/launch/chat.html"} <= package
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (metadata,) = (archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
+    assert {name for name in names if ".dist-info/" not in name} == package
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    assert "\nLicense-Expression: Apache-2.0\n" in metadata
+    assert "\nDescription-Content-Type: text/markdown\n" in metadata
+    (source,) = built.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        files = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    others = {name for name in files - package if not name.startswith("plimsoll_train.egg-info/")}
+    assert package <= files
+    assert others == {"PKG-INFO", "setup.cfg", "pyproject.toml", "MANIFEST.in", *DOCUMENTS}
 
 
 @pytest.mark.pairs
