@@ -156,6 +156,7 @@ def test_run_with_old_field_names_resumes(
         '.context_parallel: (absent) -> "auto"',
         ".pipe_chunks: (absent) -> 1",
         '.experts: (absent) -> "device"',
+        ".chunk_tokens: (absent) -> 0",
         '.keep_best_mode: (absent) -> "min"',
     )
     assert all(difference.endswith(defaults) for difference in newer), newer
