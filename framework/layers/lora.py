@@ -23,6 +23,7 @@ from plimsoll.framework.layers.base import Context, Layer, add_shared
 from plimsoll.framework.layers.experts.expert_storage import StoredMatrix
 from plimsoll.framework.layers.experts.experts import Experts
 from plimsoll.framework.layers.linear import Linear
+from plimsoll.framework.layers.low_precision import Recipe
 from plimsoll.framework.layers.quantize import Storage, dequantize, matmul
 from plimsoll.framework.layout import Nested
 
@@ -166,6 +167,11 @@ class LoRALinear(Layer):
         specs = self.linear.param_specs()
         stored = StoredMatrix(self.path, self.lora.base, self.rank, self.lora.scale, self.lora.dtype)
         return {**specs, **stored.specs("weight", specs["weight"])}
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe of the product with W; see `Linear`."""
+        return self.linear.recipe
 
     def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
         """See `Linear.check_mesh`."""

@@ -72,12 +72,13 @@ class MLP(Layer):
 
     def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
         """Raise ValueError if the projections cannot run for a part of the tokens at a time."""
-        # The new scale of an array is that of its largest element, not a sum over parts.
-        if self.chunk_tokens and self.up.recipe is not None and self.up.recipe.delayed:
-            raise ValueError(
-                f"chunk_tokens = {self.chunk_tokens} of an MLP: expected 0 with model.precision = fp8_delayed, which "
-                "rounds all tokens with one scale"
-            )
+        for projection in (self.up, self.down):
+            # The next scale of an array is that of its largest element, not a sum over parts.
+            if self.chunk_tokens and projection.recipe is not None and projection.recipe.delayed:
+                raise ValueError(
+                    f"chunk_tokens = {self.chunk_tokens} of an MLP: expected 0 with model.precision = fp8_delayed, "
+                    "which rounds all tokens with one scale"
+                )
 
     def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
         """Apply the block to x_BSD and return [B, S, D]."""

@@ -74,6 +74,17 @@ def test_hidden_units_of_one_chunk_exist_at_a_time():
 
 
 @pytest.mark.pairs
+def test_adapters_on_quantized_weights_are_trained_alike():
+    states = []
+    for chunk_tokens in (0, 8):
+        config = small.llama()
+        small.block(config).mlp.chunk_tokens = chunk_tokens
+        config.lora = pl.config_for(pl.LoRA, rank=4, base="int8")
+        states.append(small.run(small.program(small.experiment(config)), 3)[0])
+    small.assert_close(small.arrays(states[1].parameter), small.arrays(states[0].parameter), 2e-5)
+
+
+@pytest.mark.pairs
 @pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"fsdp": 2, "seq": 4}, {"data": 2, "fsdp": 2, "model": 2}], ids=str)
 def test_eight_devices_equal_one(mesh):
     states = []
