@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 WORKDIR ?= runs/stdlib-tiny
 
-.PHONY: train test test-pairs test-all test-peers plan-tpu wheel lint format clean
+.PHONY: train test test-pairs test-all test-peers plan-tpu wheel dist sbom lock docs lint format clean
 
 train: $(VENV)/.train  ## train a small model on the source of Python's standard library (under 5 minutes on 2 cores)
 	$(BIN)/plimsoll train --config=stdlib-tiny --workdir=$(WORKDIR)
@@ -28,14 +28,55 @@ test-peers: $(VENV)/.peers  ## against torch and transformers, live; PEERS=--thi
 	$(PYTEST) -m peers $(PEERS)
 
 wheel: $(VENV)/.train  ## dist/plimsoll_train-*.whl, which `pip install` takes anywhere
-	rm -rf build dist
+	rm -rf build/lib build/bdist.* dist
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
-	rm -rf build
+	rm -rf build/lib build/bdist.*
+
+# Tools that build and check a release, in an environment of their own.
+RELEASE := build/release/bin
+
+$(RELEASE)/python: requirements/release.txt
+	$(PYTHON) -m venv build/release
+	$@ -m pip install --quiet --disable-pip-version-check --no-compile --require-hashes --requirement requirements/release.txt
+	touch $@
+
+dist: $(RELEASE)/python  ## dist/: wheel and source distribution, checked as PyPI would
+	rm -rf build/lib build/bdist.* dist
+	$(RELEASE)/python -m build --outdir dist .
+	$(RELEASE)/twine check --strict dist/*
+	$(RELEASE)/check-wheel-contents dist/*.whl
+
+SBOMS := base cuda tpu
+
+sbom: $(RELEASE)/python  ## build/sbom/*.cdx.json: CycloneDX bills of materials of requirements/*.txt
+	mkdir -p build/sbom
+	for name in $(SBOMS); do \
+	    $(RELEASE)/cyclonedx-py requirements requirements/$$name.txt --pyproject pyproject.toml \
+	        --mc-type application --output-reproducible --output-file build/sbom/$$name.cdx.json || exit 1; \
+	done
+	$(RELEASE)/python -m tools.release stamp build/sbom/*.cdx.json
+
+# Versions of constraints.txt, with the hashes of the files for all platforms and for Python 3.11 and later.
+COMPILE := $(RELEASE)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-emit-index-url \
+    --custom-compile-command "make lock" --constraint constraints.txt
+
+lock: $(RELEASE)/python  ## requirements/*.txt anew, after pyproject.toml or constraints.txt changed
+	$(COMPILE) pyproject.toml requirements/build.in --output-file requirements/base.txt
+	$(COMPILE) pyproject.toml requirements/build.in --extra cuda --output-file requirements/cuda.txt
+	$(COMPILE) pyproject.toml requirements/build.in --extra tpu --output-file requirements/tpu.txt
+	$(COMPILE) requirements/release.in --output-file requirements/release.txt
+
+docs: $(VENV)/.docs  ## build/site: the documentation as a site; any warning is an error
+	$(BIN)/mkdocs build --strict --quiet
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
+	$(BIN)/zizmor --offline --quiet .github
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix
@@ -61,6 +102,10 @@ plan-tpu: $(VENV)/.plan-tpu  ## the TPU's compiler (700 MB): plans for TPUs, and
 $(VENV)/.plan-tpu: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[dev,plan-tpu]'
 	touch $@ $(VENV)/.dev $(VENV)/.train
+
+$(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[docs]'
+	touch $@ $(VENV)/.train
 
 $(VENV)/.peers: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[dev,peers]'

@@ -17,6 +17,7 @@ from typing import Any
 from plimsoll.framework.files.text_files import parse_json, read_text
 from plimsoll.framework.files.workdir import writing
 from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.framework.terminal.install_hints import install_extra
 from plimsoll.framework.terminal.phases import SHORT, phase
 from plimsoll.launch import cli, weights
 
@@ -28,7 +29,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--files", nargs="+", default=[], metavar="FILE", help="UTF-8 text files; each is one document")
     parser.add_argument("--validation", action="store_true", help="evaluate the run's validation sets in full")
     parser.add_argument("--choices", metavar="FILE", help="multiple-choice questions, one JSON object per line")
-    parser.add_argument("--tasks", metavar="A,B", help="tasks of lm-evaluation-harness (pip install lm-eval)")
+    parser.add_argument("--tasks", metavar="A,B", help=f"tasks of lm-evaluation-harness ({install_extra('harness')})")
     parser.add_argument("--task_path", metavar="DIR", help="folder with the YAML files of additional tasks")
     parser.add_argument("--limit", type=int, metavar="N", help="evaluate only the first N documents of each task")
     parser.add_argument("--batch_size", type=int, default=8, metavar="B", help="sequences per batch; default 8")

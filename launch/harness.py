@@ -14,6 +14,7 @@ from plimsoll.framework.data.packing import num_windows
 from plimsoll.framework.inference.generation import Generator, stream_text
 from plimsoll.framework.inference.sampling import Sampling
 from plimsoll.framework.inference.scoring import Scorer, encode_pair
+from plimsoll.framework.terminal.install_hints import install_extra
 from plimsoll.launch import cli
 from plimsoll.launch.weights import LoadedModel
 
@@ -21,7 +22,7 @@ from plimsoll.launch.weights import LoadedModel
 def check() -> None:
     """Raise UsageError if lm-evaluation-harness is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise cli.UsageError("--tasks needs lm-evaluation-harness: pip install 'plimsoll-train[harness]'")
+        raise cli.UsageError(f"--tasks needs lm-evaluation-harness: {install_extra('harness')}")
 
 
 def evaluate(loaded: LoadedModel, scorer: Scorer, tasks: Sequence[str], path: str | None, limit: int | None) -> dict:

@@ -26,6 +26,7 @@ from plimsoll.framework.files import durable, hub
 from plimsoll.framework.files.remote import connect, explain_errors, is_url
 from plimsoll.framework.files.text_files import parse_json
 from plimsoll.framework.files.workdir import write_json
+from plimsoll.framework.terminal.install_hints import install_package
 from plimsoll.framework.terminal.phases import SHORT, phase
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class DataFile:
         # read as text.
         if decompress and compression is None and self.path.endswith((".zst", ".lz4")):
             package = "zstandard" if self.path.endswith(".zst") else "lz4"
-            raise ValueError(f"{self.name}: reading it needs `pip install {package}`")
+            raise ValueError(f"{self.name}: reading it needs `{install_package(package)}`")
         opened = OpenFile(self.fs, self.path, compression=compression)
         text_bytes = 0
         try:

@@ -3,6 +3,8 @@
 import os
 from collections.abc import Callable, Mapping
 
+from plimsoll.framework.terminal.install_hints import install_extra
+
 # What a process with a GPU holds in host memory besides the arrays of JAX: Python, libraries and compiled programs.
 # Assumed, as in plan/host_memory.py.
 _NOT_PINNED_BYTES = 5 << 29
@@ -81,6 +83,6 @@ def start_devices() -> None:
         raise ValueError(
             f"JAX finds no device{f' of JAX_PLATFORMS={platforms}' if platforms else ''}"
             f"{f': {reason}' if reason else ''}; "
-            "expected a driver and JAX's plugin for it (pip install 'plimsoll-train[cuda]' or '[tpu]'), or "
+            f"expected a driver and JAX's plugin for it ({install_extra('cuda')}, or [tpu]), or "
             "JAX_PLATFORMS=cpu"
         ) from error

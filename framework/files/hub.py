@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from plimsoll.framework.files.hub_cache import Snapshot, find_snapshot, get_cache_folder
 from plimsoll.framework.files.hub_names import HubRepo, parse_url
+from plimsoll.framework.terminal.install_hints import install_extra
 from plimsoll.framework.terminal.tables import human_bytes
 
-INSTALL = "pip install 'plimsoll-train[hub]'"
 # The library lists a commit's files when it downloads one of them. Every repository of the Hub has this one.
 _SMALLEST = (".gitattributes",)
 # The first release whose cache has a list of all files of a commit.
@@ -141,7 +141,8 @@ def explain_unreachable() -> str:
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     if int(__version__.partition(".")[0]) < _OLDEST_LIBRARY:
-        return f"downloads need huggingface_hub {_OLDEST_LIBRARY}, this is {__version__} ({INSTALL})"
+        install = install_extra("hub")
+        return f"downloads need huggingface_hub {_OLDEST_LIBRARY}, this is {__version__} ({install})"
     return _unreachable.get(constants.ENDPOINT, "")
 
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from absl import logging
 
 from plimsoll.framework.files.text_files import parse_json
+from plimsoll.framework.terminal.install_hints import install_extra
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -94,7 +95,7 @@ def connect(url: str) -> tuple[AbstractFileSystem, str]:
         hint = ""
         protocol = url.partition("://")[0]
         if isinstance(error, ImportError) and protocol in _EXTRAS:
-            hint = f": pip install 'plimsoll-train[{_EXTRAS[protocol]}]'"
+            hint = f": {install_extra(_EXTRAS[protocol])}"
         raise ValueError(f"cannot open {url!r}: {error}{hint}") from error
 
 

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from plimsoll.framework.terminal.install_hints import install_package
+
 if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter
 
@@ -43,7 +45,8 @@ def check_installed(wandb_project: str | None, mlflow_uri: str | None) -> None:
     for package, service in services.items():
         if importlib.util.find_spec(package) is None:
             raise ImportError(
-                f"{service} is requested, but the package `{package}` is not installed; run `pip install {package}`"
+                f"{service} is requested, but the package `{package}` is not installed; "
+                f"run `{install_package(package)}`"
             )
 
 
@@ -181,7 +184,7 @@ class WandbWriter(Writer):
         except ImportError as error:
             raise ImportError(
                 "logging to W&B is requested, but the package `wandb` is not installed: "
-                "run `pip install wandb`, or switch W&B off in the config"
+                f"run `{install_package('wandb')}`, or switch W&B off in the config"
             ) from error
         id_file = workdir / "wandb_run_id"
         run_id = id_file.read_text() if id_file.exists() else uuid.uuid4().hex[:12]

@@ -35,6 +35,7 @@ from plimsoll.framework.plan.gpu_description import (
     gpu_description,
     installed_cuda,
 )
+from plimsoll.framework.terminal.install_hints import install_extra
 from plimsoll.framework.terminal.tables import TableSection, human_bytes
 
 TPUS = {alias: spec for spec in ACCELERATORS if spec.topologies for alias in (spec.name, *spec.aliases)}
@@ -172,7 +173,7 @@ class Target:
         on_gpu = self.platform == "gpu"
         if not installed_compiler(self.platform):
             compiler = "the CUDA plugin of JAX" if on_gpu else "libtpu"
-            install = f"pip install -e '.[plan-{self.platform}]'"
+            install = install_extra(f"plan-{self.platform}")
             raise ValueError(
                 f"planning for {self.name} needs {compiler}: {install}; plimsoll plan --estimate needs no compiler"
             )

@@ -17,7 +17,7 @@ ALLOWED_IMPORTS = {
     "terminal": "",
     "devices": "config layout terminal",
     "files": "terminal",
-    "metrics": "devices files",
+    "metrics": "devices files terminal",
     "layers": "config layout",
     "data": "config files terminal",
     "objectives": "config layers layout",

@@ -243,7 +243,7 @@ def test_nothing_to_evaluate(workdir: Path, capsys: pytest.CaptureFixture[str]) 
     assert "--json: the folder no" in capsys.readouterr().err
     if importlib.util.find_spec("lm_eval") is None:
         assert evaluate.main([f"--workdir={workdir}", "--tasks=x"]) == 2
-        assert "pip install 'plimsoll-train[harness]'" in capsys.readouterr().err
+        assert "pip install -e '.[harness]'" in capsys.readouterr().err
 
 
 @pytest.mark.pairs

@@ -135,7 +135,7 @@ def test_missing_files_are_reported_with_the_reason(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.__version__", "1.23.0")
     with pytest.raises(
-        FileNotFoundError, match=r"need huggingface_hub 2, this is 1.23.0 \(pip install 'plimsoll-train\[hub\]'\)"
+        FileNotFoundError, match=r"need huggingface_hub 2, this is 1.23.0 \(pip install -e '\.\[hub\]'\)"
     ):
         hub.local_paths(["hf://acme/tiny/sub/a.txt"])
     assert hub.local_paths(["hf://acme/tiny/config.json"]), "any version will do for files that are there"

@@ -217,7 +217,7 @@ def test_a_missing_package_is_named(monkeypatch):
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr("fsspec.core.url_to_fs", absent)
-    with pytest.raises(ValueError, match=r"pip install 'plimsoll-train\[s3\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[s3\]'"):
         connect("s3://bucket/x")
 
 
