@@ -67,7 +67,7 @@ lock: $(RELEASE)/python  ## requirements/*.txt anew, after pyproject.toml or con
 	$(COMPILE) requirements/release.in --output-file requirements/release.txt
 
 docs: $(VENV)/.docs  ## build/site: the documentation as a site; any warning is an error
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
