@@ -116,6 +116,7 @@ FIELDS: dict[str, Any] = {
     "path": "not/there",
     "paths": ["not/there"],
     "peak_value": 0.1,
+    "reason": "unknown architecture",
     "pattern": "x",
     "seq_len": 8,
     "set": {"memory.remat": "full"},

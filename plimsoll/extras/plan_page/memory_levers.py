@@ -82,7 +82,8 @@ def levers(report: PlanReport) -> list[Lever]:
     for group, (path, effect) in offloadable_groups.items():
         if in_effect[path] == "device":
             possible.append(Lever(group, {path: "pinned_host"} | streamed, effect))
-    if in_effect["memory.experts"] == "device":
+    # Reports of older versions lack the field.
+    if in_effect.get("memory.experts") == "device":
         # A model without experts refuses it.
         effect = "offloads the experts, with their gradients and state, to the host; fetches one layer at a time"
         experts: Settings = {"memory.experts": "pinned_host"} | streamed
