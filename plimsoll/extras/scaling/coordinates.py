@@ -100,6 +100,7 @@ def _compute_activations(model: CausalLM, params: Nested, buffers: Nested, batch
             )
             activations[f"{name}.{index}"] = stage.leave(carry, ctx)
         carry = stage.leave(carry, ctx)
+    assert isinstance(carry, jax.Array)
     activations["logits"] = model.language_head.logits(model.head_weights(params, ctx), carry, ctx)
     return {name: activation.astype(jnp.float32) for name, activation in activations.items()}
 

@@ -19,8 +19,8 @@ def plot_coordinates(coordinates: Mapping[str, Sequence[Coordinate]], path: Path
 
     figure = Figure(figsize=(4.5 * len(coordinates), 4), layout="constrained", dpi=150)
     panels = figure.subplots(1, len(coordinates), sharey=True, squeeze=False)[0]
+    last = max(one.step for measured in coordinates.values() for one in measured)
     for axes, (name, measured) in zip(panels, coordinates.items(), strict=True):
-        last = max(one.step for one in measured)
         for activation, sizes in group_by_activation(measured, last).items():
             axes.plot([one.width for one in sizes], [one.size for one in sizes], marker="o", label=activation)
         axes.set_xscale("log", base=2)
