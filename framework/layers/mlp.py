@@ -41,8 +41,7 @@ class MLP(Layer):
         output_init_scale: factor on the initial `down` weight; set by the stack.
         chunk_tokens: maximum number of tokens per device whose hidden units exist at once; 0 means all. If there are
             more tokens, the block runs for a part of each row at a time, and the backward pass computes the hidden
-            units of each part again, whatever memory.remat saves. For long rows ("TiledMLP" of
-            ALST, arXiv 2506.13996).
+            units of each part again, whatever memory.remat saves. For long rows ("TiledMLP", arXiv 2506.13996).
     """
 
     def __init__(

@@ -191,7 +191,7 @@ REFUSED = {
     "validation": ["--config.data.validation.held.paths=['/nowhere/*.txt']"],
     "mesh": ["--config.mesh.fsdp=3"],
     "batch": ["--config.data.global_batch_size=12"],
-    "rows": ["--config.data.global_batch_size=8000"],
+    "rows": ["--config.data.seq_len=100000"],
     "room": ["--device_memory_gib=0.0003", "--config.model.stack.num_layers=1"],
     "flag": ["--nonsense"],
 }

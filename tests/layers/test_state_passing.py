@@ -105,11 +105,11 @@ def test_shards_equal_one_token_at_a_time(name: str, documents: str, corrects: b
         options = {"corrects": corrects, "chunk": chunk, "chunks_per_block": chunks_per_block}
         return gated_delta_rule(*arrays, segments_BS=segments, shards=shards, **options)[0]
 
-    def loss_of_shards(inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    def sharded_loss(inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         outputs = over_seq(run_shard, shards, 6)(segments, *inputs)
         return jnp.sum(outputs * weights), outputs
 
-    def loss_of_tokens(inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    def token_loss(inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         tokens = [jnp.moveaxis(x, 1, 0) for x in (*inputs, jnp.asarray(ids))]
         query, key, value, log_decay, beta, ids_SB = tokens
         is_same = jnp.concatenate([ids_SB[:1] == ids_SB[:1], ids_SB[1:] == ids_SB[:-1]])
@@ -127,8 +127,8 @@ def test_shards_equal_one_token_at_a_time(name: str, documents: str, corrects: b
 
     with jax.enable_x64(True):
         arrays = tuple(map(jnp.asarray, inputs))
-        found, outputs = jax.jit(jax.grad(loss_of_shards, has_aux=True))(arrays)
-        expected, expected_outputs = jax.jit(jax.grad(loss_of_tokens, has_aux=True))(arrays)
+        found, outputs = jax.jit(jax.grad(sharded_loss, has_aux=True))(arrays)
+        expected, expected_outputs = jax.jit(jax.grad(token_loss, has_aux=True))(arrays)
     np.testing.assert_allclose(outputs, expected_outputs, rtol=0, atol=1e-12)
     for gradient, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(gradient, wanted, rtol=0, atol=1e-11)
