@@ -34,14 +34,18 @@ def main(argv: list[str]) -> int:
         raise cli.UsageError(f"--steps={command.args.steps}: expected at least 1")
 
     # Imported late, so that a mistake on the command line shows immediately.
-    from plimsoll.extras.scaling.coordinates import measure_coordinates
+    import jax
+
+    from plimsoll.extras.scaling.coordinates import measure_coordinates, plot_coordinates
     from plimsoll.extras.scaling.mup import widen
-    from plimsoll.extras.scaling.plots import plot_coordinates
+    from plimsoll.framework.devices.accelerators import accelerator_name
 
     cli.prepare_jax()
     for note in command.notes:
         print(note, file=sys.stderr)
-    base, _ = command.resolve("cpu")
+    base, rule_lines = command.resolve(accelerator_name(jax.devices()))
+    for line in rule_lines:
+        print(line, file=sys.stderr)
     configs: dict[str, list[Config]] = {
         name: [widen(base, heads, mup=is_mup) for heads in widths] for name, is_mup in (("muP", True), ("usual", False))
     }

@@ -8,7 +8,7 @@ usual parametrization, activations after an update grow.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from plimsoll.framework.config import Config
 from plimsoll.framework.layers.base import Context
 from plimsoll.framework.layers.stack import Stack
-from plimsoll.framework.layout import Nested
+from plimsoll.framework.layout import Nested, merge
 from plimsoll.framework.models.causal_lm import CausalLM
 from plimsoll.framework.program.program import Program
 
@@ -65,7 +65,9 @@ def measure_coordinates(config: Config, steps: int, data_folder: str | Path) -> 
         batches.close()
     model = experiment.model
     assert isinstance(model, CausalLM)
-    compute = jax.jit(lambda params, frozen, buffers: _compute_activations(model, {**frozen, **params}, buffers, batch))
+    compute = jax.jit(
+        lambda params, frozen, buffers: _compute_activations(model, merge(params, frozen), buffers, batch)
+    )
     coordinates = []
     first: dict[str, jax.Array] = {}
     for step in range(steps + 1):
@@ -121,3 +123,29 @@ def group_by_activation(coordinates: Sequence[Coordinate], step: int) -> dict[st
         if one.step == step:
             groups.setdefault(one.name, []).append(one)
     return groups
+
+
+def plot_coordinates(coordinates: Mapping[str, Sequence[Coordinate]], path: Path) -> Path:
+    """Plot the change of each activation after the last update against the width; returns the path.
+
+    Args:
+        coordinates: the coordinates of each parametrization, by name.
+        path: PNG file to write.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.5 * len(coordinates), 4), layout="constrained", dpi=150)
+    panels = figure.subplots(1, len(coordinates), sharey=True, squeeze=False)[0]
+    last = max(one.step for measured in coordinates.values() for one in measured)
+    for axes, (name, measured) in zip(panels, coordinates.items(), strict=True):
+        for activation, sizes in group_by_activation(measured, last).items():
+            axes.plot([one.width for one in sizes], [one.size for one in sizes], marker="o", label=activation)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_title(name)
+        axes.set_xlabel("width")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel(f"mean change of elements after {last} steps")
+    panels[0].legend(fontsize="small")
+    figure.savefig(path)
+    return path
