@@ -80,7 +80,7 @@ def _make_table(name: str, coordinates: Sequence["Coordinate"]) -> TableSection:
     last = max(one.step for one in coordinates)
     widths = dict.fromkeys(one.width for one in coordinates)
     rows = [["width", *map(str, widths), "grows like"]]
-    for step, suffix in ((0, ", at first"), (last, f", change after {last} steps")):
+    for step, suffix in ((0, ", at first"), (last, f", change after {last} step{'s' if last > 1 else ''}")):
         for activation, sizes in group_by_activation(coordinates, step).items():
             cells = [f"{one.size:.3g}" for one in sizes]
             rows.append([activation + suffix, *cells, f"width^{fit_growth(sizes):+.2f}"])

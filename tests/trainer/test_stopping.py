@@ -40,7 +40,7 @@ class Ask(Hook):
             if step == self.save_at:
                 run.request_save()
 
-def asked():
+def build():
     config = tiny()
     config.trainer.hooks = [config_for(Ask)]
     return config
@@ -56,10 +56,10 @@ def saved_steps(workdir: Path) -> list[int]:
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> dict[str, str]:
+def hook_flags(tmp_path: Path) -> dict[str, str]:
     """The keyword arguments of `train` for a config with a hook that stops, saves or fails at a step."""
-    (tmp_path / "asked.py").write_text(FILE)
-    return {"file": str(tmp_path / "asked.py"), "config": "asked"}
+    (tmp_path / "hooks.py").write_text(FILE)
+    return {"file": str(tmp_path / "hooks.py"), "config": "build"}
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
@@ -139,22 +139,22 @@ def test_a_metric_that_evaluations_lack_is_refused_before_compiling(text, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def test_patience_is_exact_across_a_kill(text, tmp_path, capsys, asked):
+def test_patience_is_exact_across_a_kill(text, tmp_path, capsys, hook_flags):
     assert train(tmp_path / "whole", *PATIENT) == ExitCode.STOPPED_EARLY
     assert "step 6: stopped early: eval/held/loss has not improved for 2 evaluations" in capsys.readouterr().out
     killed = tmp_path / "killed"
     # The checkpoint of step 4 has counted one evaluation.
-    assert train(killed, *PATIENT, "--config.trainer.hooks.0.fail_at=5", **asked) == ExitCode.NONFINITE
+    assert train(killed, *PATIENT, "--config.trainer.hooks.0.fail_at=5", **hook_flags) == ExitCode.NONFINITE
     assert manifest(killed, 4)["stop"]["evaluations"] == 1
-    assert train(killed, *PATIENT, **asked) == ExitCode.STOPPED_EARLY
+    assert train(killed, *PATIENT, **hook_flags) == ExitCode.STOPPED_EARLY
     assert saved_steps(killed) == saved_steps(tmp_path / "whole") == [4, 6]
     for name in ("stop", "stop_reason"):
         assert manifest(killed, 6)[name] == manifest(tmp_path / "whole", 6)[name]
     # The same command again changes nothing, more patience continues.
     capsys.readouterr()
-    assert train(killed, *PATIENT, **asked) == ExitCode.STOPPED_EARLY
+    assert train(killed, *PATIENT, **hook_flags) == ExitCode.STOPPED_EARLY
     assert "nothing to do" in capsys.readouterr().out
-    assert train(killed, *PATIENT, "--config.trainer.stop.patience=3", **asked) == ExitCode.STOPPED_EARLY
+    assert train(killed, *PATIENT, "--config.trainer.stop.patience=3", **hook_flags) == ExitCode.STOPPED_EARLY
     assert "step 8: stopped early: eval/held/loss has not improved for 3 evaluations" in capsys.readouterr().out
     facts = status.status(killed, 0.0)
     assert facts["health"] == "done"
@@ -201,10 +201,10 @@ def test_the_best_checkpoint_is_kept_and_selected(text, tmp_path, capsys):
     assert "the run keeps no best checkpoint (trainer.keep_best is not set)" in capsys.readouterr().err
 
 
-def test_a_hook_stops_saves_and_logs(text, tmp_path, capsys, asked):
+def test_a_hook_stops_saves_and_logs(text, tmp_path, capsys, hook_flags):
     run = tmp_path / "run"
     flags = ("--config.trainer.hooks.0.stop_at=6", "--config.trainer.hooks.0.save_at=3", "--config.trainer.keep=9")
-    assert train(run, *flags, **asked) == ExitCode.STOPPED_EARLY
+    assert train(run, *flags, **hook_flags) == ExitCode.STOPPED_EARLY
     assert "step 6: stopped early: the answer is known" in capsys.readouterr().out
     assert saved_steps(run) == [3, 4, 6]
     assert {row["step"]: row["mine/double"] for row in rows(run) if "mine/double" in row} == {
@@ -213,7 +213,7 @@ def test_a_hook_stops_saves_and_logs(text, tmp_path, capsys, asked):
     # The row of the saved step precedes its checkpoint.
     assert manifest(run, 3)["data"]["next"] == 3
     # Only the hook knows whether the run should stop again.
-    assert train(run, **asked) == 0
+    assert train(run, **hook_flags) == 0
     assert max(saved_steps(run)) == 12
 
 
@@ -231,7 +231,7 @@ def test_reasons_and_metrics_of_hooks_are_checked():
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("rule", ["hook", "clock"])
-def test_two_processes_stop_at_the_same_step(rule: str, text: Path, tmp_path: Path, asked: dict[str, str]):
+def test_two_processes_stop_at_the_same_step(rule: str, text: Path, tmp_path: Path, hook_flags: dict[str, str]):
     run = tmp_path / "run"
     flags = ["--config.trainer.max_steps=100000", "--config.trainer.save_every=100000"]
     if rule == "hook":
@@ -239,7 +239,7 @@ def test_two_processes_stop_at_the_same_step(rule: str, text: Path, tmp_path: Pa
         flags += ["--config.trainer.hooks.0.stop_at=3", "--config.trainer.hooks.0.process=1"]
     else:
         flags += ["--config.trainer.stop.wall_clock=45s"]
-    processes = pair(run, *flags, **asked)
+    processes = pair(run, *flags, **hook_flags)
     assert [process.wait(timeout=300) for process in processes] == [ExitCode.STOPPED_EARLY] * 2, output(run)
     (step,) = saved_steps(run)
     reason = "the answer is known" if rule == "hook" else "the run has taken 45s"
