@@ -51,8 +51,8 @@ def enable_exact_numerics() -> Iterator[None]:
 def compare_seed(drawn: RandomExperiment) -> Verdict:
     """Run both sides. A ValueError before anything runs is a refusal; any other error is a disagreement.
 
-    An experiment that disagrees is unstable if it agrees with less rounding, and if the reference too moves by more than
-    the tolerance when its weights are rounded: some unit is at the kink of a ReLU, for example.
+    An experiment that disagrees is unstable if it agrees with less rounding, and if the reference too moves by more
+    than the tolerance when its weights are rounded: some unit is at the kink of a ReLU, for example.
     """
     start = time.monotonic()
 
