@@ -57,9 +57,8 @@ def _lines(verdict: Verdict) -> list[str]:
     if verdict.outcome == "refused":
         return [f"{head}: {verdict.detail}"]
     if verdict.outcome == "unstable":
-        return [
-            f"{head}: rounding changes the result by {verdict.error:.1e} times the tolerance; it agrees with less rounding"
-        ]
+        size = f"{verdict.error:.1e} times the tolerance"
+        return [f"{head}: rounding changes the result by {size}; it agrees with less rounding"]
     settings = [f"    {line}" for line in as_text(draw(verdict.seed))]
     return [
         f"{head}: {verdict.error:.1e} times the tolerance: {verdict.detail}",
