@@ -118,5 +118,5 @@ def _with_score_head(change: Callable[..., Config], base: Callable[..., Config],
 CONFIGS = {"lora-tiny": lora_tiny}
 KINDS = {"hf": full, "lora": lora, "qlora": qlora}
 for _prefix, _base in (("", full), ("lora-", lora), ("qlora-", qlora)):
-    KINDS[f"{_prefix}reward"] = _with_score_head(as_reward_model, _base, "a reward model (docs/reward_models.md)")
-    KINDS[f"{_prefix}classify"] = _with_score_head(as_classifier, _base, "a classifier (docs/reward_models.md)")
+    KINDS[f"{_prefix}reward"] = _with_score_head(as_reward_model, _base, "a reward model (docs/preferences.md)")
+    KINDS[f"{_prefix}classify"] = _with_score_head(as_classifier, _base, "a classifier (docs/preferences.md)")
