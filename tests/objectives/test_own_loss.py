@@ -54,9 +54,7 @@ def compute_loss(program: Program, params: Any, batch: Any) -> float:
 
 @pytest.mark.first(2)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_loss_equals_that_of_numpy(
-    settings: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loss_equals_numpys(settings: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINY_TEXT", "")
     runs.write_text(tmp_path / "text")
     experiment = build_config(settings).instantiate()

@@ -83,7 +83,7 @@ class WithoutSummary(Objective):
         return jnp.zeros(()), {}
 
 
-def test_objective_of_another_class_is_refused():
+def test_other_class_is_refused_as_objective():
     with pytest.raises(
         ConfigError, match=r"objective: expected a subclass of plimsoll.Objective, given TrainerOptions"
     ):
