@@ -144,6 +144,18 @@ WHOLE = (
         files={"my_rows.py": "# my_rows.py", "make_rows.py": "# make_rows.py"},
         prints=(r"data: JSON lines from raw/: 1 file, 5% held out",),
     ),
+    Recipe(
+        "docs/early_stopping.md",
+        ("plimsoll train --config=nanogpt-cpu",),
+        replaced={
+            "--config=nanogpt-cpu": f"--config=nanogpt-cpu {FEW}",
+            "eval_every=20": "eval_every=1",
+            "stop.target=3": "stop.target=100",
+            "keep_best=loss": "keep_best=loss; test $? -eq 8",
+            "--files README.md": "--files template.jinja",
+        },
+        prints=(r"step 1: stopped early: .*trainer\.stop\.target = 100", r"bits per byte"),
+    ),
     Recipe("docs/faults.md", ("pytest ",), replaced={"pytest ": "pytest --collect-only -q "}),
     Recipe(
         "docs/finetune.md",
@@ -237,6 +249,24 @@ WHOLE = (
         prints=("AdaLomo|apollo",),
     ),
     Recipe(
+        "docs/own_loss_and_metric.md",
+        ("plimsoll train --config=my_loss.py:focal",),
+        replaced={
+            "--config=my_loss.py:focal --workdir=runs/focal --config.trainer.max_steps=20": (
+                f"--config=my_loss.py:focal --workdir=runs/focal {FEW}"
+            ),
+            "eval_every=10": "eval_every=2",
+        },
+        files={"my_loss.py": "class FocalLoss"},
+        prints=(r"step 2: eval/stdlib/loss [\d.]+, eval/stdlib/entropy [\d.]+, eval/stdlib/top5 0\.\d+",),
+    ),
+    Recipe(
+        "docs/performance.md",
+        ("plimsoll plan --config=gpt2-124m",),
+        prints=(r"a step .* tokens a second, .* \(MFU\)", r"tokens per second "),
+    ),
+    Recipe("docs/profiling.md", ("plimsoll profile",), prints=("by layer and phase", "stack/mlp")),
+    Recipe(
         "docs/preferences.md",
         ("python -c",),
         replaced={"--workdir=runs/task": f"--workdir=runs/task {STEPS}"},
@@ -254,6 +284,19 @@ WHOLE = (
         "docs/benchmarks/plan_examples.md",
         ("plimsoll plan --config=llama3-70b --target=2xv5e-256",),
         prints=(r"mesh.model=8 mesh.seq=2 learner.accumulate=4",),
+    ),
+    Recipe(
+        "docs/sweeps.md",
+        ("plimsoll sweep",),
+        replaced={
+            "--config=nanogpt-cpu": "--config=nanogpt-cpu --config.data.source.share=0.05",
+            "3e-4,1e-3,3e-3": "3e-4,1e-3",
+            "max_steps=50": "max_steps=2",
+            "eval_every=25": "eval_every=2",
+            "eval_batches=4": "eval_batches=1",
+            "runs/rates/002": "runs/rates/001",
+        },
+        prints=(r"best: 00\d peak_value=", r"curves: .*compare\.png"),
     ),
     Recipe("docs/tour.md", ("python -m pytest",), prints=(r"\d+ passed",)),
 )
