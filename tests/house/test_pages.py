@@ -1,4 +1,4 @@
-"""The documentation pages as a reader sees them: links lead to a file and a heading, tables have headings, fields exist."""
+"""The documentation pages as a reader sees them: links lead to a file and a heading, tables have headings."""
 
 import re
 from pathlib import Path

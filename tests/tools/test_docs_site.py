@@ -56,5 +56,11 @@ def test_pages_are_rewritten_for_the_site(source: str, markdown: str, expected: 
     assert docs_site.rewrite(markdown, source, "URL") == expected
 
 
+def test_link_by_file_name_gets_the_label_of_the_page() -> None:
+    markdown = "[docs/plan.md](docs/plan.md#a) [memory.md](docs/memory.md) [plans](docs/plan.md)"
+    expected = "[A run](plan.md#a) [memory.md](memory.md) [plans](plan.md)"
+    assert docs_site.rewrite(markdown, "README.md", "URL", {"plan.md": "A run"}) == expected
+
+
 def test_link_to_a_file_is_text_if_the_repository_is_unknown() -> None:
     assert docs_site.rewrite("[`a`](../tools/x.py)", "docs/plan.md", "") == "`a`"
