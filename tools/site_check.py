@@ -56,7 +56,7 @@ FITS = "width => document.documentElement.scrollWidth <= width"
 
 @dataclass
 class Findings:
-    """What a browser saw on the pages of a site.
+    """Observations of a browser on the pages of a site.
 
     Attributes:
         problems: one line for each problem.
