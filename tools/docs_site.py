@@ -211,6 +211,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return rewrite(markdown, MOVED.get(path, f"docs/{path}"), config.repo_url or "", dict(_list_labels(config.nav)))
 
 
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Keep the theme from asking the repository's host for its stars: a reader of the site asks no other host."""
+    return output.replace(' data-md-component="source"', "")
+
+
 def _list_labels(entry: Any) -> Iterator[tuple[str, str]]:
     """Yield (page, label) for all pages of the navigation that have a label."""
     if isinstance(entry, list):
