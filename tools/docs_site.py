@@ -44,6 +44,13 @@ SEARCH_WEIGHTS = {
     "glossary": 0.5,
     "reference/": 0.0005,
 }
+# {page: words that lead to it before any other page, whatever the headings are}.
+SEARCH_WORDS = {
+    "checkpoints.md": ["resume"],
+    "finetune.md": ["LoRA", "QLoRA"],
+    "memory.md": ["OOM"],
+    "parallelism.md": ["FSDP", "tensor parallel"],
+}
 _FENCE = re.compile(r"^( *)```.*?^\1```$", re.M | re.S)
 _ITEM = re.compile(r"(?:[-*]|\d+\.) +")
 _FILE_NAME = re.compile(r"[\w./]+\.md")
@@ -202,10 +209,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite a page's links, and set its weight in the search."""
+    """Rewrite a page's links, and set what the search finds it by."""
     path = page.file.src_uri
     weights = [weight for start, weight in SEARCH_WEIGHTS.items() if path.startswith(start)]
     page.meta["search"] = {"boost": weights[0] if weights else 1}
+    if path in SEARCH_WORDS:
+        page.meta["tags"] = SEARCH_WORDS[path]
     if path.startswith("reference/") or path == BENCHMARKS:
         return markdown
     return rewrite(markdown, MOVED.get(path, f"docs/{path}"), config.repo_url or "", dict(_list_labels(config.nav)))

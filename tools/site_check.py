@@ -43,6 +43,7 @@ QUERIES = {
     "profile": "experiments/",
     "torchtitan": "coming_from/torchtitan/",
     "exit code": "operations/",
+    "tensor parallel": "parallelism/",
 }
 # Reads the page in one call: links and images as absolute URLs, and headings.
 READ_PAGE = """() => ({
