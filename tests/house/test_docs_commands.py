@@ -92,7 +92,7 @@ WHOLE = (
             "--config=stdlib-tiny": f"--config=stdlib-tiny {STEPS}",
             "--config=lora:DIR": f"--config=lora:DIR {STEPS}",
         },
-        prints=("raw/notes.txt: .* bits per byte", "exported: "),
+        prints=("raw/notes.txt: .* bits per byte", "merged: LlamaForCausalLM"),
     ),
     Recipe(
         "docs/coming_from/maxtext.md",
@@ -120,7 +120,7 @@ WHOLE = (
         ("plimsoll plan --config=qlora:Qwen/Qwen3-8B",),
         setup=PUBLISHED,
         replaced={"--config=lora:DIR": f"--config=lora:DIR {STEPS}"},
-        prints=("exported: ", "objective"),
+        prints=("adapter: LlamaForCausalLM", "merged: LlamaForCausalLM", "objective"),
     ),
     Recipe(
         "CONTRIBUTING.md",
