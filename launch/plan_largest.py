@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from plimsoll.extras.autotune.settings import parse_allowed
 from plimsoll.framework.config import Config, diff
 from plimsoll.framework.files.workdir import writing
 from plimsoll.framework.terminal.exit_codes import ExitCode
@@ -54,6 +53,9 @@ def check_largest(command: cli.Command) -> None:
     if args.picture is not None and not args.picture.absolute().parent.is_dir():
         raise cli.UsageError(f"no directory {args.picture.absolute().parent} to write {args.picture.name} into")
     if args.allow is not None:
+        # Imported here, because it imports JAX, and a typo on the command line should show immediately.
+        from plimsoll.extras.autotune.settings import parse_allowed
+
         parse_allowed(args.allow)
     cli.gib("host_memory_gib", args.host_memory_gib)
     list(iter_comparisons(args.compare))
@@ -183,6 +185,8 @@ def _log(line: str) -> None:
 
 def _series(command: cli.Command, machines: list[Any]) -> Iterator[FrontierSeries]:
     """Yield a series for each machine and combination of compared values: without changes, then with allowed ones."""
+    from plimsoll.extras.autotune.settings import parse_allowed
+
     names = () if command.args.allow is None else parse_allowed(command.args.allow)
     for machine, choice in itertools.product(machines, iter_comparisons(command.args.compare)):
         variant = dataclasses.replace(command, overrides=[*command.overrides, *choice])
