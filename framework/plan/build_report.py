@@ -15,6 +15,7 @@ from plimsoll.framework.layout import Nested, TrainState, merge
 from plimsoll.framework.plan import cache, dry_run
 from plimsoll.framework.plan.buffer_names import REPORT_GROUPS, NamedBuffer
 from plimsoll.framework.plan.compilation import CompiledProgram
+from plimsoll.framework.plan.device_trace import TraceCache
 from plimsoll.framework.plan.dry_run import compile_programs, compile_step, dry_run_batch_transform
 from plimsoll.framework.plan.estimate import Estimate
 from plimsoll.framework.plan.grouped_products import note_exchange, note_ragged_products
@@ -123,7 +124,8 @@ def estimate_report(
         suggests: look for settings that fit if the config does not, which takes a second or two.
     """
     experiment: Experiment = config.instantiate()
-    need = estimate_for_target(experiment, target)
+    traces = TraceCache()
+    need = estimate_for_target(experiment, target, traces)
     state = state_bytes(need)
     peak = need.peak_bytes
     arguments = state + need.breakdown["batch"]
@@ -153,7 +155,7 @@ def estimate_report(
     report = _add_host(report, host, {"train": PhaseReport(peak, need.host_bytes)})
     if suggests and not fits:
         with phase("looking for settings that fit", patience=SHORT):
-            fitting = suggestions(config, target, limit or 0, peak, present=need, seconds=0.0)
+            fitting = suggestions(config, target, limit or 0, peak, present=need, seconds=0.0, traces=traces)
         report = replace(report, suggestions=fitting)
     return report
 

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh
 from plimsoll.framework.config import Config
 from plimsoll.framework.layers.remat import check_platform
 from plimsoll.framework.plan.buffer_names import REPORT_GROUPS
+from plimsoll.framework.plan.device_trace import TraceCache, trace
 from plimsoll.framework.plan.dry_run import compile_step
 from plimsoll.framework.plan.estimate import Estimate, estimate, least_bytes
 from plimsoll.framework.plan.plan_report import Suggestion
@@ -43,17 +44,19 @@ def check_target(experiment: Experiment, target: Target) -> dict[str, int]:
     return sizes
 
 
-def estimate_for_target(experiment: Experiment, target: Target) -> Estimate:
+def estimate_for_target(experiment: Experiment, target: Target, traces: TraceCache | None = None) -> Estimate:
     """Return the analytical estimate for a target.
 
     Args:
         experiment: the experiment to train.
         target: the machine to plan for.
+        traces: traces of experiments that differ only in settings of memory and batch; None for no others.
 
     Raises:
         ValueError: the experiment is not valid for the target.
     """
-    return estimate(experiment, check_target(experiment, target), target.spec, num_slices=target.num_slices)
+    trace_fn = trace if traces is None else traces
+    return estimate(experiment, check_target(experiment, target), target.spec, trace_fn, num_slices=target.num_slices)
 
 
 def state_bytes(need: Estimate) -> int:
@@ -62,7 +65,14 @@ def state_bytes(need: Estimate) -> int:
 
 
 def suggestions(
-    config: Config, target: Target, limit: int, peak: int, *, present: Estimate | None = None, seconds: float = 300.0
+    config: Config,
+    target: Target,
+    limit: int,
+    peak: int,
+    *,
+    present: Estimate | None = None,
+    seconds: float = 300.0,
+    traces: TraceCache | None = None,
 ) -> list[Suggestion]:
     """Return up to three settings that fit, cheapest first; none of them changes what is computed.
 
@@ -76,15 +86,22 @@ def suggestions(
         peak: bytes that the config needs; the part beyond the state is assumed to scale like its estimate.
         present: estimate of the current settings, if there is one already.
         seconds: time limit for compiling.
+        traces: traces of the config, if there are any already.
     """
-    present = present or estimate_for_target(config.instantiate(), target)
+    traces = TraceCache() if traces is None else traces
+    present = present or estimate_for_target(config.instantiate(), target, traces)
     present_state = state_bytes(present)
     # The factor for the bytes other than state that makes the estimate of the current settings match their peak.
     scale = max(peak - present_state, 0) / max(present.peak_bytes - present_state, 1)
     start = time.monotonic()
     fitting: list[Suggestion] = []
     least_by_placement: dict[frozenset[tuple[str, str | int]], int] = {}
+    tried: set[frozenset[tuple[str, str | int]]] = set()
     for choice in _choices(config, target.platform):
+        # Combinations with an empty building block repeat others.
+        if frozenset(choice.items()) in tried:
+            continue
+        tried.add(frozenset(choice.items()))
         # The settings that `least_bytes` depends on: if it exceeds the limit, no choice with these settings fits.
         placement = frozenset(pair for pair in choice.items() if pair[0] not in _MOVES_NO_STATE)
         if least_by_placement.get(placement, 0) > limit:
@@ -99,7 +116,7 @@ def suggestions(
                 least_by_placement[placement] = least_bytes(experiment, check_target(experiment, target))
                 if least_by_placement[placement] > limit:
                     continue
-                need = estimate_for_target(experiment, target)
+                need = estimate_for_target(experiment, target, traces)
                 state = state_bytes(need)
                 trial_peak = int(state + scale * (need.peak_bytes - state))
                 compiled = trial_peak <= limit and time.monotonic() - start < seconds
