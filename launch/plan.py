@@ -27,7 +27,14 @@ from typing import Any
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli
 from plimsoll.launch.plan_auto import check_auto, get_auto_mode, plan_auto
-from plimsoll.launch.plan_common import check_files, iter_comparisons, make_report, resolve_target, write_outputs
+from plimsoll.launch.plan_common import (
+    TablePrinter,
+    check_files,
+    iter_comparisons,
+    make_report,
+    resolve_target,
+    write_outputs,
+)
 from plimsoll.launch.plan_function import plan_functions
 from plimsoll.launch.plan_largest import check_largest, plan_largest
 from plimsoll.launch.plan_page import build_target_page
@@ -156,7 +163,10 @@ def _plan_one_target(command: cli.Command, name: str) -> int:
     commands = list(_variants(command, args.compare, target))
     if not commands:
         raise cli.UsageError("no combination of the --compare values is valid; see the messages above")
-    reports = [make_report(variant, name, target, limit, args.estimate) for variant in commands]
+    printer = TablePrinter()
+    # The verdict appears before the search for settings that fit, unless several plans share one table.
+    on_verdict = (lambda report: printer.show(report_tables.sections(report))) if len(commands) == 1 else None
+    reports = [make_report(variant, name, target, limit, args.estimate, on_verdict=on_verdict) for variant in commands]
     if len(reports) == 1:
         sections = report_tables.sections(reports[0])
     else:
@@ -164,7 +174,7 @@ def _plan_one_target(command: cli.Command, name: str) -> int:
     # With --compare the file contains a list, even if only one combination is left.
     draw_page = functools.partial(build_target_page, command, commands, target, reports)
     contents = [plan_report.to_json() for plan_report in reports]
-    write_outputs(args, sections, contents if args.compare else contents[0], draw_page)
+    write_outputs(args, sections, contents if args.compare else contents[0], draw_page, printer)
     fits = any(plan_report.fits for plan_report in reports)
     return ExitCode.DONE if fits else ExitCode.TOO_BIG
 

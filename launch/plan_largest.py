@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from plimsoll.extras.autotune.autotune import TuningRequest, TuningResult
     from plimsoll.extras.largest.frontier import Family, Frontier, FrontierPoint
     from plimsoll.framework.plan.build_report import CompiledTrainStep
+    from plimsoll.framework.plan.plan_report import BatchReport
     from plimsoll.framework.plan.throughput_curve import ThroughputCurve
 
 
@@ -94,7 +95,10 @@ def plan_largest(command: cli.Command, names: list[str]) -> int:
     sections = frontier_tables.frontier_sections(frontiers)
     for name, curve in known_curves.items():
         sections += curve.sections(name)
-    content = [_to_json(frontier, curve) for frontier, curve in zip(frontiers, curves, strict=True)]
+    content = [
+        _to_json(frontier, curve, one.target.num_devices)
+        for one, frontier, curve in zip(series, frontiers, curves, strict=True)
+    ]
 
     def draw_page() -> str:
         return _build_page(series, families, tuners, frontiers, known_curves)
@@ -114,13 +118,34 @@ def plan_largest(command: cli.Command, names: list[str]) -> int:
     return ExitCode.DONE if fits else ExitCode.TOO_BIG
 
 
-def _to_json(frontier: Frontier, curve: ThroughputCurve | None) -> dict[str, Any]:
+def _to_json(frontier: Frontier, curve: ThroughputCurve | None, num_devices: int) -> dict[str, Any]:
     return {
         "name": frontier.name,
         "failure": frontier.failure,
-        "points": [point.to_json(frontier.family) for point in frontier.points],
+        "points": [
+            point.to_json(frontier.family)
+            | {"batch": dataclasses.asdict(_get_batch(frontier.family, point, num_devices))}
+            for point in frontier.points
+        ],
         "throughput_curve": None if curve is None else curve.to_json(),
     }
+
+
+def _get_batch(family: Family[Any], point: FrontierPoint, num_devices: int) -> BatchReport:
+    """Return the batch of a member under its settings, on a number of devices."""
+    from plimsoll.extras.autotune.settings import with_settings
+    from plimsoll.framework.layers.base import batch_shards
+    from plimsoll.framework.plan.plan_report import BatchReport
+
+    config = with_settings(family.scale_config(point.member.size), point.choice.settings)
+    sizes = config.mesh.instantiate().resolve(num_devices)
+    return BatchReport.make(
+        config.data.global_batch_size,
+        config.data.seq_len,
+        config.learner.accumulate,
+        row_shards=batch_shards(sizes),
+        token_shards=sizes["seq"],
+    )
 
 
 def _derive_lengths(config: Config) -> Family[Any]:
