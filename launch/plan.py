@@ -9,6 +9,7 @@
     plimsoll plan --config=llama3-8b --target=h100 --largest --host_memory_gib=128 --picture=largest.png
     plimsoll plan --config=qlora:meta-llama/Llama-3.1-8B --target=rtx4090 --longest --config.data.global_batch_size=1
     plimsoll plan --function=step.py:abstract_step --target=h100
+    plimsoll plan --check=plans.toml --baseline=base.json --markdown=comment.md
     plimsoll plan --targets
 
 You do not need access to the machine.
@@ -27,6 +28,7 @@ from typing import Any
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli
 from plimsoll.launch.plan_auto import check_auto, get_auto_mode, plan_auto
+from plimsoll.launch.plan_check import check_plans
 from plimsoll.launch.plan_common import (
     TablePrinter,
     check_files,
@@ -78,6 +80,15 @@ def add_flags(parser: cli.Parser) -> None:
         metavar="FILE",
         help="write a self-contained page: charts, sliders over batch size and sequence length, commands",
     )
+    add(
+        "--check",
+        type=Path,
+        metavar="FILE.toml",
+        help="plan the runs that a file lists; exit code 4 if one does not fit (docs/plan.md)",
+    )
+    add("--baseline", type=Path, metavar="FILE", help="with --check: compare with what an earlier --json wrote")
+    add("--markdown", type=Path, metavar="FILE", help="with --check: write a comment for a pull request")
+    add("--json-schema", action="store_true", help="print the JSON Schema of --json; takes no other flags")
     add("--fresh", action="store_true", help="compile again even if nothing has changed")
 
 
@@ -111,17 +122,29 @@ def _add_search_flags(parser: cli.Parser) -> None:
     add("--host_memory_gib", type=float, metavar="GIB", help="memory of each host, instead of the target's")
 
 
+def _build_parser() -> cli.Parser:
+    parser = cli.Parser("plan", __doc__, shape_only=True)
+    add_flags(parser)
+    return parser
+
+
 @cli.main
 def main(argv: list[str]) -> int:
     """Plan each setting, print the tables and write the files."""
-    parser = cli.Parser("plan", __doc__, shape_only=True)
-    add_flags(parser)
+    parser = _build_parser()
+    if "--json-schema" in argv:
+        return _print_schema(argv)
     if "--targets" in argv:
         return list_targets(argv)
     if any(word.partition("=")[0] == "--function" for word in argv):
         return plan_functions(parser.parse_flags(argv))
+    if any(word.partition("=")[0] == "--check" for word in argv):
+        return check_plans(parser.parse_flags(argv), _build_parser)
     command = parser.parse(argv)
     args = command.args
+    for name in ("baseline", "markdown"):
+        if getattr(args, name) is not None:
+            raise cli.UsageError(f"--{name} requires --check")
     if not (args.target or "").strip(" ,") and not args.smallest:
         raise cli.UsageError("--target=NAME is required; run plimsoll plan --targets to list all targets")
     check_files(args)
@@ -151,6 +174,16 @@ def main(argv: list[str]) -> int:
     if get_auto_mode(command):
         return plan_auto(command, name)
     return _plan_one_target(command, name)
+
+
+def _print_schema(argv: list[str]) -> int:
+    """Print the JSON Schema of --json; needs neither JAX nor a config."""
+    from plimsoll.framework.plan.plan_report import SCHEMA_FILE
+
+    if len(argv) > 1:
+        raise cli.UsageError("--json-schema takes no other flags")
+    print(SCHEMA_FILE.read_text("utf-8"), end="")
+    return ExitCode.DONE
 
 
 def _plan_one_target(command: cli.Command, name: str) -> int:

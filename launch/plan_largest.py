@@ -119,7 +119,10 @@ def plan_largest(command: cli.Command, names: list[str]) -> int:
 
 
 def _to_json(frontier: Frontier, curve: ThroughputCurve | None, num_devices: int) -> dict[str, Any]:
+    from plimsoll.framework.plan.plan_report import SCHEMA_VERSION
+
     return {
+        "schema_version": SCHEMA_VERSION,
         "name": frontier.name,
         "failure": frontier.failure,
         "points": [

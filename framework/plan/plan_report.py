@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+
+# Version of the JSON form, and the JSON Schema that describes it; see tools/plan_schema.py.
+SCHEMA_VERSION = 1
+SCHEMA_FILE = Path(__file__).with_name("plan_schema.json")
 
 # The groups of the memory breakdown, in the order used everywhere.
 BREAKDOWN_KEYS: tuple[str, ...] = (
@@ -44,6 +49,12 @@ _FUNCTION_KEYS = (
     *("collective_bytes", "host_transfer_bytes", "time", "compile_seconds", "message", "estimated", "fits", "notes"),
     *("phases", "zero_gradients", "suggestions"),
 )
+
+
+def list_keys() -> dict[str, bool]:
+    """Return {key of the JSON form: whether the reports of all kinds have it}."""
+    kinds = (_COMPILED_KEYS, _ESTIMATED_KEYS, _FUNCTION_KEYS)
+    return {key: all(key in keys for keys in kinds) for keys in kinds for key in keys}
 
 
 @dataclass(frozen=True)
@@ -115,7 +126,12 @@ class LargestBuffer:
 
 @dataclass(frozen=True)
 class ZeroGradient:
-    """A parameter whose gradient is zero for all data: its path, and its bytes per device."""
+    """A parameter whose gradient is zero for all data.
+
+    Attributes:
+        path: path of the parameter.
+        bytes: its bytes per device.
+    """
 
     path: str
     bytes: int
@@ -336,12 +352,13 @@ class PlanReport:
         content = asdict(self)
         if self.host is not None:
             content["host"] |= {"peak_phase": self.host.peak_phase, "peak_bytes": self.host.peak_bytes}
-        return {key: content[key] for key in keys}
+        return {"schema_version": SCHEMA_VERSION} | {key: content[key] for key in keys}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> PlanReport:
         """Return the report that `to_json` wrote; it may lack keys that have a default."""
         fields = dict(content)
+        fields.pop("schema_version", None)
         if fields.get("time"):
             fields["time"] = TimeReport(**fields["time"])
         if fields.get("estimate"):
