@@ -32,6 +32,7 @@ from plimsoll.launch.plan_check import check_plans
 from plimsoll.launch.plan_common import (
     TablePrinter,
     check_files,
+    collect_garbage_rarely,
     iter_comparisons,
     make_report,
     resolve_target,
@@ -131,6 +132,11 @@ def _build_parser() -> cli.Parser:
 @cli.main
 def main(argv: list[str]) -> int:
     """Plan each setting, print the tables and write the files."""
+    with collect_garbage_rarely():
+        return _run(argv)
+
+
+def _run(argv: list[str]) -> int:
     parser = _build_parser()
     if "--json-schema" in argv:
         return _print_schema(argv)

@@ -18,7 +18,6 @@ from typing import Any
 
 from plimsoll.framework.config import did_you_mean
 from plimsoll.framework.files.workdir import writing
-from plimsoll.framework.plan import report_tables
 from plimsoll.framework.plan.plan_report import SCHEMA_VERSION, PlanReport
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.framework.terminal.phases import phase
@@ -269,6 +268,9 @@ def _count_bytes(report: PlanReport) -> int:
 
 
 def _format_batch(before: PlanReport | None, now: PlanReport | None) -> str:
+    # Imported late, because it imports JAX, and a typo on the command line should show immediately.
+    from plimsoll.framework.plan import report_tables
+
     texts = []
     for report in (before, now):
         if report is not None and report.batch is not None:
@@ -305,6 +307,8 @@ def _format_verdict(result: CheckResult, earlier: CheckResult | None, base: Mapp
     # If the devices have room, the host has none.
     host = ""
     if report is not None and report.host is not None and not report.host.fits:
+        from plimsoll.framework.plan import report_tables
+
         host = f" the host ({report_tables.host_verdict(report.host).partition(': ')[2]})"
     if _stops_fitting(result, base):
         return f"NO LONGER FITS{host}"

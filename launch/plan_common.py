@@ -1,5 +1,7 @@
 """Code shared by all modes of `plimsoll plan`: devices, reports, and their output."""
 
+import contextlib
+import gc
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,6 +15,17 @@ from plimsoll.launch import cli
 if TYPE_CHECKING:
     from plimsoll.framework.plan.build_report import CompiledTrainStep
     from plimsoll.framework.plan.plan_report import PlanReport
+
+
+@contextlib.contextmanager
+def collect_garbage_rarely() -> Iterator[None]:
+    """Let Python's garbage collector run rarely: imports and traces create few cycles, and visiting them takes time."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(500_000, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def check_files(args: Any) -> None:

@@ -9,7 +9,7 @@ from plimsoll.extras.plan_page import PlanCommand, page
 from plimsoll.extras.plan_page.batch_grid import GridPoint
 from plimsoll.extras.plan_page.redaction import redact
 from plimsoll.framework.plan.plan_report import BatchReport
-from tests.support.plan_pages import browse, needs_browser, plan
+from tests.support.plan_pages import IN_EFFECT, browse, needs_browser, plan
 
 TEXTS = [
     ("--config=/home/me/x/my.py:tiny", "--config=my.py:tiny"),
@@ -47,7 +47,7 @@ def report(rows: int = 16):
         config="/home/somebody/configs/my.py:model",
         settings=[*made.settings, "data.source.path=/data/somebody/train.bin"],
         notes=["see /home/somebody/log"],
-        in_effect={**made.in_effect, "data.global_batch_size": rows, "data.seq_len": 4096},
+        in_effect={**IN_EFFECT, "data.global_batch_size": rows, "data.seq_len": 4096},
         smaller_batch=None,
     )
 
