@@ -45,7 +45,7 @@ def build_schema() -> dict[str, Any]:
             "description": getattr(HostReport, name).__doc__
         }
         host["required"].append(name)
-    curve = {"anyOf": [{"$ref": "#/$defs/ThroughputCurve"}, {"type": "null"}]}
+    curve: dict[str, Any] = {"anyOf": [{"$ref": "#/$defs/ThroughputCurve"}, {"type": "null"}]}
     curve["description"] = "Rates at larger batches; null if the rates of the device are unknown."
     version = {"const": plan_report.SCHEMA_VERSION, "description": "Version of this schema."}
     report["properties"] = {
@@ -182,7 +182,7 @@ def _describe_type(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     """Write or check the schema; returns 1 if it is outdated."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true", help="write the file")
     args = parser.parse_args()
     text = json.dumps(build_schema(), indent=1) + "\n"

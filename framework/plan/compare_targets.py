@@ -74,11 +74,11 @@ def table(reports: Sequence[PlanReport], left_out: dict[str, str]) -> list[Table
         # The bytes, the source of the figure, and the settings of the first suggestion; suggestions are cheapest first.
         if report.fits:
             row += ["", "estimate" if report.estimated else "compiler", "unchanged"]
-        elif not report.suggestions and report.smaller_batch is None:
-            row += ["", "estimate", "none found"]
-        elif not report.suggestions:
+        elif not report.suggestions and report.smaller_batch is not None:
             smaller = report.smaller_batch
             row += [human_bytes(smaller.device_peak_bytes), "estimate", f"{smaller.setting} (changes the training)"]
+        elif not report.suggestions:
+            row += ["", "estimate", "none found"]
         else:
             suggestion = report.suggestions[0]
             source = "compiler" if suggestion.compiled and not report.estimated else "estimate"

@@ -460,7 +460,7 @@ def _aval(var: Var | Literal) -> ShapedArray:
 
 def _add_fused_value(value: _Value, equation: _Equation, live: _LiveValues) -> None:
     """Add a fused value to `live`; it overwrites an operand that nothing else reads, if there is one."""
-    overwritable = []
+    overwritable: list[_Value] = []
     for operand in value.operands:
         is_dying = operand in live and operand.last_read == value.computed_at
         if is_dying and operand.nbytes >= value.nbytes:
