@@ -36,7 +36,7 @@ from plimsoll.framework.run import user_errors
 from plimsoll.framework.terminal import interrupts
 from plimsoll.framework.terminal.escaping import escape_control_chars
 from plimsoll.framework.terminal.exit_codes import ExitCode
-from plimsoll.launch import flag_hints, reports, startup_message
+from plimsoll.launch import flag_hints, reports, source_index, startup_message
 
 __all__ = [
     "Command",
@@ -196,6 +196,7 @@ class Parser(argparse.ArgumentParser):
         args = self.parse_flags(verb_flags, spec)
         if spec is None:
             raise UsageError(f"--config=NAME is required; valid names: {', '.join(configs.names())}")
+        self._check_fields(spec, overrides)
         overrides = [*reports.overrides(args), *overrides]
         notes: list[str] = []
         named = configs.load(spec, notes.append, shape_only=self._shape_is_enough)
@@ -207,6 +208,17 @@ class Parser(argparse.ArgumentParser):
         # Reading the property checks overrides and rules.
         command.config  # noqa: B018
         return command
+
+    def _check_fields(self, spec: str, overrides: Overrides) -> None:
+        """Raise ConfigError for a field that no config of ours has, before the config and JAX are imported."""
+        if not source_index.has_only_our_components(spec):
+            return
+        for path, text in overrides:
+            # From here on, sections may have other components, or the last name may be another trainer's.
+            if path in source_index.SECTIONS or flag_hints.is_known_elsewhere(path):
+                return
+            with _prefix_errors(path, text):
+                source_index.check_field(path)
 
     def parse_flags(self, argv: Sequence[str], spec: str | None = None) -> argparse.Namespace:
         """Parse the verb's own flags.
@@ -230,7 +242,13 @@ class Parser(argparse.ArgumentParser):
             path = token[2:].removeprefix("config.")
             if "." in flag:
                 raise UsageError(f"unknown flag {flag!r}; did you mean '--config.{path}'?")
-            hint = flag_hints.hint(flag, value, known_flags, load_config)
+            hint = flag_hints.hint(
+                flag,
+                value,
+                known_flags,
+                load_config,
+                has_only_our_components=source_index.has_only_our_components(spec),
+            )
             raise UsageError(f"unknown flag {flag!r}{hint}")
         return self.parse_args(argv)
 
