@@ -9,6 +9,7 @@
     plimsoll plan --config=llama3-8b --target=h100 --largest --host_memory_gib=128 --picture=largest.png
     plimsoll plan --config=qlora:meta-llama/Llama-3.1-8B --target=rtx4090 --longest --config.data.global_batch_size=1
     plimsoll plan --function=step.py:abstract_step --target=h100
+    plimsoll plan --from pretrain.sh --target=h100x8      # Megatron-LM, torchtitan, TRL, DeepSpeed, axolotl, MaxText
     plimsoll plan --targets
 
 You do not need access to the machine.
@@ -28,6 +29,7 @@ from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli
 from plimsoll.launch.plan_auto import check_auto, get_auto_mode, plan_auto
 from plimsoll.launch.plan_common import check_files, iter_comparisons, make_report, resolve_target, write_outputs
+from plimsoll.launch.plan_foreign import plan_foreign
 from plimsoll.launch.plan_function import plan_functions
 from plimsoll.launch.plan_largest import check_largest, plan_largest
 from plimsoll.launch.plan_page import build_target_page
@@ -53,6 +55,15 @@ def add_flags(parser: cli.Parser) -> None:
         help="plan any JAX function instead of a config: NAME() returns (function, arguments), optionally followed "
         "by a dict of options of pl.plan_function",
     )
+    add(
+        "--from",
+        nargs="+",
+        dest="source",
+        metavar="FILE",
+        help="plan a run of another framework: a script or config of Megatron-LM, torchtitan, TRL, DeepSpeed, axolotl or "
+        "MaxText, followed by arguments in its own syntax",
+    )
+    add("--compiled", action="store_true", help="with --from: compile the step instead of estimating it")
     add("--targets", action="store_true", help="list all targets; takes no other flags")
     add("--estimate", action="store_true", help="only the analytical estimate: takes seconds, less exact")
     add("--compare", action="append", default=[], metavar="PATH=A,B", help="plan each value; repeatable")
@@ -113,6 +124,8 @@ def main(argv: list[str]) -> int:
         return list_targets(argv)
     if any(word.partition("=")[0] == "--function" for word in argv):
         return plan_functions(parser.parse_flags(argv))
+    if any(word.partition("=")[0] == "--from" for word in argv):
+        return plan_foreign(parser, argv)
     command = parser.parse(argv)
     args = command.args
     if not (args.target or "").strip(" ,") and not args.smallest:
