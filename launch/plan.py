@@ -60,8 +60,8 @@ def add_flags(parser: cli.Parser) -> None:
         nargs="+",
         dest="source",
         metavar="FILE",
-        help="plan a run of another framework: a script or config of Megatron-LM, torchtitan, TRL, DeepSpeed, axolotl or "
-        "MaxText, followed by arguments in its own syntax",
+        help="plan a run of another framework: a script or config of Megatron-LM, torchtitan, TRL, DeepSpeed, axolotl "
+        "or MaxText, followed by arguments in its own syntax",
     )
     add("--compiled", action="store_true", help="with --from: compile the step instead of estimating it")
     add("--targets", action="store_true", help="list all targets; takes no other flags")

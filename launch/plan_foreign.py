@@ -27,7 +27,7 @@ _SHOWN = 12
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class ForeignPlan:
     """The plan of a run for one target."""
 
     run: ForeignRun
@@ -55,7 +55,7 @@ def plan_foreign(parser: cli.Parser, argv: Sequence[str]) -> int:
 
     names = compare_targets.parse_target_names(args.target)
     # The file is read before JAX starts, so that its errors show immediately.
-    runs = [_read(paths, words, name) for name in names]
+    runs = [read_for_target(paths, words, name) for name in names]
     targets.set_environment(names[0])
     cli.prepare_jax()
     # Programs loaded from the cache lack buffer information, which the report lists.
@@ -66,7 +66,7 @@ def plan_foreign(parser: cli.Parser, argv: Sequence[str]) -> int:
     start_cpus(machines)
     for (run, name), machine in zip(runs, machines, strict=True):
         try:
-            plans.append(_plan(parser, args, run, name, machine, overrides))
+            plans.append(plan_run(parser, args, run, name, machine, overrides))
         except ValueError as error:
             if len(names) == 1:
                 raise
@@ -132,7 +132,7 @@ def _split(
     return args, files, theirs, list(overrides)
 
 
-def _read(paths: Sequence[Path], words: Sequence[str], name: str) -> tuple[ForeignRun, str]:
+def read_for_target(paths: Sequence[Path], words: Sequence[str], name: str) -> tuple[ForeignRun, str]:
     """Return (the run on a target, the target's name with the number of devices of the file if it has none)."""
     # Imported late, because reading YAML takes time.
     from plimsoll.extras.other_frameworks.foreign_run import ForeignConfigError
@@ -151,15 +151,31 @@ def _read(paths: Sequence[Path], words: Sequence[str], name: str) -> tuple[Forei
     return dataclasses.replace(run, machine=name), name
 
 
-def _plan(
+def plan_run(
     parser: cli.Parser,
     args: argparse.Namespace,
     run: ForeignRun,
     name: str,
     machine: Any,
-    overrides: Sequence[tuple[str, str]],
-) -> _Plan:
-    """Plan a run for one target."""
+    overrides: Sequence[tuple[str, str]] = (),
+    *,
+    last_stage: bool = False,
+) -> ForeignPlan:
+    """Plan a run for one target.
+
+    Args:
+        parser: the parser of `plan`.
+        args: our flags.
+        run: the run.
+        name: name of the target.
+        machine: the target.
+        overrides: overrides of our config, from the command line.
+        last_stage: count the last stage of a pipeline, and not the one that needs the most.
+
+    Raises:
+        UsageError: our configs cannot describe the run.
+        ValueError: our config of the run is not valid for the target.
+    """
     from plimsoll.extras.other_frameworks.adjusted_report import adjust_report
     from plimsoll.extras.other_frameworks.foreign_run import ForeignConfigError
     from plimsoll.extras.other_frameworks.mapping import build_flags
@@ -184,13 +200,27 @@ def _plan(
     if run.stored is not None:
         command.args.step_only = True
     limit = cli.gib("device_memory_gib", args.device_memory_gib)
+    if limit is None:
+        limit = machine.get_config_limit_bytes(command.resolve(machine.name)[0])
     report = make_report(command, name, machine, limit, estimate)
     config, _ = command.resolve(machine.name)
-    report = adjust_report(report, run, config, machine)
-    return _Plan(run, command, machine, report)
+    report = adjust_report(report, run, config, machine, last_stage=last_stage)
+    if not run.offloaded:
+        # The memory of hosts is that of our program: its compiler, its checkpoints.
+        device_fits = not report.message and (limit is None or _needed_bytes(report) <= limit)
+        notes = [note for note in report.notes if not note.startswith("saves go through")]
+        report = dataclasses.replace(report, host=None, fits=device_fits, notes=notes)
+    # The flags are in the table of the run.
+    report = dataclasses.replace(report, settings=[], compilable=not estimate)
+    return ForeignPlan(run, command, machine, report)
 
 
-def _describe(plan: _Plan, paths: Sequence[Path]) -> Any:
+def _needed_bytes(report: PlanReport) -> int:
+    """Return the bytes of the phase that needs the most."""
+    return max([report.device_allocated_bytes, *(phase.device_peak_bytes for phase in report.phases.values())])
+
+
+def _describe(plan: ForeignPlan, paths: Sequence[Path]) -> Any:
     """Return the table of what was read, what was not, and the flags of ours."""
     from plimsoll.extras.other_frameworks.huggingface import describe_model
     from plimsoll.framework.terminal.tables import TableSection
@@ -210,6 +240,8 @@ def _describe(plan: _Plan, paths: Sequence[Path]) -> Any:
     if run.unknown:
         rows.append(["not known", f"{_list_names(run.unknown)}: if they change memory or time, the plan does not"])
     rows += [["note", note] for note in run.notes]
+    if plan.report.estimated:
+        rows.append(["method", "estimate; --compiled compiles the step of our flags"])
     rows.append(["as ours", format_command(plan.command)])
     return TableSection("from", rows)
 
@@ -226,12 +258,12 @@ def _list_names(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _to_json(plan: _Plan, paths: Sequence[Path]) -> dict[str, Any]:
+def _to_json(plan: ForeignPlan, paths: Sequence[Path]) -> dict[str, Any]:
     """Return the description of a run for the JSON report."""
     return {"files": list(map(str, paths)), **dataclasses.asdict(plan.run), "command": format_command(plan.command)}
 
 
-def _build_page(args: argparse.Namespace, plans: Sequence[_Plan]) -> str:
+def _build_page(args: argparse.Namespace, plans: Sequence[ForeignPlan]) -> str:
     from plimsoll.launch.plan_page import build_comparison_page
 
     plan = plans[0]

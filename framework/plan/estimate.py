@@ -80,9 +80,9 @@ class PassBytes:
     """What one device holds in the forward and backward pass of a microbatch, apart from state, batch and gradients.
 
     Attributes:
-        activations: bytes at the peak of the pass of one chunk of layers: of a stage, or of all layers without a pipeline.
+        activations: bytes at the peak of the pass of one chunk of layers: all layers, or those of a pipeline's chunk.
         residuals: bytes that the forward pass of a chunk leaves for the backward pass.
-        others: bytes at the peak of a pass of all layers, except these residuals: the loss, and one layer's temporaries.
+        others: bytes at the peak of a pass of all layers except their residuals: the loss, a layer's temporaries.
     """
 
     activations: int

@@ -12,7 +12,7 @@ from typing import cast
 
 from jax.sharding import AbstractMesh, Mesh
 
-from plimsoll.extras.other_frameworks.foreign_run import ForeignRun, StoredBytes
+from plimsoll.extras.other_frameworks.foreign_run import OUR_LOGIT_BYTES, ForeignRun
 from plimsoll.framework.config import Config
 from plimsoll.framework.layout import StateLayout
 from plimsoll.framework.plan.estimate import Estimate, PassBytes, estimate_pass
@@ -39,7 +39,9 @@ class LocalCount:
     experts: int
 
 
-def adjust_report(report: PlanReport, run: ForeignRun, config: Config, target: Target) -> PlanReport:
+def adjust_report(
+    report: PlanReport, run: ForeignRun, config: Config, target: Target, *, last_stage: bool = False
+) -> PlanReport:
     """Return a report with the memory that the other framework's run needs.
 
     Args:
@@ -47,15 +49,14 @@ def adjust_report(report: PlanReport, run: ForeignRun, config: Config, target: T
         run: the run.
         config: our config of it, resolved for the target.
         target: the machine.
+        last_stage: count the last stage of a pipeline, and not the one that needs the most.
     """
-    extra = _extra_bytes(run, config.instantiate(), target)
-    if run.stored is None and not extra:
-        return report
     experiment: Experiment = config.instantiate()
+    extra = _extra_bytes(run, experiment, target)
+    if run.stored is None and run.logit_bytes <= OUR_LOGIT_BYTES and not extra:
+        return report
     need = estimate_for_target(experiment, target)
-    theirs = dict(need.breakdown)
-    if run.stored is not None:
-        theirs |= count_stored(run.stored, run, experiment, target, need)
+    theirs = dict(need.breakdown) | count_stored(run, experiment, target, need, last_stage=last_stage)
     for group, size in extra.items():
         theirs[group] += size
     # The difference of the two estimates is added to the plan, which may be a compiled one.
@@ -64,18 +65,27 @@ def adjust_report(report: PlanReport, run: ForeignRun, config: Config, target: T
 
 
 def count_stored(
-    stored: StoredBytes, run: ForeignRun, experiment: Experiment, target: Target, need: Estimate
+    run: ForeignRun, experiment: Experiment, target: Target, need: Estimate, *, last_stage: bool = False
 ) -> dict[str, int]:
     """Return the bytes by group that one device of the other framework holds at its peak.
 
     Args:
-        stored: what the framework stores.
         run: the run.
         experiment: our experiment of it.
         target: the machine.
         need: the estimate of our experiment.
+        last_stage: count the last stage of a pipeline, and not the one that needs the most.
     """
     sizes = check_target(experiment, target)
+    stored = run.stored
+    input_shards = sizes["model"] if stored is not None and stored.divides_inputs else 1
+    passes = estimate_pass(experiment, sizes, target.spec, input_shards=input_shards)
+    loss = count_loss(run, experiment, sizes)
+    # During the loss, all residuals exist, and no gradient of a layer.
+    ours = {group: need.breakdown[group] for group in ("activations", "gradients")}
+    during_loss = {"activations": passes.residuals + loss, "gradients": 0}
+    if stored is None:
+        return max(ours, during_loss, key=_total)
     count = count_local(experiment, sizes)
     experts = sizes["expert"]
 
@@ -88,24 +98,41 @@ def count_stored(
     parameters = share(stored.parameter, stored.parameter_shards) + gathered
     gradients = share(stored.gradient, stored.gradient_shards)
     state = need.breakdown["optimizer_state"] if stored.state is None else share(stored.state, stored.state_shards)
-    if run.offloaded and "optimizer_state" in run.offloaded:
+    if "optimizer_state" in run.offloaded:
         state = 0
-    if run.offloaded and "gradients" in run.offloaded:
+    if "gradients" in run.offloaded:
         gradients = 0
-    passes = estimate_pass(experiment, sizes, target.spec, input_shards=sizes["model"] if stored.divides_inputs else 1)
-    activations = count_activations(run, passes)
-    # After the backward pass, activations are gone, all gradients exist, and the update needs its temporaries.
-    temporaries = share(stored.update, stored.state_shards)
     our_gradients = sum(leaf.bytes_per_device for leaf in need.layout if leaf.group == "parameter")
-    is_plain = run.mesh.stages == 1 and not (stored.divides_inputs and sizes["model"] > 1)
-    if is_plain and not stored.keeps_gradients and abs(gradients - our_gradients) <= our_gradients / 100:
+    has_our_gradients = not stored.keeps_gradients and abs(gradients - our_gradients) <= our_gradients / 100
+    # After the backward pass, activations are gone, all gradients exist, and the update needs its temporaries.
+    moments = [{"activations": share(stored.update, stored.state_shards), "gradients": gradients}]
+    if has_our_gradients and run.mesh.stages == 1 and input_shards == 1:
         # As in our program, gradients take the place of activations that are freed.
-        at_peak = {group: need.breakdown[group] for group in ("activations", "gradients")}
+        moments += [ours, during_loss]
     else:
-        at_peak = {"activations": activations, "gradients": gradients}
-    after = {"activations": temporaries, "gradients": gradients}
-    most = max(at_peak, after, key=lambda groups: sum(groups.values()))
-    return {"parameters": parameters, "optimizer_state": state, "other": need.breakdown["other"] + stored.buffers, **most}
+        activations = count_activations(run, passes, loss, last_stage=last_stage)
+        moments.append({"activations": activations, "gradients": gradients})
+    most = max(moments, key=_total)
+    return {
+        "parameters": parameters,
+        "optimizer_state": state,
+        "other": need.breakdown["other"] + stored.buffers,
+        **most,
+    }
+
+
+def count_loss(run: ForeignRun, experiment: Experiment, sizes: dict[str, int]) -> int:
+    """Return the bytes of the logits and their copies, on a device that computes the loss of a microbatch."""
+    if not run.whole_logits:
+        return 0
+    data = experiment.data
+    rows = data.global_batch_size // (experiment.learner.accumulate * run.mesh.batch_groups)
+    tokens = rows * data.seq_len // sizes["seq"]
+    return round(tokens * experiment.language_model.vocab_size * run.logit_bytes / sizes["model"])
+
+
+def _total(groups: dict[str, int]) -> int:
+    return sum(groups.values())
 
 
 def count_local(experiment: Experiment, sizes: dict[str, int]) -> LocalCount:
@@ -128,7 +155,7 @@ def count_local(experiment: Experiment, sizes: dict[str, int]) -> LocalCount:
     return LocalCount(shared, sum(count for path, count in by_expert.items() if _is_expert(path)))
 
 
-def count_activations(run: ForeignRun, passes: PassBytes) -> int:
+def count_activations(run: ForeignRun, passes: PassBytes, loss: int, *, last_stage: bool = False) -> int:
     """Return the activations of the stage of a pipeline that has most of them; without a pipeline, of a pass.
 
     The first stage has started the most microbatches, and the last one computes the loss.
@@ -136,12 +163,14 @@ def count_activations(run: ForeignRun, passes: PassBytes) -> int:
     Args:
         run: the run.
         passes: the bytes of a pass.
+        loss: bytes of the logits and their copies.
+        last_stage: count the last stage.
     """
     if run.mesh.stages == 1:
-        return passes.activations
+        return max(passes.activations, passes.residuals + loss)
     first = passes.activations + passes.residuals * (count_in_flight(run, 0) - 1)
-    last = passes.others + passes.residuals * count_in_flight(run, run.mesh.stages - 1)
-    return max(first, last)
+    last = max(passes.others, loss) + passes.residuals * count_in_flight(run, run.mesh.stages - 1)
+    return last if last_stage else max(first, last)
 
 
 def count_in_flight(run: ForeignRun, stage: int) -> int:
@@ -197,7 +226,8 @@ def _apply(report: PlanReport, changes: dict[str, int], run: ForeignRun) -> Plan
         for group, size in changes.items()
         if abs(size) >= 1 << 20
     ]
-    note = f"memory is counted as {run.framework} uses it; compared with our program: {', '.join(differences) or 'the same'}"
+    compared = ", ".join(differences) or "the same"
+    note = f"memory is counted as {run.framework} uses it; compared with our program: {compared}"
     phases = {"train": PhaseReport(allocated, report.host_peak_bytes)} if report.phases else {}
     return replace(
         report,

@@ -7,13 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from plimsoll.extras.other_frameworks.foreign_run import (
-    Adapter,
-    ForeignConfigError,
-    ForeignRun,
-    Objective,
-)
+from plimsoll.extras.other_frameworks.foreign_run import Adapter, ForeignConfigError, ForeignRun, Objective
 from plimsoll.extras.other_frameworks.huggingface import (
+    LOGIT_BYTES,
     count_devices,
     note_adapter,
     read_lora_targets,
@@ -67,7 +63,9 @@ def read(values: Mapping[str, Any], source: str, devices: int | None, sharding: 
     total = count_devices(settings, sharding, devices)
     method, adapter, base = _read_adapter(settings)
     if (unfrozen := settings.raw("unfrozen_parameters")) is not None:
-        settings.note(f"unfrozen_parameters ({len(unfrozen)} patterns): counted as all weights trained, which needs more memory")
+        settings.note(
+            f"unfrozen_parameters ({len(unfrozen)} patterns): counted as all weights trained, which needs more memory"
+        )
     if settings.flag("reward_model") or settings.flag("process_reward_model"):
         settings.note("a reward model has a head with one output: counted with the head of the language model")
     accumulate = settings.positive("gradient_accumulation_steps", sharding.accumulate or 1)
@@ -100,7 +98,9 @@ def read(values: Mapping[str, Any], source: str, devices: int | None, sharding: 
         overrides["learner.rounding"] = "kahan"
     offloaded = divided.offloaded
     checkpointing = settings.text("gradient_checkpointing", "false").lower()
-    if checkpointing in ("offload", "unsloth", "offload_disk") or settings.text("activation_offloading").lower() not in ("", "false"):
+    if checkpointing in ("offload", "unsloth", "offload_disk") or settings.text(
+        "activation_offloading"
+    ).lower() not in ("", "false"):
         offloaded = (*offloaded, "activations")
     is_fused = settings.flag("liger_fused_linear_cross_entropy") or settings.flag("chunked_cross_entropy")
     plugins = " ".join(map(str, settings.raw("plugins", []) or []))
@@ -124,6 +124,7 @@ def read(values: Mapping[str, Any], source: str, devices: int | None, sharding: 
         whole_logits=not is_fused,
         low_precision="fp8_tensor" if settings.flag("fp8") else None,
         overrides=overrides,
+        logit_bytes=LOGIT_BYTES,
         read=settings.read,
         skipped=settings.skipped,
         unknown=settings.unknown,
@@ -187,7 +188,9 @@ def _read_sharding(settings: Settings, sharding: Sharding) -> Sharding:
     elif path and sharding.kind == "ddp":
         match = re.search(r"zero([123])", path)
         if match is None:
-            raise ForeignConfigError(f"{settings.source}: deepspeed names {path}, which was not found; give that file too")
+            raise ForeignConfigError(
+                f"{settings.source}: deepspeed names {path}, which was not found; give that file too"
+            )
         offloaded = ("gradients", "optimizer_state") if "offload" in path else ()
         offloaded = (*offloaded, "parameters") if "offload_all" in path else offloaded
         kinds = {"1": "zero1", "2": "zero2", "3": "zero3"}

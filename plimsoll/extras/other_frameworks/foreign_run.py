@@ -11,6 +11,10 @@ Method = Literal["full", "lora", "qlora"]
 Objective = Literal["tokens", "pairs", "pairs with a reference"]
 
 
+# Bytes per logit at the peak of our loss, if the logits of all tokens exist at the same time: XLA fuses the rest.
+OUR_LOGIT_BYTES = 4.0
+
+
 class ForeignConfigError(ValueError):
     """A file of another framework cannot be read, or it lacks something that a plan needs."""
 
@@ -177,6 +181,7 @@ class ForeignRun:
         base: storage of the frozen weights of an adapter's model: None, int8 or nf4.
         offloaded: fields of our `memory` section whose arrays are in host memory.
         whole_logits: the logits of all tokens exist at the same time.
+        logit_bytes: bytes per logit at the peak of the loss, with its copies: in another dtype, softmax, gradient.
         low_precision: our recipe of 8-bit matrix products, or None.
         overrides: other fields of our config, by path.
         machine: our name of the accelerator, if the file names it.
@@ -202,6 +207,7 @@ class ForeignRun:
     base: str | None = None
     offloaded: tuple[str, ...] = ()
     whole_logits: bool = True
+    logit_bytes: float = OUR_LOGIT_BYTES
     low_precision: str | None = None
     overrides: Mapping[str, str] = field(default_factory=dict)
     machine: str | None = None

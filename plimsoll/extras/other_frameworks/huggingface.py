@@ -1,4 +1,4 @@
-"""Hugging Face: YAML recipes of TRL and alignment-handbook, arguments of the Trainer, and DeepSpeed JSON with a model."""
+"""Hugging Face: YAML recipes of TRL and alignment-handbook, arguments of the Trainer, DeepSpeed JSON with a model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SKIPPED = (
     r"|max_train_samples|max_eval.*|tokenizer.*|completion_only_loss|assistant_only_loss|average_tokens.*|project.*"
     r"|activation_checkpointing_kwargs|bench_steps|warmup_steps|bind_cores.*|hostfile|include|exclude|deterministic"
     r"|master_addr|lora_learning_rate|train_file|validation_.*|block_size_|use_wandb|per_device_eval_batch_size|end_lr"
-    r"|disable_dropout|lr|profile.*|leaf_module|padding_free|packing_strategy|num_padding.*|random_ltd|generate_during_eval|precompute_ref_log_probs|metric_.*|greater_is_better|optim_args|hf_.*|passes"
+    r"|disable_dropout|lr|profile.*|leaf_module|padding_free|packing_strategy|num_padding.*|random_ltd|dropout|backend|analyzing.*|only_optimize_lora|generate_during_eval|precompute_ref_log_probs|metric_.*|greater_is_better|optim_args|hf_.*|passes"
 )
 # Other names of the same settings: name -> ours here.
 _ALIASES = {
@@ -127,6 +127,9 @@ _LAYERS = {
     "dense_h_to_4h": "mlp/up",
     "dense_4h_to_h": "mlp/down",
 }
+# Bytes per logit of the loss in transformers: logits as float32, log-softmax and its gradient in float32, and the
+# gradient in 16 bits.
+LOGIT_BYTES = 14.0
 _TABLES = ("embed_tokens", "lm_head", "embed_in", "embed_out", "wte")
 
 
@@ -148,9 +151,9 @@ def read(values: Mapping[str, Any], source: str, devices: int | None, sharding: 
         ForeignConfigError: a setting is missing, or has an invalid value.
     """
     settings = Settings({_ALIASES.get(name, name): value for name, value in values.items()}, source, _SKIPPED)
-    if "actor_model_name_or_path" in settings or "num_generations" in settings:
+    if "num_generations" in settings:
         raise ForeignConfigError(f"{source}: a run that generates answers between its steps (PPO, GRPO) is not read")
-    if not settings.text("model_name_or_path"):
+    if settings.text("model_name_or_path") in ("", "True"):
         raise ForeignConfigError(
             f"{source}: names no model; give --model=ORG/NAME, or a folder with a config.json, after the file"
         )
@@ -206,6 +209,7 @@ def read(values: Mapping[str, Any], source: str, devices: int | None, sharding: 
         base="int8" if settings.flag("load_in_8bit") and method == "lora" else None,
         offloaded=divided.offloaded,
         whole_logits=not (settings.flag("use_liger_kernel") or settings.flag("use_liger_loss")),
+        logit_bytes=LOGIT_BYTES,
         read=settings.read,
         skipped=settings.skipped,
         unknown=settings.unknown,
@@ -229,9 +233,7 @@ def _read_trainer_sharding(settings: Settings, sharding: Sharding) -> Sharding:
         kinds = ("zero0", "zero1", "zero2", "zero3")
         offloaded = ("gradients", "optimizer_state") if settings.flag("offload") and stage else ()
         live = 30_000_000 if stage == 3 else 0
-        return replace(
-            sharding, kind=kinds[stage], half=True, offloaded=offloaded, bucket=None, live_parameters=live
-        )
+        return replace(sharding, kind=kinds[stage], half=True, offloaded=offloaded, bucket=None, live_parameters=live)
     backend = settings.text("backend")
     if backend == "fsdp":
         return replace(sharding, kind="fsdp", half=True)
@@ -286,7 +288,9 @@ def read_adapter(settings: Settings) -> Adapter | None:
     if settings.flag("use_dora"):
         settings.note("DoRA's magnitudes, which are vectors, and its norms of the weights are not counted")
     if "only_optimize_lora" not in settings and "lora_module_name" in settings:
-        settings.note("DeepSpeed-Chat trains all weights next to the adapters without --only_optimize_lora: counted as frozen")
+        settings.note(
+            "DeepSpeed-Chat trains all weights next to the adapters without --only_optimize_lora: counted as frozen"
+        )
     saved = settings.raw("lora_modules_to_save", [])
     saved = saved if isinstance(saved, list) else str(saved).split()
     tables = sum(str(name) in _TABLES for name in saved)
@@ -334,12 +338,21 @@ def _read_dtypes(settings: Settings, is_trl: bool) -> tuple[str, bool]:
     name = settings.text("dtype").lower().removeprefix("torch.")
     if not is_trl and name in ("fp16", "bf16"):
         name = {"fp16": "float16", "bf16": "bfloat16"}[name]
-    names = {"": "float32", "none": "float32", "null": "float32", "auto": "bfloat16", "bf16": "bfloat16", "fp16": "float16"}
+    names = {
+        "": "float32",
+        "none": "float32",
+        "null": "float32",
+        "auto": "bfloat16",
+        "bf16": "bfloat16",
+        "fp16": "float16",
+    }
     weights = names.get(name, name)
     if weights not in ("float32", "bfloat16", "float16"):
         raise settings.error("torch_dtype", f"= {name!r}; expected auto, bfloat16, float16 or float32")
     if not name:
-        settings.note("the file states no dtype of the weights: counted as float32, as transformers loads them before version 5")
+        settings.note(
+            "the file states no dtype of the weights: counted as float32, as transformers loads them before version 5"
+        )
     half = settings.flag("bf16") or settings.flag("fp16")
     return weights, half or weights != "float32"
 

@@ -42,12 +42,7 @@ PRECISIONS = {
     "bfloat16, float32 master": {},
     "float8 and bfloat16": {},
     # Float32 weights need no master copy.
-    "float32 weights, bfloat16 products": {
-        "model.param_dtype": "float32",
-        "model.compute_dtype": "bfloat16",
-        "learner.master_dtype": "none",
-        "learner.moment_dtype": "none",
-    },
+    "float32 weights, bfloat16 products": {"model.param_dtype": "float32", "learner.master_dtype": "none"},
     "float32": {
         "model.param_dtype": "float32",
         "model.compute_dtype": "float32",
@@ -98,10 +93,13 @@ def build_flags(run: ForeignRun) -> PlanFlags:
     """
     config, overrides = _choose_config(run)
     notes: list[str] = []
+    if "model.vocab_size" in overrides:
+        overrides["data.tokenizer.vocab_size"] = overrides["model.vocab_size"]
     overrides |= {"data.seq_len": str(run.seq_len), "data.global_batch_size": str(run.global_rows)}
     if run.accumulate > 1:
         overrides["learner.accumulate"] = str(run.accumulate)
     overrides |= _describe_mesh(run, overrides, notes)
+    overrides |= _set_published_dtype(run)
     overrides |= get_precision_overrides(run.precision, is_full=run.method == "full")
     if run.low_precision is not None:
         overrides["model.precision"] = json.dumps({LOW_PRECISION_TARGETS: run.low_precision})
@@ -218,6 +216,22 @@ def _describe_mesh(run: ForeignRun, overrides: dict[str, str], notes: list[str])
     return described
 
 
+def _set_published_dtype(run: ForeignRun) -> dict[str, str]:
+    """Return the overrides of dtypes that a config of a model published in float32 would not have."""
+    if run.model.hub_id is None or "bfloat16" not in run.precision:
+        return {}
+    # Imported here, because the package imports JAX.
+    from plimsoll.framework.families.published import load_published_models
+
+    published = load_published_models().get(run.model.hub_id)
+    if published is None or published.config.get("torch_dtype", "float32") != "float32":
+        return {}
+    dtypes = {"model.param_dtype": "bfloat16", "model.compute_dtype": "bfloat16"}
+    return dtypes | (
+        {"learner.master_dtype": "float32", "learner.moment_dtype": "float32"} if run.method == "full" else {}
+    )
+
+
 def _count_layers(run: ForeignRun, overrides: dict[str, str]) -> int | None:
     """Return the number of layers of the stack; None if it is not known without building the model."""
     if "model.stack.num_layers" in overrides:
@@ -234,4 +248,6 @@ def _count_layers(run: ForeignRun, overrides: dict[str, str]) -> int | None:
 
 def _format(value: object) -> str:
     """Return a value as the command line has it."""
-    return {None: "none", True: "true", False: "false"}[value] if value is None or value is True or value is False else str(value)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return "none" if value is None else str(value)

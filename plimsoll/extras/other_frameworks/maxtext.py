@@ -55,7 +55,14 @@ _TENSORS = {
 
 def is_config(names: Mapping[str, Any]) -> bool:
     """Return whether names of settings are those of MaxText."""
-    own = ("per_device_batch_size", "remat_policy", "base_emb_dim", "ici_fsdp_parallelism", "max_target_length", "base_config")
+    own = (
+        "per_device_batch_size",
+        "remat_policy",
+        "base_emb_dim",
+        "ici_fsdp_parallelism",
+        "max_target_length",
+        "base_config",
+    )
     return any(name in names for name in own) and "micro_batch_size" not in names
 
 
@@ -75,11 +82,15 @@ def read(values: Mapping[str, Any], source: str, devices: int | None) -> Foreign
         raise settings.error("use_dpo", "trains with a reference model, which is not read for MaxText")
     for name in ("teacher_overrides", "trainer_devices_fraction", "loss_algo", "decode_sampling_strategy_"):
         if settings.values.get(name):
-            raise settings.error(name, "is of distillation or of reinforcement learning, which are not read for MaxText")
+            raise settings.error(
+                name, "is of distillation or of reinforcement learning, which are not read for MaxText"
+            )
     if "inference" in str(settings.values.get("base_config", "")):
         raise settings.error("base_config", "is a file for inference; expected that of a training run")
     if settings.text("attention") == "dot_product":
-        settings.note("attention = 'dot_product' keeps the scores of a layer; counted as a fused kernel, which needs less")
+        settings.note(
+            "attention = 'dot_product' keeps the scores of a layer; counted as a fused kernel, which needs less"
+        )
     model = _read_model(settings)
     topology = settings.text("compile_topology")
     slices = max(1, settings.integer("compile_topology_num_slices", 1))
@@ -91,7 +102,9 @@ def read(values: Mapping[str, Any], source: str, devices: int | None) -> Foreign
     accumulate = settings.positive("gradient_accumulation_steps", 1)
     total_rows = per_device * mesh.devices
     if mesh.rows == 1 and mesh.tensors == 1 and mesh.stages == 1 and total_rows % mesh.batch_groups:
-        raise settings.error("per_device_batch_size", f"= {per_device}: {total_rows:g} rows for {mesh.batch_groups} groups")
+        raise settings.error(
+            "per_device_batch_size", f"= {per_device}: {total_rows:g} rows for {mesh.batch_groups} groups"
+        )
     rows = total_rows / mesh.batch_groups
     if rows != int(rows):
         settings.note(f"{rows:g} rows for each group of devices: counted as {math.ceil(rows)}")
@@ -267,7 +280,9 @@ def _read_precision(settings: Settings) -> str:
     if gradients != "float32" and weights == "float32":
         settings.note(f"grad_dtype = {gradients!r}: counted as the dtype of the weights")
     if settings.text("mu_dtype") and settings.text("mu_dtype") != weights:
-        settings.note(f"mu_dtype = {settings.text('mu_dtype')!r}: counted as {weights}, which needs more or less memory")
+        settings.note(
+            f"mu_dtype = {settings.text('mu_dtype')!r}: counted as {weights}, which needs more or less memory"
+        )
     if weights == "bfloat16":
         return "all bfloat16"
     return "float32" if compute == "float32" else "float32 weights, bfloat16 products"

@@ -25,7 +25,7 @@ _SKIPPED = (
     r"|weight_decay.*|(start|end)_weight_decay|adam_.*|clip_grad|sgd_momentum|init_method.*|seed|data_.*|per_split.*"
     r"|(train|valid|test)_data_path|split|num_workers|tokenizer_.*|tiktoken_.*|vocab_(file|extra_ids)|merge_file"
     r"|mock_data|reset_.*|eod_mask_loss|dataloader_type|no_?_mmap.*|(train|exit|lr)_(iters|samples|interval).*"
-    r"|train_(iters|samples|sync.*)|exit_.*|eval_.*|skip_train|save.*|load.*|no_(save|load).*|finetune|ckpt_.*"
+    r"|train_(iters|samples|sync.*)|exit_.*|eval_.*|skip_train|save.*|load.*|no_(save|load|ckpt).*|finetune|ckpt_.*"
     r"|dist_ckpt.*|use_dist_ckpt|async_save|auto_detect_ckpt_format|use_persistent_ckpt_worker|use_mp_args.*"
     r"|log_.*|tensorboard_.*|wandb_.*|timing_.*|profile.*|use_pytorch_profiler|record_memory.*|manual_gc.*|empty_unused.*"
     r"|distributed_(timeout|backend).*|master_(addr|port)|node_rank|rdzv_.*|local_rank|log_dir|tee|redirects"
@@ -42,7 +42,7 @@ _SKIPPED = (
     r"|fp8_(amax|margin|interval|wgrad).*|first_last_.*|decrease_batch.*|no_create_.*|sft|legacy.*|replication.*"
     r"|ft_.*|use_cpu_init.*|no_initialization|perform_init.*|group_query_attention|data_parallel_random_init|mup.*"
     r"|use_ring_exchange.*|context_parallel_load.*|cp_comm_type|hierarchical.*|mtp_loss.*|scatter_gather.*|no_scatter.*"
-    r"|tokenizer|cross_entropy_.*|logging_.*|init_model_with.*|straggler.*|use_nccl_ub|fsdp_double.*|quick_geglu|glu_linear.*|num_gpus|no_use_tok.*|result_.*|goodput.*|attention_backend_|variable_seq_lengths|grad_reduce_.*|train_sync.*|max_tokens_to_oom|make_vocab_size_divisible_by"
+    r"|tokenizer|cross_entropy_fusion_impl|logging_.*|init_model_with.*|straggler.*|use_nccl_ub|fsdp_double.*|quick_geglu|glu_linear.*|num_gpus|no_use_tok.*|result_.*|goodput.*|attention_backend_|variable_seq_lengths|grad_reduce_.*|train_sync.*|max_tokens_to_oom|make_vocab_size_divisible_by"
 )
 # Values of --tokenizer-type whose vocabulary is fixed.
 _TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer": 131072}
@@ -78,7 +78,11 @@ def read_nemo(values: Mapping[str, Any]) -> dict[str, Any]:
     for section in ("model", "train", "training", "dataset", "ddp", "optimizer"):
         part = values.get(section)
         if isinstance(part, dict):
-            arguments |= {_NEMO.get(key, key): value for key, value in part.items() if not isinstance(value, (dict, list))}
+            arguments |= {
+                _NEMO.get(str(key), str(key)): value
+                for key, value in part.items()
+                if not isinstance(value, (dict, list))
+            }
     model = values.get("model") or {}
     trainer = values.get("trainer") or {}
     if isinstance(trainer.get("devices"), int):
@@ -136,7 +140,8 @@ def read(values: Mapping[str, Any], source: str, devices: int | None) -> Foreign
     if devices is None and stated is not None and stated % least:
         total = least * experts
         settings.note(
-            f"the file starts {stated} processes, and its parallel sizes need a multiple of {least}: counted for {total}"
+            f"the file starts {stated} processes, and its parallel sizes need a multiple of {least}: counted for "
+            f"{total}"
         )
     elif devices is not None and stated is not None and stated != devices:
         settings.note(f"the file starts {stated} processes: planned for {devices}, as --target has")
@@ -146,16 +151,7 @@ def read(values: Mapping[str, Any], source: str, devices: int | None) -> Foreign
             f"divide {total} devices"
         )
     data = total // least
-    if (data * rows_shared) % experts:
-        raise ForeignConfigError(f"{source}: --expert-model-parallel-size {experts} does not divide {data * rows_shared}")
-    if experts > 1 and data % experts:
-        experts_note = experts
-        experts = max(size for size in range(1, data + 1) if data % size == 0 and experts_note % size == 0)
-        settings.note(
-            f"experts are divided over {experts_note} devices of data and context parallelism: counted as {experts}"
-        )
-    if settings.positive("expert_tensor_parallel_size", tensors) != tensors:
-        settings.note("--expert-tensor-parallel-size: counted as experts divided like the other tensors")
+    experts = _place_experts(settings, experts, tensors, data)
     rows = settings.positive("micro_batch_size", 1)
     batch = settings.positive("global_batch_size", rows * data)
     if batch % (rows * data):
@@ -185,6 +181,8 @@ def read(values: Mapping[str, Any], source: str, devices: int | None) -> Foreign
         optimizer=_read_optimizer(settings),
         stored=stored,
         offloaded=offloaded,
+        # Logits in 16 bits, the softmax in float32, and its gradient in 16 bits; the fused loss works in place.
+        logit_bytes=6 if settings.flag("cross_entropy_loss_fusion") else 8,
         low_precision=_read_fp8(settings),
         overrides=overrides,
         read=settings.read,
@@ -194,8 +192,35 @@ def read(values: Mapping[str, Any], source: str, devices: int | None) -> Foreign
     )
 
 
+def _place_experts(settings: Settings, experts: int, tensors: int, data: int) -> int:
+    """Return over how many data-parallel devices experts are divided, in addition to those of tensor parallelism.
+
+    Megatron-LM divides experts over other groups of devices than the rest: --expert-model-parallel-size times
+    --expert-tensor-parallel-size devices have one copy of all experts.
+    """
+    expert_tensors = settings.positive("expert_tensor_parallel_size", tensors)
+    copies = experts * expert_tensors
+    if copies <= tensors:
+        if copies < tensors:
+            settings.note(
+                f"experts are divided over {copies} devices: counted as over {tensors}, like the other tensors"
+            )
+        return 1
+    wanted = copies // tensors
+    placed = max(size for size in range(1, data + 1) if data % size == 0 and wanted % size == 0)
+    if placed * tensors != copies:
+        settings.note(f"experts are divided over {copies} devices: counted as over {placed * tensors}")
+    return placed
+
+
 def _refuse_other_models(settings: Settings) -> None:
-    names = ("hybrid_override_pattern", "hybrid_layer_pattern", "is_hybrid_model", "encoder_num_layers", "decoder_num_layers")
+    names = (
+        "hybrid_override_pattern",
+        "hybrid_layer_pattern",
+        "is_hybrid_model",
+        "encoder_num_layers",
+        "decoder_num_layers",
+    )
     for name in names:
         if name in settings:
             raise settings.error(f"--{name.replace('_', '-')}", "is of a hybrid or encoder model, which is not read")
@@ -216,7 +241,11 @@ def _read_chunks(settings: Settings, stages: int) -> int:
     if "num_layers_per_virtual_pipeline_stage" in settings:
         layers = settings.positive("num_layers_per_virtual_pipeline_stage")
         return max(1, settings.positive("num_layers") // (stages * layers))
-    for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout"):
+    for name in (
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+        "pipeline_model_parallel_layout",
+    ):
         if settings.raw(name) is not None:
             settings.note(f"--{name.replace('_', '-')}: counted as stages of equal size")
     return 1
@@ -345,7 +374,9 @@ def _read_vocab_size(settings: Settings, tensors: int) -> int:
         size = int(match[1]) * 1000
         if match[1] == "128":
             size = 131072
-        settings.note(f"the vocabulary is counted as {size}, by the name of the tokenizer's file; --vocab-size=N sets it")
+        settings.note(
+            f"the vocabulary is counted as {size}, by the name of the tokenizer's file; --vocab-size=N sets it"
+        )
     else:
         known = get_vocab_size(find_hub_id(settings.text("tokenizer_model")))
         if known is None:
@@ -376,7 +407,9 @@ def _read_state(
     if name == "optax.sgd":
         moments = 4
     strategy = settings.text("data_parallel_sharding_strategy", "no_shard")
-    uses_fsdp = settings.flag("use_megatron_fsdp") or settings.flag("use_custom_fsdp") or settings.flag("use_torch_fsdp2")
+    uses_fsdp = (
+        settings.flag("use_megatron_fsdp") or settings.flag("use_custom_fsdp") or settings.flag("use_torch_fsdp2")
+    )
     if settings.flag("use_torch_fsdp2"):
         strategy = "optim_grads_params"
     shards = data * mesh.rows
@@ -492,6 +525,8 @@ def _read_fp8(settings: Settings) -> str | None:
     if not form or form.lower() in ("none", "false"):
         return None
     if settings.flag("fp8_param_gather"):
-        settings.note("--fp8-param-gather: 8-bit weights and their transposed copies have the bytes of bfloat16 weights")
+        settings.note(
+            "--fp8-param-gather: 8-bit weights and their transposed copies have the bytes of bfloat16 weights"
+        )
     recipe = settings.text("fp8_recipe", "delayed")
     return _FP8.get(recipe, "fp8_tensor")

@@ -164,7 +164,8 @@ _Loader.add_multi_constructor("!", lambda loader, suffix, node: None)
 def _check_object(content: Any, path: Path, kind: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ForeignConfigError(
-            f"--from={path}: {kind} of a {type(content).__name__}; expected settings by name: YAML, TOML, JSON or a shell script"
+            f"--from={path}: {kind} of a {type(content).__name__}; expected settings by name: YAML, TOML, JSON or a "
+            "shell script"
         )
     return {str(name): value for name, value in content.items()}
 
@@ -203,9 +204,7 @@ def _is_sharding(file: ForeignFile) -> bool:
     return sharding.is_deepspeed(values) or sharding.is_accelerate(values)
 
 
-def _find_sharding(
-    file: ForeignFile, values: Mapping[str, Any], shards: Sequence[ForeignFile]
-) -> sharding.Sharding:
+def _find_sharding(file: ForeignFile, values: Mapping[str, Any], shards: Sequence[ForeignFile]) -> sharding.Sharding:
     """Return how the state is divided: by the files that were given, or by the file that a recipe names."""
     found = sharding.Sharding()
     given = list(shards)
@@ -298,7 +297,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _prepare_recipe(values: Mapping[str, Any], flags: Mapping[str, str | bool]) -> dict[str, Any]:
     """Return the settings of a recipe; those of DeepSpeed's file that the Trainer knows too have its names."""
     prepared = dict(values) if huggingface.is_recipe(values) else {}
-    return prepared | flags
+    return {**prepared, **flags}
 
 
 # --- shell scripts ---------------------------------------------------------------------------------------------------
@@ -323,17 +322,19 @@ def _read_script(
     for words in candidates:
         found = parse_flags(words, name)
         if megatron.is_arguments(found) and megatron.is_training(found):
-            return megatron.read(_with_counts(found, script) | flags, name, devices)
+            return megatron.read({**_with_counts(found, script), **flags}, name, devices)
         settings = _read_maxtext_words(words)
         if _is_maxtext_command(words, settings):
             base = _load_base(file, {}, words)
             for setting, value in settings.items():
                 if isinstance(value, str) and not re.fullmatch(maxtext._SKIPPED, setting):
                     check_set(value, setting, name)
-            return maxtext.read(base | settings | flags | variables, name, devices)
+            return maxtext.read({**base, **settings, **flags, **variables}, name, devices)
         if "base_model" in found:
             return axolotl.read({**found, **flags}, name, devices, _find_sharding(file, {**found, **flags}, shards))
-        is_run = "model_name_or_path" in found or "actor_model_name_or_path" in found
+        if "actor_model_name_or_path" in found:
+            raise ForeignConfigError(f"{name}: a run that generates answers between its steps (PPO, GRPO) is not read")
+        is_run = "model_name_or_path" in found
         is_run = is_run or (("model" in found or "model_name" in found) and _has_batch(found))
         if is_run:
             for setting, value in found.items():

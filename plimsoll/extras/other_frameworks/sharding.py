@@ -56,7 +56,13 @@ class Sharding:
 
 def is_deepspeed(values: Mapping[str, Any]) -> bool:
     """Return whether the names of a JSON file are those of DeepSpeed."""
-    own = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_clipping", "zero_allow_untested_optimizer")
+    own = (
+        "zero_optimization",
+        "train_micro_batch_size_per_gpu",
+        "train_batch_size",
+        "gradient_clipping",
+        "zero_allow_untested_optimizer",
+    )
     return any(name in values for name in own)
 
 
@@ -137,12 +143,17 @@ def read_accelerate(values: Mapping[str, Any], source: str) -> Sharding:
     rows = max(rows, int(parallel.get("parallelism_config_sp_size", 1) or 1))
     tensors = int(parallel.get("parallelism_config_tp_size", 1) or 1)
     replicas = int(parallel.get("parallelism_config_dp_replicate_size", 1) or 1)
-    common = {"devices": devices if isinstance(devices, int) else None, "rows": rows, "tensors": tensors, "replicas": replicas}
+    common = {
+        "devices": devices if isinstance(devices, int) else None,
+        "rows": rows,
+        "tensors": tensors,
+        "replicas": replicas,
+    }
     if kind == "DEEPSPEED":
         section = values.get("deepspeed_config") or {}
         if "deepspeed_config_file" in section:
             raise ForeignConfigError(
-                f"{source}: deepspeed_config_file names {section['deepspeed_config_file']}; give that file next to this one"
+                f"{source}: deepspeed_config_file names {section['deepspeed_config_file']}; give that file too"
             )
         zero = {"stage": section.get("zero_stage", 2)}
         for name in ("optimizer", "param"):
@@ -179,9 +190,13 @@ def read_fsdp(section: Mapping[str, Any], source: str, words: str = "") -> Shard
         if word in words:
             strategy = word.upper()
     # Earlier versions number the strategies.
-    strategy = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "TRUE": "FULL_SHARD"}.get(
-        strategy, strategy
-    )
+    strategy = {
+        "1": "FULL_SHARD",
+        "2": "SHARD_GRAD_OP",
+        "3": "NO_SHARD",
+        "4": "HYBRID_SHARD",
+        "TRUE": "FULL_SHARD",
+    }.get(strategy, strategy)
     strategy = "SHARD_GRAD_OP" if strategy == "FALSE" else strategy
     notes = []
     kind: Kind = "fsdp"
@@ -192,7 +207,9 @@ def read_fsdp(section: Mapping[str, Any], source: str, words: str = "") -> Shard
     elif strategy in ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "_HYBRID_SHARD_ZERO2"):
         notes.append(f"{strategy}: shards within a host and copies between hosts; counted as sharded over all devices")
     elif strategy != "FULL_SHARD":
-        raise ForeignConfigError(f"{source}: fsdp sharding strategy {strategy!r}; expected FULL_SHARD, SHARD_GRAD_OP, ...")
+        raise ForeignConfigError(
+            f"{source}: fsdp sharding strategy {strategy!r}; expected FULL_SHARD, SHARD_GRAD_OP, ..."
+        )
     offloads = str(plain.get("offload_params", plain.get("cpu_offload", False))).lower() == "true" or "offload" in words
     remat = "full" if str(plain.get("activation_checkpointing", False)).lower() == "true" else ""
     version = str(plain.get("version", "1"))
@@ -248,8 +265,8 @@ def divide(
     shared_rows = sharding.rows * sharding.tensors
     if devices % (shared_rows * sharding.replicas):
         raise ForeignConfigError(
-            f"{source}: {sharding.rows} x {sharding.tensors} x {sharding.replicas} devices for rows, tensors and replicas do "
-            f"not divide {devices} devices"
+            f"{source}: {sharding.rows} x {sharding.tensors} x {sharding.replicas} devices for rows, tensors, replicas "
+            f"do not divide {devices} devices"
         )
     data = devices // shared_rows
     is_deepspeed = sharding.kind.startswith("zero")
@@ -284,7 +301,9 @@ def divide(
     )
     if not is_full:
         if kind == "zero2" and devices > 1:
-            notes.append("ZeRO-2: state and gradients of the adapters are sharded, frozen weights are not: counted as copies")
+            notes.append(
+                "ZeRO-2: state and gradients of the adapters are sharded, frozen weights are not: counted as copies"
+            )
         if keeps_shards and not is_sharded:
             mesh = ForeignMesh(replicas=data, tensors=sharding.tensors, rows=sharding.rows)
         return Divided(mesh, None, precision, sharding.offloaded, notes)
@@ -301,10 +320,14 @@ def divide(
             notes.append(f"DDP: buckets with a copy of all gradients are counted, {gradient:g} bytes per parameter")
         if parameter == 4 and half:
             stored_parameter += 2
-            notes.append("autocast keeps bfloat16 copies of float32 weights during a pass: counted, 2 bytes per parameter")
+            notes.append(
+                "autocast keeps bfloat16 copies of float32 weights during a pass: counted, 2 bytes per parameter"
+            )
     if kind == "fsdp gradients":
         stored_parameter = 2 + parameter / all_shards
-        notes.append("weights stay gathered until the backward pass (SHARD_GRAD_OP): counted in 16 bits, next to the shards")
+        notes.append(
+            "weights stay gathered until the backward pass (SHARD_GRAD_OP): counted in 16 bits, next to the shards"
+        )
     if kind.startswith("fsdp") and accumulate > 1:
         gradient, gradient_shards = 2 if half else weight_bytes, 1
         notes.append(
@@ -321,8 +344,8 @@ def divide(
         notes.append(f"{what}: counted so, with {buffers / 2**30:.2f} GiB of buckets")
     if kind == "zero3":
         notes.append(
-            f"ZeRO-3 keeps up to {sharding.live_parameters / 1e9:g} billion weights gathered (stage3_max_live_parameters): "
-            "counted as gathered"
+            f"ZeRO-3 keeps up to {sharding.live_parameters / 1e9:g} billion weights gathered "
+            "(stage3_max_live_parameters): counted as gathered"
         )
     stored = StoredBytes(
         parameter=stored_parameter,

@@ -65,9 +65,7 @@ class _Case:
     was_taken: bool = False
 
 
-def read_script(
-    text: str, source: str, given: Mapping[str, str] | None = None, folder: Path | None = None
-) -> Script:
+def read_script(text: str, source: str, given: Mapping[str, str] | None = None, folder: Path | None = None) -> Script:
     """Read the commands of a script.
 
     Args:
@@ -90,30 +88,36 @@ def _read_statements(text: str, source: str, script: Script, given: Mapping[str,
     # Whether the branches around a line are taken: [taken now, some branch was taken before].
     branches: list[list[bool]] = []
     cases: list[_Case] = []
-    for statement in _split_cases(_join_lines(text, source)):
+    for statement in _iter_statements(_join_lines(text, source)):
         if all(taken for taken, _ in branches) and _follow_case(statement, cases, script):
             continue
         if _follow_branch(statement, branches, script):
             continue
         if not all(taken for taken, _ in branches):
             continue
-        for part in _split_statements(statement):
-            sourced = _SOURCED.fullmatch(part)
-            path = None if sourced is None or folder is None else folder / sourced[1]
-            if path is not None and path.is_file():
-                _read_statements(path.read_text(), str(path), script, given, path.parent)
-            else:
-                _read_statement(part, source, script, given)
+        sourced = _SOURCED.fullmatch(statement)
+        path = None if sourced is None or folder is None else folder / sourced[1]
+        if path is not None and path.is_file():
+            _read_statements(path.read_text(), str(path), script, given, path.parent)
+        else:
+            _read_statement(statement, source, script, given)
 
 
 def _read_statement(statement: str, source: str, script: Script, given: Mapping[str, str]) -> None:
     """Read an assignment or a command."""
+    if re.match(r"(export|local)\s+\w+=\S+\s+\w+=", statement):
+        # Several assignments.
+        for part in _split_words(statement.split(None, 1)[1]):
+            _read_statement(part, source, script, given)
+        return
     match = _ASSIGNMENT.fullmatch(statement)
     if match is not None and _is_one_value(match[3]):
         name, append, value = match[1], match[2], match[3].strip()
         if value.startswith("(") and value.endswith(")"):
             value = value[1:-1]
-            text = " ".join(shlex.quote(word) if UNSET in word else word for word in _expand_words(value, source, script))
+            text = " ".join(
+                shlex.quote(word) if UNSET in word else word for word in _expand_words(value, source, script)
+            )
         else:
             text = " ".join(_unquote(_expand(value, script)))
         if append:
@@ -133,6 +137,11 @@ def _expand_words(text: str, source: str, script: Script) -> list[str]:
     except ValueError as error:
         raise ForeignConfigError(f"{source}: cannot read {text.strip()[:60]!r} as a shell command: {error}") from None
     return [part for word in words for part in (word.split() if word.startswith("--") and " " in word else [word])]
+
+
+def _split_words(text: str) -> list[str]:
+    """Split at spaces that are not within quotes or braces."""
+    return re.findall(r"(?:\"[^\"]*\"|'[^']*'|\$\{[^}]*\}|\S)+", text)
 
 
 def _unquote(text: str) -> list[str]:
@@ -247,16 +256,16 @@ def _follow_case(statement: str, cases: list[_Case], script: Script) -> bool:
     return not cases[-1].is_taken
 
 
-def _split_cases(lines: list[str]) -> Iterator[str]:
-    """Yield the statements of lines; `pattern) commands ;;` becomes three."""
+def _iter_statements(lines: list[str]) -> Iterator[str]:
+    """Yield the statements of lines; `pattern) commands ;;` becomes three, `if test; then command; fi` four."""
     for line in lines:
         statement = line.strip()
         match = _CASE_LINE.fullmatch(statement)
         if match is None or statement.startswith(("if", "(", "for")):
-            yield statement
+            yield from _split_statements(statement)
             continue
         yield match[1]
-        yield match[2].removesuffix(";;").strip()
+        yield from _split_statements(match[2].removesuffix(";;").strip())
         if statement.endswith(";;"):
             yield ";;"
 
@@ -297,11 +306,17 @@ def _holds(condition: str, script: Script) -> bool:
 
 
 def _split_statements(line: str) -> list[str]:
-    """Split a line at semicolons that are not within quotes."""
-    if ";" not in line:
-        return [line] if line else []
-    parts = re.split(r";(?=(?:[^\"']|\"[^\"]*\"|'[^']*')*$)", line)
-    return [part.strip() for part in parts if part.strip()]
+    """Split a line at semicolons that are not within quotes, and after `then`, `else` and `do`."""
+    if line.endswith(";;"):
+        return [*_split_statements(line.removesuffix(";;").strip()), ";;"]
+    parts = [line]
+    if ";" in line:
+        parts = re.split(r";(?=(?:[^\"']|\"[^\"]*\"|'[^']*')*$)", line)
+    statements = []
+    for part in parts:
+        word, _, rest = part.strip().partition(" ")
+        statements += [word, rest.strip()] if word in ("then", "else", "do") else [part.strip()]
+    return [statement for statement in statements if statement]
 
 
 def _strip_comments(text: str) -> str:

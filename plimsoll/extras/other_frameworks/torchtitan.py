@@ -27,7 +27,7 @@ _SKIPPED = (
     r"|parallelism\.(enable_async_tensor_parallel|enable_compiled_autograd|context_parallel_(rotate|load).*"
     r"|pipeline_parallel_(schedule|schedule_csv|split_points|expert.*)|expert_parallel_comm_backend|module_fqns.*)"
     r"|activation_checkpoint\.(per_op.*|early_stop|visualize.*|preserve_rng_state|determinism_check|debug)"
-    r"|compile\..*|quantize\.grouped_mm\.(float8|mx)\.fqns|quantize\..*\.(filter_fqns|emulate|enable_fsdp_float8_all_gather|precompute.*)"
+    r"|compile\.(backend|.*graph.*)|quantize\.grouped_mm\.(float8|mx)\.fqns|quantize\..*\.(filter_fqns|emulate|enable_fsdp_float8_all_gather|precompute.*)"
     r"|(float8|mx)\.(filter_fqns|emulate|enable_fsdp.*|precompute.*|force_recompute.*)|float8\.recipe_name|mx\.recipe_name"
 )
 # Names of the fields of earlier versions: name -> today's.
@@ -80,11 +80,13 @@ def read(values: Mapping[str, Any], source: str, devices: int | None) -> Foreign
     shards = given_shards if given_shards > 0 else total // least
     if least * shards != total:
         raise ForeignConfigError(
-            f"{source}: replicas {replicas} x shards {shards} x context {rows_shared} x tensors {tensors} x stages {stages} "
-            f"= {least * max(shards, 1)}, but there are {total} devices; expected a target with that many devices"
+            f"{source}: replicas {replicas} x shards {shards} x context {rows_shared} x tensors {tensors} x stages "
+            f"{stages} = {least * max(shards, 1)}, but there are {total} devices; expected a target with that many"
         )
     if experts > 1 and (shards * rows_shared * tensors) % experts:
-        raise ForeignConfigError(f"{source}: parallelism.expert_parallel_degree = {experts} does not divide {shards} shards")
+        raise ForeignConfigError(
+            f"{source}: parallelism.expert_parallel_degree = {experts} does not divide {shards} shards"
+        )
     if experts > 1 and shards % experts:
         settings.note(f"experts over {experts} devices with those of tensors: counted as over {shards}")
         experts = shards
@@ -135,6 +137,7 @@ def read(values: Mapping[str, Any], source: str, devices: int | None) -> Foreign
         optimizer=_read_optimizer(settings),
         stored=stored,
         offloaded=offloaded,
+        logit_bytes=_count_logit_bytes(settings),
         low_precision=_read_low_precision(settings),
         overrides=overrides,
         read=settings.read,
@@ -225,6 +228,16 @@ def _read_remat(settings: Settings) -> str:
         f"every {option}th layer is recomputed: counted as products saved in all layers, which has similar bytes"
     )
     return REMAT["selective (torchtitan)"]
+
+
+def _count_logit_bytes(settings: Settings) -> float:
+    """Return the bytes per logit of the loss: compiled, it has no float32 copies."""
+    parts = settings.raw("compile.components", ["model", "loss"])
+    if settings.flag("compile.enable") and "loss" in parts:
+        # Logits and their gradient in 16 bits, and one of them in float32.
+        return 8
+    # Logits and their gradient in 16 bits, log-softmax and its gradient in float32.
+    return 12
 
 
 def _read_optimizer(settings: Settings) -> str:
