@@ -128,6 +128,8 @@ def main(argv: list[str]) -> int:
         return plan_foreign(parser, argv)
     command = parser.parse(argv)
     args = command.args
+    if args.compiled:
+        raise cli.UsageError("--compiled is for --from; without it, plans are compiled unless --estimate is given")
     if not (args.target or "").strip(" ,") and not args.smallest:
         raise cli.UsageError("--target=NAME is required; run plimsoll plan --targets to list all targets")
     check_files(args)

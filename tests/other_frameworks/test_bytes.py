@@ -1,11 +1,10 @@
 """Memory of runs of other frameworks, against figures that others published or measured."""
 
-import json
 from pathlib import Path
 
-import jax
 import pytest
 
+from plimsoll import configs
 from plimsoll.extras.other_frameworks.adjusted_report import adjust_report, count_in_flight, count_local
 from plimsoll.extras.other_frameworks.foreign_run import ForeignMesh, ForeignModel, ForeignRun
 from plimsoll.extras.other_frameworks.mapping import build_flags
@@ -16,7 +15,6 @@ from plimsoll.framework.plan import targets
 from plimsoll.framework.plan.build_report import estimate_report
 from plimsoll.framework.plan.plan_report import PlanReport
 from plimsoll.framework.program.experiment import Experiment
-from plimsoll import configs
 
 GB = 1e9
 GIB = 2.0**30
@@ -46,7 +44,7 @@ def count_parameters(model: ForeignModel) -> int:
 
 
 # Figure 1 of the ZeRO paper (arXiv 1910.02054): 7.5 billion parameters, 64 devices, Adam in mixed precision.
-@pytest.mark.parametrize("kind, gigabytes", [("zero0", 120), ("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.9)])
+@pytest.mark.parametrize(("kind", "gigabytes"), [("zero0", 120), ("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.9)])
 def test_zero_stages_are_those_of_the_paper(kind: str, gigabytes: float):
     divided = divide(
         Sharding(kind=kind, half=True),
@@ -87,7 +85,7 @@ def test_megatron_agrees_with_measured_memory(folder: Path):
 
 
 # Bytes per parameter in docs/user-guide/features/dist_optimizer.md of Megatron-LM: 18, or 6 + 12 / d.
-@pytest.mark.parametrize("words, each", [([], 18), (["--use-distributed-optimizer"], 6 + 12 / 4)])
+@pytest.mark.parametrize(("words", "each"), [([], 18), (["--use-distributed-optimizer"], 6 + 12 / 4)])
 def test_megatron_bytes_per_parameter(tmp_path: Path, words: list[str], each: float):
     path = tmp_path / "args.sh"
     path.write_text(
@@ -147,5 +145,3 @@ def test_names_of_models_are_in_the_table_of_shapes():
     wanted += [name for table in ("torchtitan", "maxtext") for name in tables[table].values() if isinstance(name, str)]
     missing = [name for name in wanted if name.lower() not in known | known_shapes]
     assert missing == []
-    assert jax.devices()
-    assert json.dumps(tables)

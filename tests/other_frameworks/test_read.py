@@ -91,7 +91,9 @@ def test_recipe_with_accelerate(folder: Path):
     assert (alone.mesh, alone.precision) == (ForeignMesh(), "all bfloat16")
 
 
-@pytest.mark.parametrize("stage, words", [(1, "gradients and weights are not"), (2, "weights are not"), (3, "sharded")])
+@pytest.mark.parametrize(
+    ("stage", "words"), [(1, "gradients and weights are not"), (2, "weights are not"), (3, "sharded")]
+)
 def test_deepspeed_json_with_a_model(tmp_path: Path, stage: int, words: str):
     path = tmp_path / "ds.json"
     content = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
@@ -188,7 +190,7 @@ def test_maxtext_yaml_with_a_base(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "name, text, message",
+    ("name", "text", "message"),
     [
         ("empty.yaml", "", "the file is empty"),
         ("two.yaml", "a: 1\n---\nb: 2\n", "2 YAML documents; expected one"),

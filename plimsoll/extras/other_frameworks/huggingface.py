@@ -174,7 +174,7 @@ def read(values: Mapping[str, Any], source: str, devices: int | None, sharding: 
     method = "full" if adapter is None else "qlora" if settings.flag("load_in_4bit") else "lora"
     if adapter is None and (settings.flag("load_in_4bit") or settings.flag("load_in_8bit")):
         settings.note("a quantized model is loaded without adapters: counted as trained in its own dtype")
-    weights, half = _read_dtypes(settings, is_trl)
+    weights, half = _read_dtypes(settings, is_trl, sharding)
     optimizer = read_optimizer(settings, settings.text("optim", "adamw_torch"))
     divided = divide(
         sharding,
@@ -333,7 +333,7 @@ def note_adapter(settings: Settings, adapter: Adapter | None, method: str) -> No
         )
 
 
-def _read_dtypes(settings: Settings, is_trl: bool) -> tuple[str, bool]:
+def _read_dtypes(settings: Settings, is_trl: bool, sharding: Sharding) -> tuple[str, bool]:
     """Return (dtype of the weights when they are loaded, whether computation is in 16 bits)."""
     name = settings.text("dtype").lower().removeprefix("torch.")
     if not is_trl and name in ("fp16", "bf16"):
@@ -349,7 +349,8 @@ def _read_dtypes(settings: Settings, is_trl: bool) -> tuple[str, bool]:
     weights = names.get(name, name)
     if weights not in ("float32", "bfloat16", "float16"):
         raise settings.error("torch_dtype", f"= {name!r}; expected auto, bfloat16, float16 or float32")
-    if not name:
+    # Engines with half precision cast the weights, whatever their dtype is.
+    if not name and not sharding.kind.startswith(("zero", "fsdp")):
         settings.note(
             "the file states no dtype of the weights: counted as float32, as transformers loads them before version 5"
         )

@@ -16,7 +16,6 @@ from plimsoll.extras.other_frameworks.foreign_run import (
 )
 from plimsoll.extras.other_frameworks.models import find_hub_id, get_vocab_size
 from plimsoll.extras.other_frameworks.settings import Settings
-from plimsoll.extras.other_frameworks.shell_script import check_set
 
 NAME = "Megatron-LM"
 # Arguments that change neither memory nor time.
@@ -42,7 +41,7 @@ _SKIPPED = (
     r"|fp8_(amax|margin|interval|wgrad).*|first_last_.*|decrease_batch.*|no_create_.*|sft|legacy.*|replication.*"
     r"|ft_.*|use_cpu_init.*|no_initialization|perform_init.*|group_query_attention|data_parallel_random_init|mup.*"
     r"|use_ring_exchange.*|context_parallel_load.*|cp_comm_type|hierarchical.*|mtp_loss.*|scatter_gather.*|no_scatter.*"
-    r"|tokenizer|cross_entropy_fusion_impl|logging_.*|init_model_with.*|straggler.*|use_nccl_ub|fsdp_double.*|quick_geglu|glu_linear.*|num_gpus|no_use_tok.*|result_.*|goodput.*|attention_backend_|variable_seq_lengths|grad_reduce_.*|train_sync.*|max_tokens_to_oom|make_vocab_size_divisible_by"
+    r"|tokenizer|cross_entropy_fusion_impl|logging_.*|init_model_with.*|straggler.*|use_nccl_ub|fsdp_double.*|quick_geglu|glu_linear.*|num_gpus|DDP_impl|accumulate_allreduce.*|no_use_tok.*|result_.*|goodput.*|attention_backend_|variable_seq_lengths|grad_reduce_.*|train_sync.*|max_tokens_to_oom|make_vocab_size_divisible_by"
 )
 # Values of --tokenizer-type whose vocabulary is fixed.
 _TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer": 131072}
@@ -122,9 +121,6 @@ def read(values: Mapping[str, Any], source: str, devices: int | None) -> Foreign
     Raises:
         ForeignConfigError: an argument is missing, or has an invalid value.
     """
-    for name, value in values.items():
-        if isinstance(value, str) and not re.fullmatch(_SKIPPED, name):
-            check_set(value, name, source)
     settings = Settings(values, source, _SKIPPED)
     _refuse_other_models(settings)
     tensors = settings.positive("tensor_model_parallel_size", 1)
@@ -367,7 +363,7 @@ def _read_vocab_size(settings: Settings, tensors: int) -> int:
         size = settings.positive("vocab_size") + (kind == "NullTokenizer")
     elif kind in _TOKENIZERS:
         size = _TOKENIZERS[kind]
-    elif not kind and (settings.text("merge_file") or settings.text("vocab_file").endswith("gpt2-vocab.json")):
+    elif not kind and ("merge_file" in settings or "gpt2-vocab.json" in str(settings.values.get("vocab_file"))):
         # The tokenizer of files with merges.
         size = _TOKENIZERS["GPT2BPETokenizer"]
     elif match := re.search(r"[._](\d+)k\.(?:vocab|model)", settings.text("tokenizer_model")):

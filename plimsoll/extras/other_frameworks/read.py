@@ -326,9 +326,6 @@ def _read_script(
         settings = _read_maxtext_words(words)
         if _is_maxtext_command(words, settings):
             base = _load_base(file, {}, words)
-            for setting, value in settings.items():
-                if isinstance(value, str) and not re.fullmatch(maxtext._SKIPPED, setting):
-                    check_set(value, setting, name)
             return maxtext.read({**base, **settings, **flags, **variables}, name, devices)
         if "base_model" in found:
             return axolotl.read({**found, **flags}, name, devices, _find_sharding(file, {**found, **flags}, shards))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from plimsoll.extras.other_frameworks.foreign_run import ForeignConfigError
+from plimsoll.extras.other_frameworks.shell_script import check_set
 
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0", "none", "null", "")
@@ -36,6 +37,8 @@ class Settings:
         if name in self.values:
             self._read[name] = None
         value = self.values.get(name)
+        if isinstance(value, str):
+            check_set(value, name, self.source)
         return default if value is None else value
 
     def text(self, name: str, default: str = "") -> str:

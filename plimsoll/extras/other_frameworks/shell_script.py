@@ -23,6 +23,7 @@ _REFERENCE = re.compile(
     r"\$\(\((?P<sum>[^()]*(?:\([^()]*\)[^()]*)*)\)\)"
     r"|\$\{(?P<name>\w+)(?:\[[@*]\])?(?P<default>:?[-=+][^{}]*(?:\{[^{}]*\}[^{}]*)*)?\}"
     r"|\$(?P<plain>\w+|[@*#?])"
+    r"|\$\((?P<output>[^()]*(?:\([^()]*\)[^()]*)*)\)"
 )
 # `. file`, `source ./file`, and with the folder of the script in front.
 _SOURCED = re.compile(r"(?:\.|source)\s+[\"']?(?:(?:`[^`]*`|\$\([^)]*\)|\$\{?\w+\}?|\.)/)?([\w.-]+(?:/[\w.-]+)*)[\"']?")
@@ -166,6 +167,13 @@ def _expand(text: str, script: Script) -> str:
     """Replace the variables of a text; those without a value become UNSET and their name."""
 
     def replace(match: re.Match[str]) -> str:
+        if match["output"] is not None:
+            # The output of a command is not known, unless it is the folder of the script.
+            if re.search(r"dirname|pwd|BASH_SOURCE|realpath", match["output"]):
+                return "."
+            name = match["output"].split()[0] if match["output"].split() else "()"
+            script.unset[name] = None
+            return f"{UNSET}{name}{UNSET}"
         if match["sum"] is not None:
             return _compute(_expand(match["sum"], script), script)
         name = match["name"] or match["plain"]
