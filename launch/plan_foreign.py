@@ -212,6 +212,9 @@ def plan_run(
         report = dataclasses.replace(report, host=None, fits=device_fits, notes=notes)
     # The flags are in the table of the run.
     report = dataclasses.replace(report, settings=[], compilable=not estimate)
+    if run.framework != "MaxText":
+        # It is a setting of JAX.
+        report = dataclasses.replace(report, device_memory_fraction=None)
     return ForeignPlan(run, command, machine, report)
 
 

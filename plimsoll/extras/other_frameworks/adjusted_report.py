@@ -80,6 +80,9 @@ def count_stored(
     stored = run.stored
     input_shards = sizes["model"] if stored is not None and stored.divides_inputs else 1
     passes = estimate_pass(experiment, sizes, target.spec, input_shards=input_shards)
+    if "offload" in run.remat or "activations" in run.offloaded:
+        # Residuals are in host memory during the loss.
+        passes = replace(passes, residuals=0)
     loss = count_loss(run, experiment, sizes)
     # During the loss, all residuals exist, and no gradient of a layer.
     ours = {group: need.breakdown[group] for group in ("activations", "gradients")}

@@ -24,7 +24,7 @@ _SKIPPED = (
     r"base_model_.*|model_type|tokenizer.*|processor_type|hub_.*|datasets|test_datasets|dataset_.*|pretraining_dataset"
     r"|val_set_size|output_dir|wandb_.*|mlflow_.*|comet_.*|use_wandb|lora_(model_dir|alpha|dropout|fan_in.*|on_cpu)"
     r"|lora_(mlp|qkv|o|embedding)_kernel|num_epochs|max_steps|lr_.*|learning_rate|.*_lr|cosine.*|train_on_inputs"
-    r"|group_by_length|strict|tf32|fp32|resume.*|auto_resume.*|logging_steps|log_.*|attn_implementation|xformers_.*"
+    r"|group_by_length|strict|tf32|fp32|resume.*|auto_resume.*|logging_steps|log_.*|xformers_.*"
     r"|flash_(attention|attn).*|sdp_attention|flex_attention|s2_attention|warmup.*|eval.*|evals_per_epoch|saves_per_epoch"
     r"|save_.*|weight_decay|max_grad_norm|adam_.*|special_tokens|tokens|added_tokens.*|chat_template.*|default_system.*"
     r"|seed|debug|early_stopping.*|local_rank|ddp.*|dataloader_.*|pad_to_sequence_len|eval_sample_packing|sample_packing_.*"
@@ -33,7 +33,7 @@ _SKIPPED = (
     r"|gradient_checkpointing_kwargs|flash_optimum|profiler.*|cut_cross_entropy_|liger_(rope|rms_norm|glu.*|layer_norm)"
     r"|liger_swiglu|image_.*|freeze_mm_modules|overrides_of_.*|reward_model_|dpo_.*|rl_beta|kto_.*|orpo_.*|peft_.*"
     r"|bnb_config_kwargs|gptq.*|experimental_.*|use_kernels|scattermoe.*|quantize_moe_.*|activation_offloading_"
-    r"|revision_of_model|micro_batch_size_|mean_resizing.*|shrink_embeddings|include_tokens.*|relora_.*|jagged.*"
+    r"|revision_of_model|micro_batch_size_|mean_resizing.*|shrink_embeddings|resize_token.*|include_tokens.*|relora_.*|jagged.*"
     r"|reinit_weights|dpo_label.*|hf_use_auth_token|push_dataset.*|sonicmoe.*|total_num_tokens|eot_tokens|model_config|model_quantization.*|num_labels|center_rewards.*|swanlab.*|plugins_"
 )
 _PARALLEL = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree", "expert_parallel_size")
@@ -57,6 +57,8 @@ def read(values: Mapping[str, Any], source: str, devices: int | None, sharding: 
         ForeignConfigError: a setting is missing, or has an invalid value.
     """
     settings = Settings(values, source, _SKIPPED)
+    if settings.text("attn_implementation") == "eager":
+        settings.note("eager attention keeps the scores of all pairs of tokens: not counted")
     objective = _read_objective(settings)
     model = find_model(settings.text("base_model"), source)
     sharding = _read_sharding(settings, sharding)

@@ -20,7 +20,7 @@ from plimsoll.extras.other_frameworks.sharding import Sharding, divide, read_fsd
 
 NAME = "Hugging Face Trainer"
 _SKIPPED = (
-    r"model_revision|trust_remote_code|attn_implementation|use_flash_attention_2|chat_template.*|dataset.*|data_.*"
+    r"model_revision|trust_remote_code|use_flash_attention_2|chat_template.*|dataset.*|data_.*"
     r"|preprocessing.*|do_.*|eval.*|logging.*|log_.*|learning_rate|lr_.*|warmup.*|weight_decay|max_steps|num_train_epochs"
     r"|output_.*|overwrite.*|hub_.*|push_to_hub|report_to|run_name|save_.*|seed|tee|adam_.*|max_grad_norm|ddp_.*"
     r"|dataloader_.*|remove_unused.*|gradient_checkpointing_kwargs|lora_(alpha|dropout|bias|task_type)|lora_weight.*"
@@ -170,6 +170,8 @@ def read(values: Mapping[str, Any], source: str, devices: int | None, sharding: 
         settings.note("the file states no row length: counted as 1024 tokens, the default of TRL")
     if not settings.flag("packing"):
         settings.note("rows are padded to the longest of their batch; the plan is for rows of the maximum length")
+    if settings.text("attn_implementation") == "eager":
+        settings.note("eager attention keeps the scores of all pairs of tokens: not counted")
     adapter = read_adapter(settings)
     method = "full" if adapter is None else "qlora" if settings.flag("load_in_4bit") else "lora"
     if adapter is None and (settings.flag("load_in_4bit") or settings.flag("load_in_8bit")):

@@ -13,6 +13,7 @@ from plimsoll.extras.other_frameworks.foreign_run import (
     ForeignModel,
     ForeignRun,
     ModelShape,
+    StoredBytes,
 )
 from plimsoll.extras.other_frameworks.mapping import REMAT
 from plimsoll.extras.other_frameworks.models import find_flavor, list_flavors
@@ -117,6 +118,8 @@ def read(values: Mapping[str, Any], source: str, devices: int | None) -> Foreign
         accumulate *= microbatches
         rows //= microbatches
         settings.note("MaxText's pipeline keeps the inputs of all microbatches: counted as 1F1B, as our pipeline runs")
+    precision = _read_precision(settings)
+    optimizer = _read_optimizer(settings)
     return ForeignRun(
         framework=NAME,
         model=model,
@@ -125,8 +128,9 @@ def read(values: Mapping[str, Any], source: str, devices: int | None) -> Foreign
         rows=rows,
         accumulate=accumulate,
         remat=_read_remat(settings),
-        precision=_read_precision(settings),
-        optimizer=_read_optimizer(settings),
+        precision=precision,
+        optimizer=optimizer,
+        stored=_read_stored(mesh, precision, optimizer),
         offloaded=_read_offloading(settings),
         whole_logits=settings.integer("num_vocab_tiling", 1) <= 1,
         low_precision=_read_quantization(settings),
@@ -286,6 +290,23 @@ def _read_precision(settings: Settings) -> str:
     if weights == "bfloat16":
         return "all bfloat16"
     return "float32" if compute == "float32" else "float32 weights, bfloat16 products"
+
+
+def _read_stored(mesh: ForeignMesh, precision: str, optimizer: str) -> StoredBytes | None:
+    """Return what is stored with tensor parallelism, which divides the inputs of layers too; None without it."""
+    if mesh.tensors == 1:
+        return None
+    width = 2 if precision == "all bfloat16" else 4
+    shards = mesh.shards * mesh.rows * mesh.experts
+    return StoredBytes(
+        parameter=width,
+        gradient=width,
+        state=2 * width if optimizer == "adamw" else None,
+        parameter_shards=shards,
+        gradient_shards=shards,
+        state_shards=shards,
+        divides_inputs=True,
+    )
 
 
 def _read_optimizer(settings: Settings) -> str:

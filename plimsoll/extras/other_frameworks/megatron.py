@@ -39,7 +39,7 @@ _SKIPPED = (
     r"|cuda_.*|enable_experimental|te_rng.*|inprocess.*|high_priority.*|nccl_.*|use_sharp|sharp_.*|timer.*|spec"
     r"|hf_.*|export_.*|bert_.*|num_dataset.*|kitchen.*|use_flash_attn|disable_(symmetric|jit).*|dist_.*|step_batch.*"
     r"|fp8_(amax|margin|interval|wgrad).*|first_last_.*|decrease_batch.*|no_create_.*|sft|legacy.*|replication.*"
-    r"|ft_.*|use_cpu_init.*|no_initialization|perform_init.*|group_query_attention|data_parallel_random_init|mup.*"
+    r"|ft_.*|use_cpu_init.*|no_initialization|perform_init.*|group_query_attention|data_parallel_random_init|mup.*|mscale.*|moe_flex.*|moe_router_force.*|megatron_fsdp_grad_comm.*"
     r"|use_ring_exchange.*|context_parallel_load.*|cp_comm_type|hierarchical.*|mtp_loss.*|scatter_gather.*|no_scatter.*"
     r"|tokenizer|cross_entropy_fusion_impl|logging_.*|init_model_with.*|straggler.*|use_nccl_ub|fsdp_double.*|quick_geglu|glu_linear.*|num_gpus|DDP_impl|accumulate_allreduce.*|no_use_tok.*|result_.*|goodput.*|attention_backend_|variable_seq_lengths|grad_reduce_.*|train_sync.*|max_tokens_to_oom|make_vocab_size_divisible_by"
 )
@@ -224,6 +224,8 @@ def _refuse_other_models(settings: Settings) -> None:
         raise ForeignConfigError(f"{settings.source}: BERT and T5 are not decoders, which is what is read")
     if any(name.startswith(("grpo_", "rl_")) or name == "perform_rl_step" for name in settings.values):
         raise ForeignConfigError(f"{settings.source}: a run that generates answers between its steps is not read")
+    if any(name.startswith(("cuda_graph", "enable_cuda_graph")) for name in settings.values):
+        settings.note("memory of CUDA graphs is not counted")
     if settings.text("experimental_attention_variant"):
         settings.note("--experimental-attention-variant: counted as attention to all tokens")
 
