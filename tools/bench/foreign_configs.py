@@ -2,6 +2,7 @@
 
     python -m tools.bench.foreign_configs --mirrors=DIR                  # all of foreign_configs.jsonl
     python -m tools.bench.foreign_configs --mirrors=DIR --only axolotl   # those with the word in framework or path
+    python -m tools.bench.foreign_configs --mirrors=DIR --missing --most=12
     python -m tools.bench.foreign_configs --table                        # only the page, from existing results
 
 DIR has a git directory for each repository: OWNER+NAME/repo, OWNER/NAME, or OWNER/NAME/.git. Files are read at the
@@ -363,6 +364,7 @@ def main(argv: list[str]) -> int:
         "--only", nargs="*", default=[], metavar="WORD", help="only configs that contain all these words"
     )
     parser.add_argument("--missing", action="store_true", help="only configs without a result")
+    parser.add_argument("--most", type=int, metavar="N", help="stop after N configs")
     parser.add_argument("--table", action="store_true", help="only write the page")
     args = parser.parse_args(argv)
     configs = read_list()
@@ -371,10 +373,14 @@ def main(argv: list[str]) -> int:
         if args.mirrors is None:
             raise cli.UsageError("--mirrors=DIR is required, or --table")
         cli.prepare_jax()
+        count = 0
         for config in configs:
             text = f"{config.framework} {config.repository} {config.path} {' '.join(config.args)}".lower()
             if not all(word.lower() in text for word in args.only) or (args.missing and config.identity in results):
                 continue
+            if count == args.most:
+                break
+            count += 1
             result = plan_config(config, args.mirrors)
             results[config.identity] = result
             verdict = result.refused or f"{result.peak_gib} GiB, fits: {result.fits}"
