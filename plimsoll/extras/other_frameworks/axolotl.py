@@ -33,7 +33,7 @@ _SKIPPED = (
     r"|gradient_checkpointing_kwargs|flash_optimum|profiler.*|cut_cross_entropy_|liger_(rope|rms_norm|glu.*|layer_norm)"
     r"|liger_swiglu|image_.*|freeze_mm_modules|overrides_of_.*|reward_model_|dpo_.*|rl_beta|kto_.*|orpo_.*|peft_.*"
     r"|bnb_config_kwargs|gptq.*|experimental_.*|use_kernels|scattermoe.*|quantize_moe_.*|activation_offloading_"
-    r"|revision_of_model|micro_batch_size_|mean_resizing.*|shrink_embeddings|resize_token.*|include_tokens.*|relora_.*|jagged.*"
+    r"|revision_of_model|micro_batch_size_|mean_resizing.*|shrink_embeddings|resize_token.*|flex_attn_.*|fp8_enable.*|include_tokens.*|relora_.*|jagged.*"
     r"|reinit_weights|dpo_label.*|hf_use_auth_token|push_dataset.*|sonicmoe.*|total_num_tokens|eot_tokens|model_config|model_quantization.*|num_labels|center_rewards.*|swanlab.*|plugins_"
 )
 _PARALLEL = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree", "expert_parallel_size")

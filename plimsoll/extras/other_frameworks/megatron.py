@@ -41,7 +41,7 @@ _SKIPPED = (
     r"|fp8_(amax|margin|interval|wgrad).*|first_last_.*|decrease_batch.*|no_create_.*|sft|legacy.*|replication.*"
     r"|ft_.*|use_cpu_init.*|no_initialization|perform_init.*|group_query_attention|data_parallel_random_init|mup.*|mscale.*|moe_flex.*|moe_router_force.*|megatron_fsdp_grad_comm.*"
     r"|use_ring_exchange.*|context_parallel_load.*|cp_comm_type|hierarchical.*|mtp_loss.*|scatter_gather.*|no_scatter.*"
-    r"|tokenizer|cross_entropy_fusion_impl|logging_.*|init_model_with.*|straggler.*|use_nccl_ub|fsdp_double.*|quick_geglu|glu_linear.*|num_gpus|DDP_impl|accumulate_allreduce.*|no_use_tok.*|result_.*|goodput.*|attention_backend_|variable_seq_lengths|grad_reduce_.*|train_sync.*|max_tokens_to_oom|make_vocab_size_divisible_by"
+    r"|tokenizer|cross_entropy_fusion_impl|logging_.*|init_model_with.*|straggler.*|use_nccl_ub|fsdp_double.*|quick_geglu|glu_linear.*|num_gpus|microbatch_group.*|fsdp_manual.*|DDP_impl|accumulate_allreduce.*|no_use_tok.*|result_.*|goodput.*|attention_backend_|variable_seq_lengths|grad_reduce_.*|train_sync.*|max_tokens_to_oom|make_vocab_size_divisible_by"
 )
 # Values of --tokenizer-type whose vocabulary is fixed.
 _TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "TikTokenizer": 131072}
@@ -123,6 +123,8 @@ def read(values: Mapping[str, Any], source: str, devices: int | None) -> Foreign
     """
     settings = Settings(values, source, _SKIPPED)
     _refuse_other_models(settings)
+    if settings.text("attention_backend") in ("unfused", "local"):
+        settings.note("--attention-backend unfused: counted as a fused kernel, which saves no matrix of scores")
     tensors = settings.positive("tensor_model_parallel_size", 1)
     stages = settings.positive("pipeline_model_parallel_size", 1)
     rows_shared = settings.positive("context_parallel_size", 1)
@@ -149,7 +151,7 @@ def read(values: Mapping[str, Any], source: str, devices: int | None) -> Foreign
     data = total // least
     experts = _place_experts(settings, experts, tensors, data)
     rows = settings.positive("micro_batch_size", 1)
-    batch = settings.positive("global_batch_size", rows * data)
+    batch = settings.positive("global_batch_size", _read_first_batch(settings) or rows * data)
     if batch % (rows * data):
         settings.note(
             f"--global-batch-size {batch} is no multiple of {rows} x {data} rows: counted as the next multiple"
@@ -186,6 +188,16 @@ def read(values: Mapping[str, Any], source: str, devices: int | None) -> Foreign
         unknown=settings.unknown,
         notes=tuple(settings.notes),
     )
+
+
+def _read_first_batch(settings: Settings) -> int | None:
+    """Return the first batch of --step-batch-size-schedule, such as "0:384 200B:768"; None if there is no schedule."""
+    match = re.match(r"\s*0:(\d+)", settings.text("step_batch_size_schedule"))
+    if match is None:
+        return None
+    if "global_batch_size" not in settings:
+        settings.note(f"the batch grows during the run: planned for the first one, {match[1]} rows")
+    return int(match[1])
 
 
 def _place_experts(settings: Settings, experts: int, tensors: int, data: int) -> int:
@@ -269,8 +281,6 @@ def _read_model(settings: Settings, tensors: int) -> ForeignModel:
         return _read_latent_model(settings, layers, dim, heads, hidden, experts, tensors)
     if "linear_attention_freq" in settings or settings.text("window_size"):
         settings.note("windows and linear attention are counted as attention to all tokens")
-    if settings.text("attention_backend") in ("unfused", "local"):
-        settings.note("--attention-backend unfused: counted as a fused kernel, which saves no matrix of scores")
     is_grouped = settings.flag("group_query_attention") or "num_query_groups" in settings
     kv_heads = settings.positive("num_query_groups", 1) if is_grouped else heads
     shape = ModelShape(
@@ -394,6 +404,8 @@ def _read_state(
     if settings.flag("fp16"):
         settings.note("--fp16: counted as bfloat16, which has as many bytes")
     in_bf16 = settings.flag("grad_reduce_in_bf16") or settings.text("main_grads_dtype") == "bf16"
+    # Of Megatron-FSDP.
+    in_bf16 = in_bf16 or settings.text("megatron_fsdp_main_grads_dtype") == "bf16"
     gradient = 2 if in_bf16 and is_half else 4
     master = 0 if not is_half else 4
     moments = 8
