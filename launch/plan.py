@@ -10,6 +10,7 @@
     plimsoll plan --config=qlora:meta-llama/Llama-3.1-8B --target=rtx4090 --longest --config.data.global_batch_size=1
     plimsoll plan --function=step.py:abstract_step --target=h100
     plimsoll plan --check=plans.toml --baseline=base.json --markdown=comment.md
+    plimsoll plan --from pretrain.sh --target=h100x8      # Megatron-LM, torchtitan, TRL, DeepSpeed, axolotl, MaxText
     plimsoll plan --targets
 
 You do not need access to the machine.
@@ -38,6 +39,7 @@ from plimsoll.launch.plan_common import (
     resolve_target,
     write_outputs,
 )
+from plimsoll.launch.plan_foreign import plan_foreign
 from plimsoll.launch.plan_function import plan_functions
 from plimsoll.launch.plan_largest import check_largest, plan_largest
 from plimsoll.launch.plan_page import build_target_page
@@ -63,6 +65,15 @@ def add_flags(parser: cli.Parser) -> None:
         help="plan any JAX function instead of a config: NAME() returns (function, arguments), optionally followed "
         "by a dict of options of pl.plan_function",
     )
+    add(
+        "--from",
+        nargs="+",
+        dest="source",
+        metavar="FILE",
+        help="plan a run of another framework: a script or config of Megatron-LM, torchtitan, TRL, DeepSpeed, axolotl "
+        "or MaxText, followed by arguments in its own syntax",
+    )
+    add("--compiled", action="store_true", help="with --from: compile the step instead of estimating it")
     add("--targets", action="store_true", help="list all targets; takes no other flags")
     add("--estimate", action="store_true", help="only the analytical estimate: takes seconds, less exact")
     add("--compare", action="append", default=[], metavar="PATH=A,B", help="plan each value; repeatable")
@@ -146,11 +157,15 @@ def _run(argv: list[str]) -> int:
         return plan_functions(parser.parse_flags(argv))
     if any(word.partition("=")[0] == "--check" for word in argv):
         return check_plans(parser.parse_flags(argv), _build_parser)
+    if any(word.partition("=")[0] == "--from" for word in argv):
+        return plan_foreign(parser, argv)
     command = parser.parse(argv)
     args = command.args
     for name in ("baseline", "markdown"):
         if getattr(args, name) is not None:
             raise cli.UsageError(f"--{name} requires --check")
+    if args.compiled:
+        raise cli.UsageError("--compiled is for --from; without it, plans are compiled unless --estimate is given")
     if not (args.target or "").strip(" ,") and not args.smallest:
         raise cli.UsageError("--target=NAME is required; run plimsoll plan --targets to list all targets")
     check_files(args)
