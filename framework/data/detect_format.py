@@ -75,6 +75,7 @@ class DetectedData:
         has_text: False for token files.
         needs_template: examples are messages, which need the chat template of a model.
         line: a summary of what was found and how it was split.
+        kind: what the data is, such as "conversations", for messages.
         classes: class names of texts with labels; None for other data.
     """
 
@@ -83,6 +84,7 @@ class DetectedData:
     has_text: bool
     needs_template: bool
     line: str
+    kind: str
     classes: list[str] | None = None
 
 
@@ -115,12 +117,17 @@ def detect_format(path: str, validation_fraction: float = 0.05) -> DetectedData:
         has_text=listing.data_format != "tokens",
         needs_template=rows.needs_template,
         line=_line(listing, rows, validation_fraction),
+        kind=_kind(listing, rows),
     )
+
+
+def _kind(listing: DataListing, rows: _Rows) -> str:
+    return listing.data_format if rows.examples is None else _NOUNS[rows.examples]
 
 
 def _line(listing: DataListing, rows: _Rows, validation_fraction: float) -> str:
     """Returns a summary of the data and of its split."""
-    what = listing.data_format if rows.examples is None else _NOUNS[rows.examples]
+    what = _kind(listing, rows)
     noun = "file" if listing.num_train == 1 else "files"
     line = f"data: {what} from {listing.location}: {listing.num_train:,} {noun}"
     if listing.validation:
@@ -253,4 +260,7 @@ def detect_scored_format(
             config.split = part
             config.validation_fraction = validation_fraction
     line = f"data: {what} from {listing.location}: files for training: {listing.num_train}, {split}"
-    return DetectedData(source, held_out, has_text=True, needs_template=needs_template, line=line, classes=classes)
+    kind = "pairs" if pairs else "texts with labels"
+    return DetectedData(
+        source, held_out, has_text=True, needs_template=needs_template, line=line, kind=kind, classes=classes
+    )
