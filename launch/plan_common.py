@@ -40,6 +40,29 @@ def iter_comparisons(compare: Sequence[str]) -> Iterator[tuple[tuple[str, str], 
     return itertools.product(*values_by_path)
 
 
+def split_stages(command: cli.Command) -> list[cli.Command]:
+    """Return the command for each shape of a batch that the stages of the data have; without stages, itself.
+
+    The last two overrides are those of data.seq_len and data.global_batch_size.
+    """
+    from plimsoll.framework.program.stages import list_shapes
+
+    data = command.config.data
+    if not data.takes("stages") or not data.stages:
+        return [command]
+    commands = []
+    for stage in list_shapes(data.instantiate().stages):
+        shape = [
+            ("data.stages", "{}"),
+            ("data.seq_len", str(stage.seq_len)),
+            ("data.global_batch_size", str(stage.batch_size)),
+        ]
+        # The fields of a stage cannot be set where there are no stages.
+        others = [(path, text) for path, text in command.overrides if not path.startswith("data.stages")]
+        commands.append(replace(command, overrides=[*others, *shape]))
+    return commands
+
+
 def resolve_target(args: Any, name: str) -> Any:
     """Return the target of a name, with the host memory that the command line sets.
 

@@ -282,8 +282,12 @@ class DataPipeline(Pipeline):
         self._rows_by_length = {self.seq_len: [leaf.rows for leaf in self.leaves]}
         self._orders_by_origin = {}
         for stage in self.stages[1:]:
-            with prefix_errors(stage.label):
-                self._open_stage(stage)
+            if stage.seq_len not in self._rows_by_length:
+                try:
+                    rows = [self._make_rows(leaf, stage.seq_len) for leaf in self.leaves]
+                except ValueError as error:
+                    raise ValueError(f"{stage.label}: {error}") from error
+                self._rows_by_length[stage.seq_len] = rows
         # A source that only a later stage draws from is not part of the first epochs.
         weights = self.stages[0].weights if self.stages else self.base_stage.weights
         row_counts = [
@@ -304,11 +308,6 @@ class DataPipeline(Pipeline):
             )
         self._num_rows = num_rows
         self._order = GlobalOrder(row_counts, weights, self.seed)
-
-    def _open_stage(self, stage: Stage) -> None:
-        """Makes the rows of all sources for a stage, and checks that it has rows of every source that it draws from."""
-        if stage.seq_len not in self._rows_by_length:
-            self._rows_by_length[stage.seq_len] = [self._make_rows(leaf, stage.seq_len) for leaf in self.leaves]
 
     def _open_leaf(self, leaf: LeafSource, cache: Path, hashes: FileHashes, write: bool) -> None:
         """Sets the token stream of a leaf."""

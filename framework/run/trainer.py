@@ -233,7 +233,7 @@ class Trainer:
         return step
 
     def _enter_stage(self, step: int) -> None:
-        """Continue with the stage of the data that starts after `step`. Collective if its batches have another shape."""
+        """Continue with the stage that starts after `step`. Collective if its batches have another shape."""
         run = self.run
         stage_program = run.get_stage(step)
         run.progress.print(f"step {step}: {stage_program.label} begins")
