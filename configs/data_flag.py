@@ -44,12 +44,18 @@ def with_data(
     # Imported here because this module's caller handles every command line, and few use --data.
     from plimsoll.framework.data.pipeline import DataPipeline
     from plimsoll.framework.data.pretrained_tokenizer import PretrainedTokenizer
+    from plimsoll.framework.data.prompts import Prompts
 
     config = named.copy()
     paths = [paths] if isinstance(paths, str) else list(paths)
-    if "data" not in config or get_target(config.data) is not DataPipeline:
-        raise ConfigError("--data works only with configs that train on text; set config.data.* instead")
     _check_paths(paths)
+    data_class = get_target(config.data) if "data" in config else None
+    if data_class is Prompts:
+        if weights is not None:
+            raise ConfigError(f"--data_weights={weights}: prompts have no weights; all --data are read in turn")
+        return config, _set_prompts(config, paths)
+    if data_class is not DataPipeline:
+        raise ConfigError("--data works only with configs that train on text; set config.data.* instead")
     mixed = _detect_data(config, paths, weights)
     lines = list(mixed.lines)
     classes = mixed.parts[0].classes
@@ -71,6 +77,18 @@ def with_data(
     if not sets_tokenizer:
         lines += _choose_tokenizer(config, paths, mixed.parts, overridden)
     return config, lines
+
+
+def _set_prompts(config: Config, paths: Sequence[str]) -> list[str]:
+    """Set the prompts of a config, in place; returns lines that describe them."""
+    from plimsoll.framework.data.detect_format import detect_prompts
+    from plimsoll.framework.data.mixed_data import HELD_OUT
+
+    with _prefix_errors():
+        prompts = detect_prompts(paths)
+    config.data.source = prompts.source
+    config.data.validation = {} if prompts.held_out is None else {HELD_OUT: prompts.held_out}
+    return [prompts.line]
 
 
 def _check_paths(paths: Sequence[str]) -> None:

@@ -186,6 +186,11 @@ class Parser(argparse.ArgumentParser):
             help="with several --data: a weight for each, in the same order; only proportions matter; default: equal",
         )
         self.add_argument(
+            "--reward",
+            metavar="FILE.py:FUNCTION",
+            help="with prompts as data (--config=grpo:DIR): the function that scores answers",
+        )
+        self.add_argument(
             "--data_at",
             metavar="STEP:FIELD=VALUE",
             action="append",
@@ -201,7 +206,12 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"--config=NAME is required; valid names: {', '.join(configs.names())}")
         notes: list[str] = []
         named = configs.load(spec, notes.append, shape_only=self._shape_is_enough)
-        overrides = [*reports.overrides(args), *_list_stage_overrides(args, named), *overrides]
+        overrides = [
+            *reports.overrides(args),
+            *_list_stage_overrides(args, named),
+            *_list_reward_overrides(args, named),
+            *overrides,
+        ]
         data_weights = getattr(args, "data_weights", None)
         if getattr(args, "data", None):
             overridden = [named.current_path(path) for path, _ in overrides]
@@ -267,6 +277,20 @@ def split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], list[
         else:
             raise UsageError(f"--config is given twice: {spec!r} and {value!r}")
     return spec, overrides, verb_flags
+
+
+def _list_reward_overrides(args: argparse.Namespace, named: Config) -> list[tuple[str, str]]:
+    """Return the override that --reward stands for. Raises UsageError if the config learns from no rewards."""
+    reward = getattr(args, "reward", None)
+    if reward is None:
+        return []
+    transform = named.batch_transform if named.takes("batch_transform") else None
+    if transform is None or not transform.takes("reward"):
+        raise UsageError(
+            f"--reward={reward}: the config learns from no rewards; expected --config=grpo:DIR or lora-grpo:DIR, or a "
+            "config with batch_transform=Rollouts"
+        )
+    return [("batch_transform.reward", reward)]
 
 
 def _list_stage_overrides(args: argparse.Namespace, named: Config) -> list[tuple[str, str]]:
