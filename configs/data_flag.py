@@ -22,7 +22,12 @@ _MULTIPLE = 64
 
 
 def with_data(
-    named: Config, paths: str | Sequence[str], overridden: Collection[str], *, weights: str | None = None
+    named: Config,
+    paths: str | Sequence[str],
+    overridden: Collection[str],
+    *,
+    weights: str | None = None,
+    image_size: object = None,
 ) -> tuple[Config, list[str]]:
     """Return a copy of a config that trains on the user's data and evaluates on a held-out part of it.
 
@@ -33,6 +38,7 @@ def with_data(
         paths: files, folders, globs, fsspec URLs, or hf://datasets/ORG/NAME on the Hub; several are mixed.
         overridden: paths of the config fields that the command line sets.
         weights: the weights of several paths, as text; None weights all equally.
+        image_size: the value that the command line sets data.image_size to; None if it does not.
 
     Returns:
         (the config, lines that describe the data and the changed settings).
@@ -54,8 +60,10 @@ def with_data(
         if weights is not None:
             raise ConfigError(f"--data_weights={weights}: prompts have no weights; all --data are read in turn")
         return config, _set_prompts(config, paths)
+    if data_class is not None and data_class.__name__ == "ImagePipeline":
+        return config, _set_images(config, paths, overridden, image_size)
     if data_class is not DataPipeline:
-        raise ConfigError("--data works only with configs that train on text; set config.data.* instead")
+        raise ConfigError("--data works only with configs that train on text or images; set config.data.* instead")
     mixed = _detect_data(config, paths, weights)
     lines = list(mixed.lines)
     classes = mixed.parts[0].classes
@@ -89,6 +97,47 @@ def _set_prompts(config: Config, paths: Sequence[str]) -> list[str]:
     config.data.source = prompts.source
     config.data.validation = {} if prompts.held_out is None else {HELD_OUT: prompts.held_out}
     return [prompts.line]
+
+
+def _set_images(config: Config, paths: Sequence[str], overridden: Collection[str], image_size: object) -> list[str]:
+    """Set the images of a config, and the shape of its model, in place; returns lines that describe them."""
+    from plimsoll.extras.flows.image_files import ImageFiles, detect_channels, list_images
+    from plimsoll.framework.data.mixed_data import HELD_OUT
+
+    if len(paths) > 1:
+        raise ConfigError(
+            f"--data={paths[1]}: images come from one folder; put several folders into one, which is read with its "
+            "subfolders"
+        )
+    (path,) = paths
+    with _prefix_errors():
+        listing = list_images(path)
+        channels = detect_channels(listing.train)
+    size = config.model.image_shape[0]
+    if image_size is not None:
+        try:
+            size = int(str(image_size))
+        except ValueError:
+            # The override itself reports it.
+            size = config.model.image_shape[0]
+    source = config_for(ImageFiles, path=path, channels=channels)
+    config.data.image_size = max(size, 1)
+    config.data.validation = {}
+    if listing.validation:
+        held_out = source.copy()
+        source.split, held_out.split = "train", "validation"
+        config.data.validation = {HELD_OUT: held_out}
+    config.data.source = source
+    if not _is_set("model.image_shape", overridden):
+        config.model.image_shape = [config.data.image_size, config.data.image_size, channels]
+    if not _is_set("model.levels", overridden):
+        config.model.levels = 256
+    line = f"data: {len(listing.train):,} images from {path}, {len(listing.validation):,} held out"
+    line += ", by their names" if listing.by_name else ""
+    line += f"; {config.data.image_size} x {config.data.image_size} x {channels} (height x width x channels)"
+    if listing.others:
+        line += f"; left out: {', '.join(f'{count} {ending}' for ending, count in listing.others.most_common(5))}"
+    return [line]
 
 
 def _check_paths(paths: Sequence[str]) -> None:

@@ -215,7 +215,10 @@ class Parser(argparse.ArgumentParser):
         data_weights = getattr(args, "data_weights", None)
         if getattr(args, "data", None):
             overridden = [named.current_path(path) for path, _ in overrides]
-            named, data_lines = data_flag.with_data(named, args.data, overridden, weights=data_weights)
+            settings = dict(zip(overridden, [text for _, text in overrides], strict=True))
+            named, data_lines = data_flag.with_data(
+                named, args.data, overridden, weights=data_weights, image_size=settings.get("data.image_size")
+            )
             notes += data_lines
         elif data_weights is not None:
             raise UsageError(f"--data_weights={data_weights} without --data: expected one --data=PATH for each weight")

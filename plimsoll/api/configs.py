@@ -71,7 +71,7 @@ def load_config(
     if data is not None:
         paths = [str(data)] if isinstance(data, str | Path) else [str(path) for path in data]
         weights = None if data_weights is None else ",".join(map(str, data_weights))
-        named, data_notes = with_data(named, paths, changes, weights=weights)
+        named, data_notes = with_data(named, paths, changes, weights=weights, image_size=changes.get("data.image_size"))
         notes += data_notes
     config = named.copy()
     override(config, changes)
