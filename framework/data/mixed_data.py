@@ -104,7 +104,7 @@ def name_paths(paths: Sequence[str]) -> list[str]:
                 words.append(word)
         # "train" is the name of the training data itself.
         usable = [word for word in words if word != "train"] or ["data"]
-        candidates.append((usable[0], "_".join(reversed(words[:2]))))
+        candidates.append((usable[0], "_".join(reversed(usable[:2]))))
     counts = Counter(short for short, _ in candidates)
     names: list[str] = []
     for short, long in candidates:

@@ -156,18 +156,25 @@ def test_the_reward_rises_in_a_short_run(base: Path, rewards: Path, tmp_path: Pa
     assert "batch_transform.reward is None; expected the function" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["lora-grpo", "qlora-grpo"])
-def test_adapters_and_few_conversations_shrink_the_batch(kind: str, base: Path, rewards: Path, tmp_path: Path, capsys):
+def test_adapters_and_few_conversations_shrink_the_batch(base: Path, rewards: Path, tmp_path: Path, capsys):
     prompts = write_prompts(tmp_path / "chats.jsonl", 3, chats=True)
-    argv = [f"--config={kind}:{base}", f"--data={prompts}", f"--reward={rewards}:chats", f"--workdir={tmp_path}/run"]
+    argv = [f"--config=lora-grpo:{base}", f"--data={prompts}", f"--reward={rewards}:chats", f"--workdir={tmp_path}/run"]
     more = ["--config.data.seq_len=64", "--config.trainer.max_steps=1", "--config.mesh.fsdp=1", "--config.mesh.data=-1"]
     assert train.main([*argv, *SMALL, *more]) == 0
     out = capsys.readouterr().out
-    assert "3 prompts from" in out
-    assert "too few to hold some out" in out
-    assert "data.global_batch_size 64 -> 24" in out
-    config = configs.load(f"{kind}:{base}")
+    # One of the three is held out; eight answers to each of the others.
+    assert "2 prompts from" in out
+    assert "data.global_batch_size 64 -> 16" in out
+    config = configs.load(f"lora-grpo:{base}")
     assert config.model.lora.dropout == 0
+
+
+def test_one_prompt_is_enough(base: Path, tmp_path: Path):
+    prompts = write_prompts(tmp_path / "one.jsonl", 1)
+    config, (line,) = with_data(configs.load(f"grpo:{base}"), str(prompts), [])
+    assert line.endswith("1 prompts from " + str(prompts) + ", too few to hold some out")
+    assert config.data.validation == {}
+    assert len(list(config.data.source.instantiate().rows())) == 1
 
 
 @pytest.mark.parametrize(
