@@ -133,8 +133,9 @@ def _check_kinds(paths: Sequence[str], parts: Sequence[DetectedData]) -> None:
 
 def _get_row_arrays(source: Config) -> tuple[str, ...]:
     target = get_target(source)
-    is_examples = isinstance(target, type) and issubclass(target, ExampleSource)
-    return target.row_arrays if is_examples else ()
+    if isinstance(target, type) and issubclass(target, ExampleSource):
+        return target.row_arrays
+    return ()
 
 
 def _unite_classes(parts: Sequence[DetectedData]) -> list[DetectedData]:

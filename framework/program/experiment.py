@@ -226,7 +226,7 @@ class Experiment:
                     f"{type(self.batch_transform).__name__}, whose values belong to rows of one length; expected a "
                     "stage that changes only weights, or no batch_transform"
                 )
-            other = copy.copy(self)
+            other: Experiment = copy.copy(self)
             other.data = data.at_stage(index)
             try:
                 other.check(mesh, update_locality=False)

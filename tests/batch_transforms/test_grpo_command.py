@@ -119,7 +119,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = small.program(small.experiment(config))
     facts, family = families.export_config(config)
     facts |= {"max_position_embeddings": 128}
-    export_model(folder, program.experiment.model, program.init().parameter, family, facts)
+    export_model(folder, program.experiment.language_model, program.init().parameter, family, facts)
     return pretrained.write(folder, "llama3")
 
 

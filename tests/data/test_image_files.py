@@ -102,35 +102,39 @@ def encode(image: Image.Image, path: Path, **options) -> bytes:
     return path.read_bytes()
 
 
+def decode(content: bytes, shape: tuple[int, int, int]) -> np.ndarray:
+    return decode_image(content, shape).pixels
+
+
 def test_every_pixel_format(tmp_path: Path):
     draw = np.random.default_rng(1)
     gray = draw.integers(0, 256, (SIZE, SIZE)).astype(np.uint8)
     color = draw.integers(0, 256, (SIZE, SIZE, 3)).astype(np.uint8)
     path = tmp_path / "x.png"
     shape = (SIZE, SIZE, 3)
-    one = decode_image(encode(Image.fromarray(gray), path), shape)
+    one = decode(encode(Image.fromarray(gray), path), shape)
     assert np.array_equal(one, np.repeat(gray[..., None], 3, 2))
     # 16 bits are scaled, not clipped.
     deep = Image.fromarray(gray.astype(np.uint16) * 257)
-    assert np.array_equal(decode_image(encode(deep, path), (SIZE, SIZE, 1)), gray[..., None])
+    assert np.array_equal(decode(encode(deep, path), (SIZE, SIZE, 1)), gray[..., None])
     # Transparent pixels become white, opaque ones stay.
     alpha = np.where(np.arange(SIZE) < 8, 255, 0).astype(np.uint8)[None].repeat(SIZE, 0)
-    rgba = decode_image(encode(Image.fromarray(np.dstack([color, alpha])), path), shape)
+    rgba = decode(encode(Image.fromarray(np.dstack([color, alpha])), path), shape)
     assert np.array_equal(rgba[:, :8], color[:, :8])
     assert (rgba[:, 8:] == 255).all()
     palette = Image.fromarray(color).quantize(200)
-    assert np.array_equal(decode_image(encode(palette, path), shape), np.asarray(palette.convert("RGB")))
+    assert np.array_equal(decode(encode(palette, path), shape), np.asarray(palette.convert("RGB")))
     # EXIF orientation 6: turned clockwise by a quarter.
     exif = Image.Exif()
     exif[0x0112] = 6
-    turned = decode_image(encode(Image.fromarray(color), tmp_path / "x.tiff", exif=exif), shape)
+    turned = decode(encode(Image.fromarray(color), tmp_path / "x.tiff", exif=exif), shape)
     assert np.array_equal(turned, np.rot90(color, -1))
-    cmyk = decode_image(encode(Image.fromarray(color).convert("CMYK"), tmp_path / "x.jpg"), shape)
+    cmyk = decode(encode(Image.fromarray(color).convert("CMYK"), tmp_path / "x.jpg"), shape)
     assert cmyk.shape == shape
-    bits = decode_image(encode(Image.fromarray(gray > 127), path), (SIZE, SIZE, 1))
+    bits = decode(encode(Image.fromarray(gray > 127), path), (SIZE, SIZE, 1))
     assert np.array_equal(bits[..., 0], np.where(gray > 127, 255, 0))
     with pytest.raises(ValueError, match="floating-point"):
-        decode_image(encode(Image.fromarray(gray.astype(np.float32)), tmp_path / "f.tiff"), shape)
+        decode(encode(Image.fromarray(gray.astype(np.float32)), tmp_path / "f.tiff"), shape)
 
 
 def test_the_model_follows_the_images(folder: Path, tmp_path: Path):

@@ -50,6 +50,7 @@ def reference(folder: Path, seed: int, num_batches: int) -> list[np.ndarray]:
     texts = [np.concatenate([[256], text]) for text in texts]  # the separator opens a document
     batches = []
     positions = [0, 0]
+    source: Any
     last_length = 16
     for (start, length, size, weights), stop in zip(PLAIN, [*(row[0] for row in PLAIN[1:]), num_batches], strict=True):
         rows = [(len(text) - 1) // length for text in texts]

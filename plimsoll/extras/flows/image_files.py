@@ -139,8 +139,8 @@ class ImageFiles(ImageSource):
 
     def load(self) -> np.ndarray:
         """See `ImageSource`. For use without a pipeline: all images are in memory."""
-        images = [image for image in _decode_files(self.files(), self.image_shape) if isinstance(image, np.ndarray)]
-        return np.stack(images)
+        decoded = _decode_files(self.files(), self.image_shape)
+        return np.stack([image.pixels for image in decoded if isinstance(image, DecodedImage)])
 
     def open(self, cache: Path, *, write: bool) -> StoredImages:
         """Decode all images into the cache folder, unless they are there, and open them.
@@ -181,11 +181,9 @@ class ImageFiles(ImageSource):
                     if isinstance(image, str):
                         failures.append(f"{files[number].name}: {image}")
                         continue
-                    if isinstance(image, ColoredImage):
-                        num_colored += 1
-                        image = image.pixels
-                    stream.write(image.tobytes())
-                    pixels_digest.update(image.tobytes())
+                    stream.write(image.pixels.tobytes())
+                    pixels_digest.update(image.pixels.tobytes())
+                    num_colored += image.loses_colors
                     count += 1
             if not count:
                 raise ValueError(f"{self.path}: none of {len(files):,} files is a readable image ({failures[0]})")
@@ -203,10 +201,11 @@ class ImageFiles(ImageSource):
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-class ColoredImage(NamedTuple):
-    """Gray pixels of an image that has colors."""
+class DecodedImage(NamedTuple):
+    """The pixels of an image, uint8 [H,W,C], and whether it had colors that one channel cannot hold."""
 
     pixels: np.ndarray
+    loses_colors: bool
 
 
 def list_images(path: str, validation_fraction: float = 0.05) -> ImageListing:
@@ -270,7 +269,7 @@ def detect_channels(files: Sequence[ImageFile]) -> Literal[1, 3]:
     return 1
 
 
-def _decode_files(files: Sequence[ImageFile], shape: tuple[int, int, int]) -> Iterator[np.ndarray | ColoredImage | str]:
+def _decode_files(files: Sequence[ImageFile], shape: tuple[int, int, int]) -> Iterator[DecodedImage | str]:
     """Yield the pixels of each file, uint8 [H,W,C], or the reason why it cannot be read."""
     # Pillow releases the interpreter's lock while it decodes and resizes.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -278,7 +277,7 @@ def _decode_files(files: Sequence[ImageFile], shape: tuple[int, int, int]) -> It
             yield from pool.map(lambda file: _decode_file(file, shape), files[start : start + _CHUNK])
 
 
-def _decode_file(file: ImageFile, shape: tuple[int, int, int]) -> np.ndarray | ColoredImage | str:
+def _decode_file(file: ImageFile, shape: tuple[int, int, int]) -> DecodedImage | str:
     try:
         return decode_image(Path(file.path).read_bytes(), shape)
     # A damaged file may raise nearly anything.
@@ -288,8 +287,8 @@ def _decode_file(file: ImageFile, shape: tuple[int, int, int]) -> np.ndarray | C
         return " ".join(str(error).split()) or type(error).__name__
 
 
-def decode_image(content: bytes, shape: tuple[int, int, int]) -> np.ndarray | ColoredImage:
-    """Decode an image file to uint8 pixels [H,W,C].
+def decode_image(content: bytes, shape: tuple[int, int, int]) -> DecodedImage:
+    """Decode an image file.
 
     Args:
         content: the bytes of the file.
@@ -319,7 +318,7 @@ def decode_image(content: bytes, shape: tuple[int, int, int]) -> np.ndarray | Co
     image = image.convert("L" if channels == 1 else "RGB")
     image = ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
     pixels = np.asarray(image).reshape(shape)
-    return ColoredImage(pixels) if channels == 1 and has_colors else pixels
+    return DecodedImage(pixels, channels == 1 and has_colors)
 
 
 def _open(content: bytes) -> Any:
