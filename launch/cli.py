@@ -40,6 +40,7 @@ from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import flag_hints, reports, startup_message
 
 __all__ = [
+    "DATA_FLAGS",
     "Command",
     "Overrides",
     "Parser",
@@ -54,6 +55,8 @@ __all__ = [
     "split",
 ]
 
+# The flags of `Parser.add_data`.
+DATA_FLAGS = ("data", "data_weights", "data_at", "reward")
 # Fields that --data_at can set.
 _STAGE_FIELDS = ("weights", "seq_len", "global_batch_size")
 
@@ -175,7 +178,6 @@ class Parser(argparse.ArgumentParser):
             "--data",
             metavar="PATH",
             action="append",
-            default=[],
             help="use your own data instead of the config's: a file, folder, glob, URL, or "
             "hf://datasets/ORG/NAME on the Hugging Face Hub. The format is detected, "
             "and 5%% of the data is held out for evaluation. Repeat it to mix several",
@@ -194,7 +196,6 @@ class Parser(argparse.ArgumentParser):
             "--data_at",
             metavar="STEP:FIELD=VALUE",
             action="append",
-            default=[],
             help="change the data from that step on: weights=W,W, seq_len or global_batch_size; repeatable",
         )
 
@@ -304,7 +305,7 @@ def _list_stage_overrides(args: argparse.Namespace, named: Config) -> list[tuple
     """
     overrides = []
     steps = set()
-    for text in getattr(args, "data_at", []):
+    for text in getattr(args, "data_at", None) or []:
         match = re.fullmatch(r"(0|[1-9][0-9_]*):(\w+)=(.+)", text)
         if match is None or match[2] not in _STAGE_FIELDS:
             fields = ", ".join(_STAGE_FIELDS)
@@ -323,7 +324,7 @@ def _list_stage_overrides(args: argparse.Namespace, named: Config) -> list[tuple
 
 def get_data_flags(args: argparse.Namespace) -> list[str]:
     """Return the flags of `Parser.add_data` as they were given, for another command."""
-    flags = [f"--data={path}" for path in args.data]
+    flags = [f"--data={path}" for path in args.data or []]
     if args.data_weights is not None:
         flags.append(f"--data_weights={args.data_weights}")
     return flags

@@ -29,6 +29,7 @@ from plimsoll.launch import cli
 from plimsoll.launch.plan_auto import check_auto, get_auto_mode, plan_auto
 from plimsoll.launch.plan_common import (
     check_files,
+    get_longest_stage,
     iter_comparisons,
     make_report,
     resolve_target,
@@ -147,7 +148,7 @@ def main(argv: list[str]) -> int:
     is_search = args.largest or args.longest or args.smallest or args.auto or args.compare or len(names) > 1
     if len(stage_commands) > 1 and is_search:
         # A search compares settings, and settings that fit the largest stage fit all.
-        command = max(stage_commands, key=lambda one: (one.config.data.seq_len, one.config.data.global_batch_size))
+        command = get_longest_stage(stage_commands)
         print(f"planning the stage with the longest sequences: {command.overrides[-2][1]} tokens", file=sys.stderr)
         stage_commands = [command]
     if args.largest or args.longest:

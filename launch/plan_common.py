@@ -63,6 +63,13 @@ def split_stages(command: cli.Command) -> list[cli.Command]:
     return commands
 
 
+def get_longest_stage(stage_commands: Sequence[cli.Command]) -> cli.Command:
+    """Return the command of the stage with the longest sequences, and of these with the largest batch."""
+    if len(stage_commands) == 1:
+        return stage_commands[0]
+    return max(stage_commands, key=lambda one: (one.config.data.seq_len, one.config.data.global_batch_size))
+
+
 def resolve_target(args: Any, name: str) -> Any:
     """Return the target of a name, with the host memory that the command line sets.
 
