@@ -74,8 +74,7 @@ def main(argv: list[str]) -> int:
     cli.gib("host_memory_gib", args.host_memory_gib)
     runs = build_runs(args.grid, args.random, args.runs, args.seed)
     flags = [f"--config.{path}={text}" for path, text in command.overrides]
-    if args.data is not None:
-        flags.append(f"--data={args.data}")
+    flags += cli.get_data_flags(args)
     sweep = Sweep(command.spec, flags, runs)
     max_steps = [_check(command, run, sweep) for run in runs]
     folder = Path(args.workdir).expanduser()

@@ -227,7 +227,7 @@ WHOLE = (
     ),
     Recipe(
         "docs/flows.md",
-        ("plimsoll train --config=digits-glow",),
+        ("plimsoll train --config=digits-glow --workdir",),
         replaced={"--config=digits-glow": f"--config=digits-glow {STEPS}"},
     ),
     Recipe(
