@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,6 +71,18 @@ def load_config(
     config = named.copy()
     override(config, changes)
     return _with_origin(config, _Origin(spec, named, tuple(changes), tuple(notes)))
+
+
+def attach_origin(config: Config, spec: str, named: Config, overridden: Sequence[str]) -> Config:
+    """Return a copy of a config that a command line has loaded; the copy remembers its origin, as from `load_config`.
+
+    Args:
+        config: the config with its overrides.
+        spec: its name.
+        named: the config without overrides.
+        overridden: dotted paths of the overrides.
+    """
+    return _with_origin(config.copy(), _Origin(spec, named, tuple(overridden), ()))
 
 
 def override(config: Config, overrides: Mapping[str, Any]) -> None:

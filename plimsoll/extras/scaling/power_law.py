@@ -93,7 +93,7 @@ class PowerLawFit:
         intervals: confidence intervals of "E", "A" and "alpha", by name; empty if the data gives none.
         note: why a parameter was fixed, or why there are no intervals; "" if neither.
         flops, losses: the data.
-        huber_delta: size of a residual from which it counts linearly.
+        huber_delta: size of a residual from which it counts linearly; None if all count quadratically.
     """
 
     law: PowerLaw
@@ -104,7 +104,7 @@ class PowerLawFit:
     note: str
     flops: list[float]
     losses: list[float]
-    huber_delta: float
+    huber_delta: float | None
 
     def predict(self, flops: float, levels: Sequence[float] = LEVELS) -> Prediction:
         """Predict the loss of a run, with intervals that include the noise of one run.
@@ -118,7 +118,8 @@ class PowerLawFit:
         loss = self.law.predict(flops)
         if not self.intervals:
             return Prediction(flops, loss, [])
-        problem = _Problem(self.flops, self.losses, self.huber_delta, self.fixed_irreducible)
+        delta = math.inf if self.huber_delta is None else self.huber_delta
+        problem = _Problem(self.flops, self.losses, delta, self.fixed_irreducible)
         return Prediction(flops, loss, [problem.find_prediction_interval(flops, level) for level in levels])
 
 
@@ -176,7 +177,7 @@ def fit_power_law(
         note=note,
         flops=list(flops),
         losses=list(losses),
-        huber_delta=problem.delta,
+        huber_delta=None if math.isinf(problem.delta) else problem.delta,
     )
 
 
@@ -196,8 +197,7 @@ def _check(flops: Sequence[float], losses: Sequence[float], irreducible: float |
     slope = np.polyfit(np.log(flops), np.log(losses), 1)[0]
     if slope >= 0:
         raise ValueError(
-            "the losses do not fall with compute, so no power law fits them; check the learning rate of the larger "
-            "runs"
+            "the losses do not fall with compute, so no power law fits them; check the learning rate of the larger runs"
         )
 
 
@@ -278,12 +278,7 @@ class _Problem:
         return Interval(level, *(None if end is None else math.exp(end) for end in (low, high)))
 
     def _find_ends(
-        self,
-        profile: Callable[[float, _Point], _Point],
-        value: float,
-        level: float,
-        lowest: float,
-        highest: float,
+        self, profile: Callable[[float, _Point], _Point], value: float, level: float, lowest: float, highest: float
     ) -> tuple[float | None, float | None]:
         """Return the values below and above the estimate at which a profile reaches the threshold of a level.
 
@@ -437,7 +432,7 @@ class _Problem:
         return np.maximum(point.irreducible + reducible, 1e-300)
 
     def _to_huber(self, residuals: np.ndarray) -> np.ndarray:
-        """Return numbers whose squares are twice the Huber losses, so that a fast solver for squares minimizes these."""
+        """Return numbers whose squares are twice the Huber losses, so that a solver for squares minimizes these."""
         if math.isinf(self.delta):
             return residuals
         sizes = np.abs(residuals)
