@@ -74,10 +74,11 @@ class LadderPlan:
             counts = [str(rung.width), str(rung.layers), human_count(rung.parameters), human_count(rung.tokens)]
             numbers = [f"{rung.steps:,}", f"{rung.flops:.3g}", human_bytes(plan.peak_bytes), time]
             rows.append([rung.name, *counts, *numbers, "yes" if plan.fits else "NO"])
+        target = "this machine" if self.target == "local" else self.target
         flops = sum(rung.flops for rung in self.rungs)
         time = "unknown" if self.seconds is None else human_duration(self.seconds)
         rows.append(["sum", "", "", "", "", "", f"{flops:.3g}", "", time, ""])
-        return render([TableSection(f"plan of the rungs on {self.target} (estimate)", rows, numbers=True)]).rstrip()
+        return render([TableSection(f"plan of the rungs on {target} (estimate)", rows, numbers=True)]).rstrip()
 
 
 class Ladder:
@@ -166,7 +167,8 @@ class Ladder:
         """Train the rungs on this machine, one after another, each in a process and a folder of its own; then fit.
 
         Before the first one starts, a plan checks that all of them fit and that the data suffices. The same call
-        continues after a kill: rungs that have ended are skipped, and the one that was killed resumes.
+        continues after a kill: rungs that have ended are skipped, and the one that was killed resumes. ladder.json has
+        the results; `write` adds predictions and the picture.
 
         Args:
             workdir: a local folder.
@@ -209,7 +211,13 @@ class Ladder:
         record.write(folder)
         self._record = record
         self._train_rungs(record, folder, limits, force=force)
-        self._fit_and_write(folder)
+        if sum(rung.loss is not None for rung in record.rungs) >= 2:
+            try:
+                record.fit_rungs(holdout=False)
+            except ValueError as error:
+                # The losses are results even if no law fits them.
+                print(f"no fit: {error}", file=sys.stderr)
+        record.write(folder)
         failed = [rung for rung in record.rungs if rung.loss is None]
         if failed:
             names = ", ".join(f"{rung.name} ({describe_exit_code(rung.code or 0)})" for rung in failed)
@@ -328,16 +336,6 @@ class Ladder:
             if code == ExitCode.DONE:
                 result.loss = _read_loss(workdir, rung.steps, record.metric)
             record.write(folder)
-
-    def _fit_and_write(self, folder: Path) -> None:
-        record = self.record
-        if sum(rung.loss is not None for rung in record.rungs) >= 2:
-            try:
-                record.fit_rungs(holdout=False)
-            except ValueError as error:
-                # The losses are results even if no law fits them.
-                print(f"no fit: {error}", file=sys.stderr)
-        self.write(folder)
 
     def _build_larger(self, to: Config | str | Path) -> tuple[str, Rung]:
         config = load_config(to, shape_only=True) if isinstance(to, (str, Path)) else to

@@ -15,7 +15,7 @@ from plimsoll.framework.terminal.tables import TableSection, human_count
 LADDER_PICTURE = "ladder.png"
 # Points of the curve and its band in the picture.
 _CURVE_POINTS = 100
-_BAND_POINTS = 9
+_BAND_POINTS = 7
 
 
 def make_tables(record: LadderRecord) -> list[TableSection]:

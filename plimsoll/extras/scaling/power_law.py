@@ -28,6 +28,8 @@ _HUBER_TUNING = 1.345
 _EXACT = 1e-20
 # E below this share of the lowest loss may be 0.
 _SMALL_IRREDUCIBLE = 0.05
+# Logarithms above this one overflow.
+_MAX_LOG = 700.0
 # Exponents above this one are not distinguished.
 _MAX_EXPONENT = 10.0
 
@@ -263,7 +265,8 @@ class _Problem:
         else:
             value = self.best.log_scale + self.best.exponent * self.center
             low, high = self._find_ends(self._profile_scale, value, level, -math.inf, math.inf)
-            low, high = (None if end is None or end > 700 else math.exp(end) for end in (low, high))
+            low = 0.0 if low is None else math.exp(low)
+            high = None if high is None or high > _MAX_LOG else math.exp(high)
         return Interval(level, low, high)
 
     def find_prediction_interval(self, flops: float, level: float) -> Interval:
@@ -312,8 +315,8 @@ class _Problem:
                         lambda at, warm=warm: profile(at, warm).cost - threshold, inner, outer, rtol=1e-6, xtol=1e-9
                     )
                     break
-                if is_last:
-                    # No loss is negative, so 0 is a bound of its own.
+                if is_last or abs(outer) > _MAX_LOG:
+                    # Neither parameter is negative, so 0 is a bound of its own.
                     end = 0.0 if limit == 0 else None
                     break
                 inner, start = outer, point
@@ -328,7 +331,12 @@ class _Problem:
         return self._minimize([start, self.best], fixed=self.fixed, exponent=value)
 
     def _profile_scale(self, value: float, start: _Point) -> _Point:
-        return self._minimize([start, self.best], fixed=self.fixed, log_scale_at_1=value)
+        # Scale and exponent go together: the start keeps the reducible loss at the center.
+        starts = []
+        for one in (start, self.best):
+            exponent = max((value - one.log_scale) / self.center, 1e-6)
+            starts.append(_Point(one.irreducible, one.log_scale, exponent, math.inf))
+        return self._minimize(starts, fixed=self.fixed, log_scale_at_1=value)
 
     def _iter_starts(self) -> Iterator[_Point]:
         """Yield starts of the minimization: exact lines through log(loss - E) for several E."""
@@ -393,7 +401,7 @@ class _Problem:
             free.append(start.log_scale)
 
         def make_point(values: Sequence[float], cost: float = math.inf) -> _Point:
-            remaining = [min(float(value), 700.0) for value in values]
+            remaining = [min(float(value), _MAX_LOG) for value in values]
             irreducible = math.exp(remaining.pop(0)) if fixed is None else fixed
             alpha = math.exp(remaining.pop(0)) if exponent is None else exponent
             log_scale = remaining.pop(0) if log_scale_at_1 is None else log_scale_at_1 - alpha * self.center
@@ -428,7 +436,7 @@ class _Problem:
         return make_point(found, 0.5 * float(np.sum(find_residuals(found) ** 2)))
 
     def _predict(self, point: _Point, x: np.ndarray) -> np.ndarray:
-        reducible = np.exp(np.clip(point.log_scale - point.exponent * x, -700.0, 700.0))
+        reducible = np.exp(np.clip(point.log_scale - point.exponent * x, -_MAX_LOG, _MAX_LOG))
         return np.maximum(point.irreducible + reducible, 1e-300)
 
     def _to_huber(self, residuals: np.ndarray) -> np.ndarray:
