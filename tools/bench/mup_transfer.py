@@ -3,9 +3,10 @@
     python -m tools.bench.mup_transfer --heads 2 4 8 16 --exponents -11 -10 -9 -8 -7 -6 -5 --out build/mup.jsonl
     python -m tools.bench.mup_transfer --out build/mup.jsonl --picture docs/images/mup_transfer.png
 
-Trains nanogpt-cpu with two layers and larger logits, from width 64 (2 heads), on the source of Python's standard library, at rates that
-are powers of two. Each result is a line of the file, and the same command skips those that are there. Without --heads
-it only prints the table. Figure 1 of "Tensor Programs V" (Yang et al. 2022, arXiv 2203.03466) is of this kind.
+Trains nanogpt-cpu with two layers and larger logits, from width 64 (2 heads), on the source of Python's standard
+library, at rates that are powers of two. Each result is a line of the file, and the same command skips those that are
+there. Without --heads it only prints the tables. Figure 1 of "Tensor Programs V" (Yang et al. 2022, arXiv 2203.03466)
+is of this kind.
 """
 
 from __future__ import annotations

@@ -275,7 +275,7 @@ class _Problem:
         expected = math.log(self._predict(self.best, np.array([x]))[0])
 
         def profile(y: float, start: _Point) -> _Point:
-            return self._minimize([start, self.best], fixed=self.fixed, extra=(x, y))
+            return self._minimize([start], fixed=self.fixed, extra=(x, y))
 
         low, high = self._find_ends(profile, expected, level, -math.inf, math.inf)
         return Interval(level, *(None if end is None else math.exp(end) for end in (low, high)))
@@ -300,10 +300,10 @@ class _Problem:
         threshold = self.best.cost + 0.5 * variance * f_distribution.ppf(level, 1, self._freedom)
         ends: list[float | None] = []
         for sign, limit in ((-1, lowest), (1, highest)):
-            step = 1e-4 * max(abs(value), 1e-3)
+            step = 1e-3 * max(abs(value), 1e-2)
             inner, start = value, self.best
             end: float | None = None
-            for _ in range(60):
+            for _ in range(40):
                 outer = inner + sign * step
                 is_last = (outer - limit) * sign >= 0
                 if is_last:
@@ -312,7 +312,7 @@ class _Problem:
                 if point.cost > threshold:
                     warm = start
                     end = brentq(
-                        lambda at, warm=warm: profile(at, warm).cost - threshold, inner, outer, rtol=1e-6, xtol=1e-9
+                        lambda at, warm=warm: profile(at, warm).cost - threshold, inner, outer, rtol=1e-6, xtol=1e-8
                     )
                     break
                 if is_last or abs(outer) > _MAX_LOG:
@@ -320,23 +320,21 @@ class _Problem:
                     end = 0.0 if limit == 0 else None
                     break
                 inner, start = outer, point
-                step *= 2
+                step *= 3
             ends.append(end)
         return ends[0], ends[1]
 
     def _profile_irreducible(self, value: float, start: _Point) -> _Point:
-        return self._minimize([start, self.best], fixed=value)
+        return self._minimize([start], fixed=value)
 
     def _profile_exponent(self, value: float, start: _Point) -> _Point:
-        return self._minimize([start, self.best], fixed=self.fixed, exponent=value)
+        return self._minimize([start], fixed=self.fixed, exponent=value)
 
     def _profile_scale(self, value: float, start: _Point) -> _Point:
         # Scale and exponent go together: the start keeps the reducible loss at the center.
-        starts = []
-        for one in (start, self.best):
-            exponent = max((value - one.log_scale) / self.center, 1e-6)
-            starts.append(_Point(one.irreducible, one.log_scale, exponent, math.inf))
-        return self._minimize(starts, fixed=self.fixed, log_scale_at_1=value)
+        exponent = max((value - start.log_scale) / self.center, 1e-6)
+        moved = _Point(start.irreducible, start.log_scale, exponent, math.inf)
+        return self._minimize([moved], fixed=self.fixed, log_scale_at_1=value)
 
     def _iter_starts(self) -> Iterator[_Point]:
         """Yield starts of the minimization: exact lines through log(loss - E) for several E."""
