@@ -15,12 +15,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from plimsoll.extras.scaling.ladder_record import LADDER_FILE, read_record
 from plimsoll.framework.metrics.jsonl import read_metrics
+from plimsoll.framework.terminal.kill_with_parent import kill_with_parent
 
 _ROOT = Path(__file__).parents[1]
 _FLAGS = (
@@ -56,7 +57,13 @@ def start(folder: Path, flags: Sequence[str], environment: Mapping[str, str]) ->
     words = [sys.executable, "-m", "plimsoll", "ladder", *flags, f"--workdir={folder}"]
     with open(f"{folder}.out", "ab") as output:
         return subprocess.Popen(
-            words, cwd=_ROOT, env=dict(environment), stdout=output, stderr=output, start_new_session=True
+            words,
+            cwd=_ROOT,
+            env=dict(environment),
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=kill_with_parent,
         )
 
 
@@ -122,10 +129,9 @@ def _finish(process: subprocess.Popen[bytes], folder: Path) -> None:
         raise RuntimeError(f"the ladder failed with {code}: see {folder}.out")
 
 
-def _wait(process: subprocess.Popen[bytes], seconds: float, is_reached: object) -> None:
+def _wait(process: subprocess.Popen[bytes], seconds: float, is_reached: Callable[[], bool]) -> None:
     """Wait until a condition holds, the process ends, or the time is over."""
     end = time.monotonic() + seconds
-    assert callable(is_reached)
     while time.monotonic() < end and process.poll() is None and not is_reached():
         time.sleep(0.01)
 

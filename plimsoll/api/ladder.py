@@ -220,7 +220,10 @@ class Ladder:
         record.write(folder)
         failed = [rung for rung in record.rungs if rung.loss is None]
         if failed:
-            names = ", ".join(f"{rung.name} ({describe_exit_code(rung.code or 0)})" for rung in failed)
+            # A run may have ended in time, by trainer.stop or a hook, before its last step.
+            early = "ended before its last step"
+            reasons = [describe_exit_code(rung.code) if rung.code else early for rung in failed]
+            names = ", ".join(f"{rung.name} ({reason})" for rung, reason in zip(failed, reasons, strict=True))
             raise RunError(f"{len(failed)} of {len(record.rungs)} rungs have no loss: {names}", ExitCode.FAILED)
         return record
 

@@ -238,10 +238,17 @@ def _train(spec: str, config_file: Path, workdir: str, flags: Sequence[str]) -> 
     from plimsoll.framework.terminal.exit_codes import ExitCode
 
     values = dict(flag.removeprefix("--").split("=") for flag in flags if "=" in flag)
+    limits = MemoryLimits(**{name: float(value) for name, value in values.items()})
     try:
         _load_user_file(spec)
         config = Config.from_json(config_file.read_bytes())
-        train(config, workdir, force="--force" in flags, **{name: float(value) for name, value in values.items()})
+        train(
+            config,
+            workdir,
+            force="--force" in flags,
+            device_memory_gib=limits.device_memory_gib,
+            host_memory_gib=limits.host_memory_gib,
+        )
     except RunError as error:
         return error.code
     except KeyboardInterrupt:

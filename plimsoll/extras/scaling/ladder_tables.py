@@ -99,8 +99,8 @@ def plot_ladder(record: LadderRecord, path: Path) -> Path:
 
     figure = Figure(figsize=(6, 4.5), layout="constrained", dpi=150)
     axes = figure.subplots()
-    measured = [rung for rung in record.rungs if rung.loss is not None]
-    flops = [rung.flops for rung in measured]
+    points = {rung.name: (rung.flops, rung.loss) for rung in record.rungs if rung.loss is not None}
+    flops = [one for one, _ in points.values()]
     fit = record.fit
     if fit is not None:
         highest = max([*flops, *(one.prediction.flops for one in record.extrapolations)])
@@ -120,10 +120,9 @@ def plot_ladder(record: LadderRecord, path: Path) -> Path:
         axes.plot(curve, [law.predict(float(x)) for x in curve], color="C0", label=label)
         for one in record.extrapolations:
             axes.plot([one.prediction.flops], [one.prediction.loss], "x", color="C3", label=one.name)
-    axes.plot(flops, [rung.loss for rung in measured], "o", color="black", label="measured")
-    for rung in measured:
-        assert rung.loss is not None
-        axes.annotate(rung.name, (rung.flops, rung.loss), fontsize="x-small", xytext=(4, 4), textcoords="offset points")
+    axes.plot(flops, [loss for _, loss in points.values()], "o", color="black", label="measured")
+    for name, point in points.items():
+        axes.annotate(name, point, fontsize="x-small", xytext=(4, 4), textcoords="offset points")
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("training FLOPs")

@@ -291,7 +291,7 @@ class _Problem:
             level: level of the interval.
             lowest, highest: limits of the value. A lower limit of 0 is itself an end; other limits mean no bound.
         """
-        from scipy.optimize import brentq
+        from scipy.optimize import root_scalar
         from scipy.stats import f as f_distribution
 
         if self.best.cost < _EXACT:
@@ -311,9 +311,14 @@ class _Problem:
                 point = profile(outer, start)
                 if point.cost > threshold:
                     warm = start
-                    end = brentq(
-                        lambda at, warm=warm: profile(at, warm).cost - threshold, inner, outer, rtol=1e-6, xtol=1e-8
+                    solved = root_scalar(
+                        lambda at, warm=warm: profile(at, warm).cost - threshold,
+                        bracket=(inner, outer),
+                        method="brentq",
+                        rtol=1e-6,
+                        xtol=1e-8,
                     )
+                    end = float(solved.root)
                     break
                 if is_last or abs(outer) > _MAX_LOG:
                     # Neither parameter is negative, so 0 is a bound of its own.
@@ -429,8 +434,16 @@ class _Problem:
 
         found: Sequence[float] = free
         if free:
-            accuracy = {"xtol": 1e-12, "ftol": 1e-12, "gtol": 1e-12}
-            found = least_squares(find_residuals, free, find_jacobian, method="lm", **accuracy).x
+            solved = least_squares(
+                find_residuals,
+                free,
+                find_jacobian,  # pyright: ignore[reportArgumentType]
+                method="lm",
+                xtol=1e-12,
+                ftol=1e-12,
+                gtol=1e-12,
+            )
+            found = solved.x
         return make_point(found, 0.5 * float(np.sum(find_residuals(found) ** 2)))
 
     def _predict(self, point: _Point, x: np.ndarray) -> np.ndarray:
