@@ -187,45 +187,19 @@ class Ladder:
         folder = Path(workdir).expanduser()
         # Refuse the folder of another ladder early; rules of the machine may change the rungs before the second check.
         if not any(request.config.accelerator_rules for request in self._requests):
-            self._create_record(self.rungs).resume(folder)
-        has_folder = folder.exists()
-        planned = plan_rungs(self._requests, self._options, "local", limits, folder)
-        plan = self._take_plan("local", planned)
-        print(plan)
-        if not plan.fits:
-            for line in plan.misfits:
-                print(line)
-            if not force:
-                raise DoesNotFitError(f"{len(plan.misfits)} of {len(plan.rungs)} rungs do not fit; nothing was started")
-        try:
             record = self._create_record(self.rungs)
-            num_ended = record.resume(folder)
-            self._check_data(planned.data_tokens)
-        except ValueError:
-            if not has_folder:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
+            if record.resume(folder) == len(record.rungs):
+                print(f"all {len(record.rungs)} rungs have ended")
+                return self._finish(record, folder)
+        self._plan_training(folder, limits, force=force)
+        record = self._create_record(self.rungs)
+        num_ended = record.resume(folder)
         if num_ended:
             print(f"{num_ended} of {len(record.rungs)} rungs have ended and are skipped")
         folder.mkdir(parents=True, exist_ok=True)
         record.write(folder)
-        self._record = record
         self._train_rungs(record, folder, limits, force=force)
-        if sum(rung.loss is not None for rung in record.rungs) >= 2:
-            try:
-                record.fit_rungs(holdout=False)
-            except ValueError as error:
-                # The losses are results even if no law fits them.
-                print(f"no fit: {error}", file=sys.stderr)
-        record.write(folder)
-        failed = [rung for rung in record.rungs if rung.loss is None]
-        if failed:
-            # A run may have ended in time, by trainer.stop or a hook, before its last step.
-            early = "ended before its last step"
-            reasons = [describe_exit_code(rung.code) if rung.code else early for rung in failed]
-            names = ", ".join(f"{rung.name} ({reason})" for rung, reason in zip(failed, reasons, strict=True))
-            raise RunError(f"{len(failed)} of {len(record.rungs)} rungs have no loss: {names}", ExitCode.FAILED)
-        return record
+        return self._finish(record, folder)
 
     def read(self, workdir: str | os.PathLike[str]) -> LadderRecord:
         """Read the losses of a ladder that was trained before, without training.
@@ -316,6 +290,44 @@ class Ladder:
             f"which it would read {epochs:.2f} times; add data, reduce tokens_per_parameter or steps, or set "
             f"max_epochs={-(-largest.tokens // data_tokens)}"
         )
+
+    def _plan_training(self, folder: Path, limits: MemoryLimits, *, force: bool) -> None:
+        """Plan the rungs on this machine and count the data; raises as `train` if nothing may start."""
+        has_folder = folder.exists()
+        planned = plan_rungs(self._requests, self._options, "local", limits, folder)
+        plan = self._take_plan("local", planned)
+        print(plan)
+        for line in plan.misfits:
+            print(line)
+        if plan.misfits and not force:
+            raise DoesNotFitError(f"{len(plan.misfits)} of {len(plan.rungs)} rungs do not fit; nothing was started")
+        try:
+            self._create_record(self.rungs).resume(folder)
+            self._check_data(planned.data_tokens)
+        except ValueError:
+            # Only the data has been written.
+            if not has_folder:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def _finish(self, record: LadderRecord, folder: Path) -> LadderRecord:
+        """Fit the law and write the results. Raises RunError if a rung has no loss."""
+        self._record = record
+        if sum(rung.loss is not None for rung in record.rungs) >= 2:
+            try:
+                record.fit_rungs(holdout=False)
+            except ValueError as error:
+                # The losses are results even if no law fits them.
+                print(f"no fit: {error}", file=sys.stderr)
+        record.write(folder)
+        failed = [rung for rung in record.rungs if rung.loss is None]
+        if failed:
+            # A run may have ended in time, by trainer.stop or a hook, before its last step.
+            early = "ended before its last step"
+            reasons = [describe_exit_code(rung.code) if rung.code else early for rung in failed]
+            names = ", ".join(f"{rung.name} ({reason})" for rung, reason in zip(failed, reasons, strict=True))
+            raise RunError(f"{len(failed)} of {len(record.rungs)} rungs have no loss: {names}", ExitCode.FAILED)
+        return record
 
     def _train_rungs(self, record: LadderRecord, folder: Path, limits: MemoryLimits, *, force: bool) -> None:
         """Train the rungs that have not ended. A signal ends the ladder."""

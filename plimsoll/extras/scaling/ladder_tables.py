@@ -113,7 +113,9 @@ def plot_ladder(record: LadderRecord, path: Path) -> Path:
                 lows = [one.low if one.low is not None else np.nan for one in intervals]
                 highs = [one.high if one.high is not None else np.nan for one in intervals]
                 label = f"{100 * level:g}% prediction interval"
-                axes.fill_between(band, lows, highs, color="C0", alpha=0.15, linewidth=0, label=label)
+                # The narrow band covers the wide one.
+                alpha = 0.3 if index == 0 else 0.15
+                axes.fill_between(band, lows, highs, color="C0", alpha=alpha, linewidth=0, label=label)
         curve = np.exp(np.linspace(*ends, _CURVE_POINTS))
         law = fit.law
         label = f"{law.irreducible:.3g} + {law.scale:.3g} C^-{law.exponent:.3g}"

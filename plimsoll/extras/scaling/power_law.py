@@ -374,7 +374,8 @@ class _Problem:
             if fixed is None and point.irreducible < _SMALL_IRREDUCIBLE * min(self.losses):
                 # E = 0 is the end of the range of its logarithm, which a solver does not reach.
                 at_zero = self._descend(point, 0.0, exponent, log_scale_at_1, extra)
-                point = min(point, at_zero, key=lambda one: one.cost)
+                # A tiny E is a 0 that the solver did not reach.
+                point = at_zero if at_zero.cost <= point.cost * (1 + 1e-9) else point
             if best is None or point.cost < best.cost:
                 best = point
         assert best is not None
