@@ -104,7 +104,8 @@ def run_killed(
         began = time.monotonic()
         limit = seconds
         if index % 2 == 0:
-            limit = generator.uniform(0.1, 0.7) * seconds
+            # Long enough for planning, short enough for several kills.
+            limit = generator.uniform(0.05, 0.35) * seconds
             _wait(process, limit, lambda: False)
         else:
             ended, step = _read_progress(folder)
