@@ -70,14 +70,13 @@ class LadderPlan:
     def __str__(self) -> str:
         rows = [["rung", "width", "layers", "parameters", "tokens", "steps", "FLOPs", "memory", "time", "fits"]]
         for rung, plan in self._pairs:
-            time = "unknown" if plan.seconds is None else human_duration(plan.seconds)
+            time = _format_time(plan.seconds)
             counts = [str(rung.width), str(rung.layers), human_count(rung.parameters), human_count(rung.tokens)]
             numbers = [f"{rung.steps:,}", f"{rung.flops:.3g}", human_bytes(plan.peak_bytes), time]
             rows.append([rung.name, *counts, *numbers, "yes" if plan.fits else "NO"])
         target = "this machine" if self.target == "local" else self.target
         flops = sum(rung.flops for rung in self.rungs)
-        time = "unknown" if self.seconds is None else human_duration(self.seconds)
-        rows.append(["sum", "", "", "", "", "", f"{flops:.3g}", "", time, ""])
+        rows.append(["sum", "", "", "", "", "", f"{flops:.3g}", "", _format_time(self.seconds), ""])
         return render([TableSection(f"plan of the rungs on {target} (estimate)", rows, numbers=True)]).rstrip()
 
 
@@ -126,7 +125,6 @@ class Ladder:
             raise ConfigError("a ladder has at least two rungs, and a law with an irreducible loss needs four")
         self._requests: list[ConfigRequest] = [create_request(config) for config in configs]
         self._options = options
-        self._metric = choose_metric(self._requests[0].config, options)
         # All mistakes in sizes show here. A machine's rules may change the batch, so `plan` builds the rungs again.
         self.rungs = build_rungs([request.config for request in self._requests], options)
         self._record: LadderRecord | None = None
@@ -185,6 +183,7 @@ class Ladder:
             raise ConfigError(f"workdir={os.fspath(workdir)}: expected a local folder")
         limits = _check_limits(device_memory_gib, host_memory_gib)
         folder = Path(workdir).expanduser()
+        choose_metric(self._requests[0].config, self._options)
         # Refuse the folder of another ladder early; rules of the machine may change the rungs before the second check.
         if not any(request.config.accelerator_rules for request in self._requests):
             record = self._create_record(self.rungs)
@@ -271,7 +270,8 @@ class Ladder:
         return "\n".join([render(make_tables(self._record)).rstrip(), *make_notes(self._record)])
 
     def _create_record(self, rungs: Sequence[Rung]) -> LadderRecord:
-        return LadderRecord.create(self._requests[0].spec, self._metric, rungs, self._options)
+        metric = choose_metric(self._requests[0].config, self._options)
+        return LadderRecord.create(self._requests[0].spec, metric, rungs, self._options)
 
     def _take_plan(self, target: str, planned: PlannedRungs) -> LadderPlan:
         for line in planned.rule_lines:
@@ -358,6 +358,16 @@ class Ladder:
         # Its own data is not read, so its validation sets do not matter.
         options = LadderOptions(None, self._options.tokens_per_parameter, self._options.steps, metric=TRAIN_LOSS)
         return name, build_rung(name, config, options)
+
+
+def _format_time(seconds: float | None) -> str:
+    """Format the time of a run: 0.3 -> "300 ms", 7200 -> "2.0 h", 5e6 -> "58 days"."""
+    if seconds is None:
+        return "unknown"
+    if seconds < 3600:
+        return human_duration(seconds)
+    hours = seconds / 3600
+    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:,.0f} days"
 
 
 def _check_limits(device_memory_gib: float | None, host_memory_gib: float | None) -> MemoryLimits:

@@ -124,7 +124,7 @@ def test_schedules_follow_the_length(text: Path):
         (["--heads=2,4", "--steps=3", "--tokens_per_parameter=20"], "expected one of the two"),
         (["--heads=2,4", "--tokens_per_parameter=-1"], "tokens_per_parameter=-1: expected more than 0"),
         (["--heads=2,4", "--metric=eval/other/loss"], "expected one of eval/held/loss, train/loss"),
-        (["--heads=2,4", "--config.data.validation={}"], "the config has 0 validation sets"),
+        (["--heads=2,4", "--config.data.validation={}"], "the config has none (data.validation)"),
         (
             ["--heads=2,4", "--config.learner.optimizer=optax.sgd", "--config.learner.optimizer.learning_rate=0.1"],
             "sgd",

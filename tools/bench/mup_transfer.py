@@ -17,9 +17,11 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import numpy as np
 
 import plimsoll as pl
 from plimsoll.framework.terminal.exit_codes import ExitCode
@@ -124,11 +126,23 @@ def collect_curve(results: Iterable[Result], parametrization: str, heads: int) -
     return {exponent: sum(values) / len(values) for exponent, values in sorted(losses.items())}
 
 
+def interpolate_best(curve: Mapping[float, float]) -> float:
+    """Return the exponent of the lowest loss, by a parabola through the best point and its neighbors."""
+    exponents = list(curve)
+    index = exponents.index(min(curve, key=curve.__getitem__))
+    if not 0 < index < len(exponents) - 1:
+        return exponents[index]
+    nearest = exponents[index - 1 : index + 2]
+    # The middle of the three is 0, so that the parabola is well conditioned.
+    square, slope, _ = np.polyfit([one - exponents[index] for one in nearest], [curve[one] for one in nearest], 2)
+    return exponents[index] - slope / (2 * square)
+
+
 def make_table(results: Sequence[Result], parametrization: str) -> TableSection:
     """Return the table of losses by width and rate, with the best rate of each width."""
     widths = sorted({result.setting.heads for result in results})
     exponents = sorted({result.setting.exponent for result in results})
-    rows = [["width", *(f"2^{exponent:g}" for exponent in exponents), "best rate", "at the base's best"]]
+    rows = [["width", *(f"2^{one:g}" for one in exponents), "best rate", "interpolated", "cost of the base's rate"]]
     base_curve = collect_curve(results, parametrization, _BASE_HEADS)
     base_best = min(base_curve, key=base_curve.__getitem__)
     for heads in widths:
@@ -136,7 +150,7 @@ def make_table(results: Sequence[Result], parametrization: str) -> TableSection:
         cells = [f"{curve[exponent]:.3f}" if exponent in curve else "" for exponent in exponents]
         best = min(curve, key=curve.__getitem__)
         cost = f"+{curve[base_best] - curve[best]:.3f}" if base_best in curve else ""
-        rows.append([str(32 * heads), *cells, f"2^{best:g}", cost])
+        rows.append([str(32 * heads), *cells, f"2^{best:g}", f"2^{interpolate_best(curve):.1f}", cost])
     return TableSection(f"held-out loss (nats per byte), {parametrization} parametrization", rows, numbers=True)
 
 

@@ -153,7 +153,8 @@ def build_rung(name: str, config: Config, options: LadderOptions, heads: int | N
     model = config.model.instantiate()
     if not isinstance(model, CausalLM):
         raise ConfigError(f"{name}: a ladder requires language models")
-    choose_metric(config, options)
+    if options.metric is not None:
+        choose_metric(config, options)
     parameters = sum(spec.size for spec in model.base_specs.values())
     embedding = sum(spec.size for path, spec in model.base_specs.items() if path.startswith("embed/"))
     tokens_per_step = config.data.global_batch_size * config.data.seq_len
@@ -194,10 +195,15 @@ def choose_metric(config: Config, options: LadderOptions) -> str:
         if options.metric not in (*names, TRAIN_LOSS):
             raise ConfigError(f"metric={options.metric}: expected one of {', '.join([*names, TRAIN_LOSS])}")
         return options.metric
-    if len(names) != 1:
+    if not names:
         raise ConfigError(
-            f"the config has {len(names)} validation sets, and a ladder compares one loss; set the metric to one of "
-            f"{', '.join([*names, TRAIN_LOSS])}"
+            f"a ladder compares losses of a validation set, and the config has none (data.validation); add one, or set "
+            f"metric={TRAIN_LOSS} to compare the noisier training losses"
+        )
+    if len(names) > 1:
+        raise ConfigError(
+            f"a ladder compares one loss, and the config has {len(names)} validation sets; set metric to one of "
+            f"{', '.join(names)}"
         )
     return names[0]
 
