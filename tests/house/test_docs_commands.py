@@ -110,7 +110,7 @@ WHOLE = (
             "--seeds 0:200": "--seeds 0:1",
         },
         files={"my.py": "class ScaleNorm"},
-        prints=(r"step +2/2\b", r"1 agree, 0 refused, 0 disagree"),
+        prints=(r"step +2/2\b", r"1 agree, 0 refused, 0 unstable, 0 disagree"),
     ),
     Recipe(
         "docs/experts.md",

@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     seeds: range = given.seeds or range(given.seed, given.seed + 1)
     if given.seed is not None:
         print("\n".join(as_text(draw(given.seed))))
-    counts, is_stopped = {"agree": 0, "refused": 0, "disagree": 0}, False
+    counts, is_stopped = dict.fromkeys(("agree", "refused", "unstable", "disagree"), 0), False
     try:
         for seed in seeds:
             verdict = compare_seed(draw(seed))
@@ -56,6 +56,9 @@ def _lines(verdict: Verdict) -> list[str]:
         return [f"{head}, at most {verdict.error:.1e} of the tolerance ({verdict.detail}), {verdict.seconds:.1f} s"]
     if verdict.outcome == "refused":
         return [f"{head}: {verdict.detail}"]
+    if verdict.outcome == "unstable":
+        size = f"{verdict.error:.1e} times the tolerance"
+        return [f"{head}: rounding changes the result by {size}; it agrees with less rounding"]
     settings = [f"    {line}" for line in as_text(draw(verdict.seed))]
     return [
         f"{head}: {verdict.error:.1e} times the tolerance: {verdict.detail}",

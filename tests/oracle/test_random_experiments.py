@@ -89,7 +89,14 @@ def test_a_random_experiment_equals_float64_and_plain_optax(seed: int, capsys: p
     code = command.main([f"--seeds={seed}:{seed + 1}"])
     printed = capsys.readouterr().out
     assert code == 0, printed
-    assert printed.endswith("1 agree, 0 refused, 0 disagree\n")
+    assert printed.endswith("1 agree, 0 refused, 0 unstable, 0 disagree\n")
+
+
+@pytest.mark.pairs
+def test_an_experiment_that_amplifies_rounding_is_unstable(capsys: pytest.CaptureFixture[str]):
+    """In seed 1018, a unit next to the kink of its ReLU turns float32 rounding into another gradient."""
+    assert command.main(["--seed=1018"]) == 0
+    assert "seed 1018: unstable: rounding changes the result by" in capsys.readouterr().out
 
 
 def test_sampling_is_seeded_and_covers_all_options():
@@ -367,4 +374,4 @@ def test_a_disagreement_names_seed_settings_tensor_and_command(
     assert "seed 3: disagree: 1.2e+01 times the tolerance: parameters: head/table" in printed
     assert "    learner.optimizer.name = " in printed
     assert "    python -m tests.oracle --seed 3\n" in printed
-    assert printed.endswith("0 agree, 0 refused, 1 disagree\n")
+    assert printed.endswith("0 agree, 0 refused, 0 unstable, 1 disagree\n")

@@ -54,8 +54,11 @@ def labels(names: list[str], drawn: RandomExperiment) -> dict[str, str]:
     return {name: label(name) for name in names}
 
 
-def train(drawn: RandomExperiment) -> Result:
-    """Run all steps of the experiment."""
+def train(drawn: RandomExperiment, perturbation: float = 0.0) -> Result:
+    """Run all steps of the experiment.
+
+    `perturbation` is the relative change, up or down, of each trained weight that the loss reads.
+    """
     learner, values = drawn.learner, first_values(drawn)
     labelled = labels(list(values), drawn)
     frozen = {name: jnp.asarray(value) for name, value in values.items() if labelled[name] == FROZEN}
@@ -63,7 +66,9 @@ def train(drawn: RandomExperiment) -> Result:
     averages = dict(params) if learner.ema is not None else {}
     optimizers = _optimizers(learner)
     states = {label: one.init(_select(params, labelled, label)) for label, (one, _) in optimizers.items()}
-    gradients = jax.jit(partial(_gradients, drawn, frozen), static_argnums=2)
+    rng = np.random.default_rng(0)
+    factors = {name: 1.0 + perturbation * rng.choice([-1.0, 1.0], value.shape) for name, value in params.items()}
+    gradients = jax.jit(partial(_gradients, drawn, frozen, factors), static_argnums=2)
     update = jax.jit(partial(_update, drawn, optimizers, labelled))
     tensor_norms = {name: jnp.float32(0.0) for name in params}  # for clip_mode norm_growth
     losses, norms, skipped, last_norm = [], [], 0, 0.0
@@ -97,8 +102,10 @@ def _microbatches(drawn: RandomExperiment, step: int) -> int:
     return [phase.accumulate for phase in drawn.phases if phase.start <= step][-1]
 
 
-def _gradients(drawn: RandomExperiment, frozen: Tensors, params: Tensors, batch: Tensors, microbatches: int) -> Any:
-    """Return the loss and its gradients.
+def _gradients(
+    drawn: RandomExperiment, frozen: Tensors, factors: Tensors, params: Tensors, batch: Tensors, microbatches: int
+) -> Any:
+    """Return the loss at weights multiplied by `factors`, and its gradients.
 
     In mixed precision, weights (except adapters) and their gradients are rounded to bfloat16.
     """
@@ -110,7 +117,9 @@ def _gradients(drawn: RandomExperiment, frozen: Tensors, params: Tensors, batch:
     def objective(params: Tensors) -> jax.Array:
         return loss(drawn.model, {**frozen, **params}, batch, microbatches)
 
-    value, grads = jax.value_and_grad(objective)({name: read_weight(name, x) for name, x in params.items()})
+    value, grads = jax.value_and_grad(objective)(
+        {name: read_weight(name, x) * factors[name] for name, x in params.items()}
+    )
     return value, {name: read_weight(name, grad) for name, grad in grads.items()}
 
 
