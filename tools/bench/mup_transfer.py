@@ -64,15 +64,14 @@ class Result:
     steps: int
 
 
-def build_base(steps: int) -> pl.Config:
+def build_base(steps: int, logit_divisor: float) -> pl.Config:
     """Return the config of the narrowest width, which is the base of muP."""
     return pl.load_config(
         "nanogpt-cpu",
         {
             "model.dim": 32 * _BASE_HEADS,
             "model.stack.num_layers": 2,
-            # Tuned at this width, as muP requires: 2.32 nats per byte at the best rate, instead of 2.53 without it.
-            "model.head.logit_divisor": 0.25,
+            "model.head.logit_divisor": logit_divisor,
             "model.stack.pattern.0.attention.num_heads": _BASE_HEADS,
             "model.stack.pattern.0.mlp.hidden": 128 * _BASE_HEADS,
             "data.global_batch_size": 8,
@@ -87,10 +86,11 @@ def build_base(steps: int) -> pl.Config:
     )
 
 
-def train(setting: Setting, steps: int) -> Result:
+def train(setting: Setting, steps: int, logit_divisor: float) -> Result:
     """Train one setting in a temporary folder."""
-    config = pl.widen(build_base(steps), setting.heads, mup=setting.parametrization == "muP")
-    base_rate = build_base(steps).learner.optimizer.learning_rate.peak_value
+    base = build_base(steps, logit_divisor)
+    config = pl.widen(base, setting.heads, mup=setting.parametrization == "muP")
+    base_rate = base.learner.optimizer.learning_rate.peak_value
     # Optimizers of rules have their own rates, which muP has divided.
     for _, part in config.learner.walk():
         if isinstance(part, pl.Config) and part.takes("peak_value"):
@@ -184,6 +184,12 @@ def main() -> None:
     parser.add_argument("--parametrizations", nargs="+", choices=PARAMETRIZATIONS, default=PARAMETRIZATIONS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=300, help="length of a run")
+    parser.add_argument(
+        "--logit_divisor",
+        type=float,
+        default=0.25,
+        help="head.logit_divisor of the base; the default was tuned at its width",
+    )
     parser.add_argument("--out", type=Path, required=True, help="JSON lines, one for each run")
     parser.add_argument("--picture", type=Path, help="PNG file to write")
     args = parser.parse_args()
@@ -195,7 +201,7 @@ def main() -> None:
                     setting = Setting(parametrization, heads, exponent, seed)
                     if setting in done:
                         continue
-                    result = train(setting, args.steps)
+                    result = train(setting, args.steps, args.logit_divisor)
                     # One write, so that a kill leaves whole lines.
                     with args.out.open("a") as file:
                         file.write(json.dumps(asdict(result)) + "\n")
