@@ -13,11 +13,11 @@ from pathlib import Path
 
 from plimsoll import configs
 from plimsoll.framework.batch_transforms.teacher import Teacher
+from plimsoll.framework.processes.child_commands import run_verb
 from plimsoll.framework.run.last_checkpoint import find_last_checkpoint
 from plimsoll.framework.run.request import RunRequest
 from plimsoll.framework.terminal.exit_codes import COMPLETED
 from plimsoll.launch import cli
-from plimsoll.launch.child_commands import run_verb
 
 _MODEL = "model"
 

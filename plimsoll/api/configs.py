@@ -78,6 +78,18 @@ def load_config(
     return _with_origin(config, _Origin(spec, named, tuple(changes), tuple(notes)))
 
 
+def attach_origin(config: Config, spec: str, named: Config, overridden: Sequence[str]) -> Config:
+    """Return a copy of a config that a command line has loaded; the copy remembers its origin, as from `load_config`.
+
+    Args:
+        config: the config with its overrides.
+        spec: its name.
+        named: the config without overrides.
+        overridden: dotted paths of the overrides.
+    """
+    return _with_origin(config.copy(), _Origin(spec, named, tuple(overridden), ()))
+
+
 def override(config: Config, overrides: Mapping[str, Any]) -> None:
     """Apply overrides in order, in place; strings are parsed like command-line values."""
     for path, value in overrides.items():
