@@ -3,10 +3,12 @@
 A module of this package defines `CONFIGS: dict[str, Callable[[], Config]]`. Each function returns a new config, and
 its docstring documents it. A user's own file is loaded the same way, as `path/to/file.py:NAME`, where NAME is a key
 of its CONFIGS or one of its functions. Published weights are loaded as hf:DIR, lora:DIR or qlora:DIR; with a score
-head as reward:DIR or classify:DIR (lora-reward:DIR, ...); DIR may be the Hub's ORG/NAME. The stored config of a run
-is loaded as WORKDIR/config.json. There is no registration: a lookup searches the package.
+head as reward:DIR or classify:DIR (lora-reward:DIR, ...); for GRPO as grpo:DIR or lora-grpo:DIR. DIR may be the Hub's
+ORG/NAME. The stored config of a run is loaded as WORKDIR/config.json. There is no registration: a lookup searches the
+package.
 
-This module imports `framework.config`; the modules of named configs import the components that they name.
+This module imports `framework.config`; the modules of named configs import the components that they name. Names are
+therefore read from the source, and a lookup imports only the module that defines the name.
 """
 
 import functools
@@ -26,6 +28,9 @@ from plimsoll.framework.files import hub_models
 from plimsoll.framework.program import stored_config
 
 ConfigFunction = Callable[[], Config]
+# The names that a module of this package defines.
+_TABLE = re.compile(r"^CONFIGS = \{([^}]*)\}", re.MULTILINE)
+_KEY = re.compile(r'"([^"]+)":')
 
 
 def _ignore(line: str) -> None:
@@ -45,8 +50,22 @@ def functions() -> dict[str, ConfigFunction]:
 
 
 def names() -> list[str]:
-    """Return the names of the named configs."""
-    return list(functions())
+    """Return the names of the named configs, in the order of `functions`, without importing their modules."""
+    return list(find_modules())
+
+
+@functools.cache
+def find_modules() -> dict[str, str]:
+    """Return {name of a config: name of its module}, read from the source.
+
+    Importing every module takes more than a second, because they import JAX.
+    """
+    module_by_name = {}
+    for module_info in pkgutil.iter_modules(__path__):
+        source = Path(__path__[0], f"{module_info.name}.py").read_text(encoding="utf-8")
+        for table in _TABLE.findall(source):
+            module_by_name |= dict.fromkeys(_KEY.findall(table), f"{__name__}.{module_info.name}")
+    return module_by_name
 
 
 def load(spec: str, log: Callable[[str], None] = _ignore, *, shape_only: bool = False) -> Config:
@@ -105,17 +124,17 @@ def find(spec: str, log: Callable[[str], None] = _ignore, *, shape_only: bool = 
         path, _, name = spec.rpartition(":")
     if path.endswith(".py"):
         return _from_file(Path(path).expanduser().resolve(), name)
-    function_by_name = functions()
+    module_by_name = find_modules()
+    if spec in module_by_name:
+        return vars(importlib.import_module(module_by_name[spec]))["CONFIGS"][spec]
     stored_file = Path(spec).expanduser() / "config.json"
-    if spec not in function_by_name and stored_file.is_file():
+    if stored_file.is_file():
         raise ConfigError(f"{spec!r} is a folder; did you mean {str(stored_file)!r}, the config of its run?")
-    if spec not in function_by_name:
-        similar_names = ", ".join(map(repr, nearest(spec, function_by_name, count=3)))
-        hint = f"valid: {', '.join(function_by_name)}"
-        if similar_names:
-            hint = f"did you mean {similar_names}?"
-        raise ConfigError(f"no config is named {spec!r}; {hint} (`plimsoll configs list` shows them all)")
-    return function_by_name[spec]
+    similar_names = ", ".join(map(repr, nearest(spec, module_by_name, count=3)))
+    hint = f"valid: {', '.join(module_by_name)}"
+    if similar_names:
+        hint = f"did you mean {similar_names}?"
+    raise ConfigError(f"no config is named {spec!r}; {hint} (`plimsoll configs list` shows them all)")
 
 
 def is_published_model(spec: str) -> bool:

@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -36,9 +37,10 @@ from plimsoll.framework.run import user_errors
 from plimsoll.framework.terminal import interrupts
 from plimsoll.framework.terminal.escaping import escape_control_chars
 from plimsoll.framework.terminal.exit_codes import ExitCode
-from plimsoll.launch import flag_hints, reports, startup_message
+from plimsoll.launch import flag_hints, reports, source_index, startup_message
 
 __all__ = [
+    "DATA_FLAGS",
     "Command",
     "Overrides",
     "Parser",
@@ -46,11 +48,17 @@ __all__ = [
     "apply_accelerator_rules",
     "apply_overrides",
     "choose",
+    "get_data_flags",
     "gib",
     "main",
     "prepare_jax",
     "split",
 ]
+
+# The flags of `Parser.add_data`.
+DATA_FLAGS = ("data", "data_weights", "data_at", "reward")
+# Fields that --data_at can set.
+_STAGE_FIELDS = ("weights", "seq_len", "global_batch_size")
 
 # (dotted path, text) in the order of the command line.
 Overrides = Sequence[tuple[str, str]]
@@ -137,21 +145,6 @@ class Command:
         return config, lines
 
 
-class _StoreOnce(argparse.Action):
-    """Stores a value and refuses a second one, because argparse would silently drop the first."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
-    ) -> None:
-        earlier = getattr(namespace, self.dest)
-        if earlier is not None:
-            parser.error(
-                f"{option_string} is given twice: {earlier!r} and {values!r}; give one folder or glob, or combine "
-                "sources in a Mixture in a config (docs/data.md)"
-            )
-        setattr(namespace, self.dest, values)
-
-
 class Parser(argparse.ArgumentParser):
     """argparse with did-you-mean, one-line errors, and `--config*` flags, which are removed before argparse runs."""
 
@@ -184,10 +177,26 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--data",
             metavar="PATH",
-            action=_StoreOnce,
+            action="append",
             help="use your own data instead of the config's: a file, folder, glob, URL, or "
             "hf://datasets/ORG/NAME on the Hugging Face Hub. The format is detected, "
-            "and 5%% of the data is held out for evaluation",
+            "and 5%% of the data is held out for evaluation. Repeat it to mix several",
+        )
+        self.add_argument(
+            "--data_weights",
+            metavar="W,W",
+            help="with several --data: a weight for each, in the same order; only proportions matter; default: equal",
+        )
+        self.add_argument(
+            "--reward",
+            metavar="FILE.py:FUNCTION",
+            help="with prompts as data (--config=grpo:DIR): the function that scores answers",
+        )
+        self.add_argument(
+            "--data_at",
+            metavar="STEP:FIELD=VALUE",
+            action="append",
+            help="change the data from that step on: weights=W,W, seq_len or global_batch_size; repeatable",
         )
 
     def parse(self, argv: Sequence[str]) -> Command:
@@ -196,17 +205,40 @@ class Parser(argparse.ArgumentParser):
         args = self.parse_flags(verb_flags, spec)
         if spec is None:
             raise UsageError(f"--config=NAME is required; valid names: {', '.join(configs.names())}")
-        overrides = [*reports.overrides(args), *overrides]
+        self._check_fields(spec, overrides)
         notes: list[str] = []
         named = configs.load(spec, notes.append, shape_only=self._shape_is_enough)
-        if getattr(args, "data", None) is not None:
+        overrides = [
+            *reports.overrides(args),
+            *_list_stage_overrides(args, named),
+            *_list_reward_overrides(args, named),
+            *overrides,
+        ]
+        data_weights = getattr(args, "data_weights", None)
+        if getattr(args, "data", None):
             overridden = [named.current_path(path) for path, _ in overrides]
-            named, data_lines = data_flag.with_data(named, args.data, overridden)
+            settings = dict(zip(overridden, [text for _, text in overrides], strict=True))
+            named, data_lines = data_flag.with_data(
+                named, args.data, overridden, weights=data_weights, image_size=settings.get("data.image_size")
+            )
             notes += data_lines
+        elif data_weights is not None:
+            raise UsageError(f"--data_weights={data_weights} without --data: expected one --data=PATH for each weight")
         command = Command(args, spec, named, overrides, notes)
         # Reading the property checks overrides and rules.
         command.config  # noqa: B018
         return command
+
+    def _check_fields(self, spec: str, overrides: Overrides) -> None:
+        """Raise ConfigError for a field that no config of ours has, before the config and JAX are imported."""
+        if not source_index.has_only_our_components(spec):
+            return
+        for path, text in overrides:
+            # From here on, sections may have other components, or the last name may be another trainer's.
+            if path in source_index.SECTIONS or flag_hints.is_known_elsewhere(path):
+                return
+            with _prefix_errors(path, text):
+                source_index.check_field(path)
 
     def parse_flags(self, argv: Sequence[str], spec: str | None = None) -> argparse.Namespace:
         """Parse the verb's own flags.
@@ -230,7 +262,13 @@ class Parser(argparse.ArgumentParser):
             path = token[2:].removeprefix("config.")
             if "." in flag:
                 raise UsageError(f"unknown flag {flag!r}; did you mean '--config.{path}'?")
-            hint = flag_hints.hint(flag, value, known_flags, load_config)
+            hint = flag_hints.hint(
+                flag,
+                value,
+                known_flags,
+                load_config,
+                has_only_our_components=source_index.has_only_our_components(spec),
+            )
             raise UsageError(f"unknown flag {flag!r}{hint}")
         return self.parse_args(argv)
 
@@ -261,6 +299,53 @@ def split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], list[
         else:
             raise UsageError(f"--config is given twice: {spec!r} and {value!r}")
     return spec, overrides, verb_flags
+
+
+def _list_reward_overrides(args: argparse.Namespace, named: Config) -> list[tuple[str, str]]:
+    """Return the override that --reward stands for. Raises UsageError if the config learns from no rewards."""
+    reward = getattr(args, "reward", None)
+    if reward is None:
+        return []
+    transform = named.batch_transform if named.takes("batch_transform") else None
+    if transform is None or not transform.takes("reward"):
+        raise UsageError(
+            f"--reward={reward}: the config learns from no rewards; expected --config=grpo:DIR or lora-grpo:DIR, or a "
+            "config with batch_transform=Rollouts"
+        )
+    return [("batch_transform.reward", reward)]
+
+
+def _list_stage_overrides(args: argparse.Namespace, named: Config) -> list[tuple[str, str]]:
+    """Return the overrides that --data_at stands for.
+
+    Raises:
+        UsageError: a flag is not STEP:FIELD=VALUE, or the config's data has no stages.
+    """
+    overrides = []
+    steps = set()
+    for text in getattr(args, "data_at", None) or []:
+        match = re.fullmatch(r"(0|[1-9][0-9_]*):(\w+)=(.+)", text)
+        if match is None or match[2] not in _STAGE_FIELDS:
+            fields = ", ".join(_STAGE_FIELDS)
+            raise UsageError(
+                f"--data_at={text}: expected STEP:FIELD=VALUE with one of {fields}, such as 20000:weights=1,3"
+            )
+        if "data" not in named or not named.data.takes("stages"):
+            raise UsageError(f"--data_at={text}: only data of text has stages (docs/data.md)")
+        step = str(int(match[1]))
+        if step not in steps and step not in named.data.stages:
+            overrides.append((f"data.stages.{step}", "plimsoll.DataStage"))
+        steps.add(step)
+        overrides.append((f"data.stages.{step}.{match[2]}", match[3]))
+    return overrides
+
+
+def get_data_flags(args: argparse.Namespace) -> list[str]:
+    """Return the flags of `Parser.add_data` as they were given, for another command."""
+    flags = [f"--data={path}" for path in args.data or []]
+    if args.data_weights is not None:
+        flags.append(f"--data_weights={args.data_weights}")
+    return flags
 
 
 def apply_overrides(config: Config, overrides: Overrides) -> Config:

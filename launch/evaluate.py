@@ -12,7 +12,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plimsoll.framework.files.text_files import parse_json, read_text
 from plimsoll.framework.files.workdir import writing
@@ -20,6 +20,9 @@ from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.framework.terminal.install_hints import install_extra
 from plimsoll.framework.terminal.phases import SHORT, phase
 from plimsoll.launch import cli, weights
+
+if TYPE_CHECKING:
+    from plimsoll.api.loaded import LoadedModel
 
 
 @cli.main
@@ -85,7 +88,7 @@ def _check(args: Any, reads_text: bool) -> None:
         raise FileNotFoundError(f"--json: the folder {Path(args.json).parent} does not exist")
 
 
-def evaluate_validation(loaded: weights.LoadedModel) -> dict[str, dict[str, float]]:
+def evaluate_validation(loaded: "LoadedModel") -> dict[str, dict[str, float]]:
     """Return the metrics of each validation set, by its name.
 
     Evaluates whole sets, although a run may use only a part of them (trainer.eval_batches).

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from plimsoll.framework.config import Config
 from plimsoll.framework.config.names import nearest
+from plimsoll.launch import source_index
 
 # Names that other trainers use for our config fields and for two of our flags.
 _OTHER_TRAINERS = {
@@ -71,7 +72,14 @@ _OTHER_TRAINERS = {
 }
 
 
-def hint(flag: str, value: str, valid_flags: Sequence[str], config: Callable[[], Config | None]) -> str:
+def hint(
+    flag: str,
+    value: str,
+    valid_flags: Sequence[str],
+    config: Callable[[], Config | None],
+    *,
+    has_only_our_components: bool = False,
+) -> str:
     """Return a suggestion such as `; did you mean '--config.trainer.max_steps=3'?`, or "".
 
     Args:
@@ -79,12 +87,16 @@ def hint(flag: str, value: str, valid_flags: Sequence[str], config: Callable[[],
         value: the value given with the flag, or "".
         valid_flags: the verb's own flags.
         config: function that returns the config that --config names, or None.
+        has_only_our_components: whether all names of its fields are in the source of Plimsoll or optax.
     """
     name = flag.lstrip("-").replace("-", "_").lower()
     path = _OTHER_TRAINERS.get(name, "")
     if path.startswith("--"):
         return _suggest(path, value) if path in valid_flags else ""
     similar_flags = nearest(flag, valid_flags)
+    if similar_flags and not path and has_only_our_components and not source_index.is_mentioned(name):
+        # No config has such a field, so do not load the config, which imports JAX.
+        return _suggest(similar_flags[0], "")
     named_config = config()
     is_field = named_config is not None and name in _field_names(named_config)
     # A typo in a flag of the verb is more likely than another trainer's name, unless that name is known.
@@ -95,6 +107,11 @@ def hint(flag: str, value: str, valid_flags: Sequence[str], config: Callable[[],
     if not path:
         return _list_flags(valid_flags)
     return _suggest(f"--config.{path}", value)
+
+
+def is_known_elsewhere(path: str) -> bool:
+    """Return whether other trainers call one of our fields by the last part of a path."""
+    return path.rpartition(".")[2] in _OTHER_TRAINERS
 
 
 def find_field_alias(path: str, config: Config) -> str:

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from plimsoll.api.loaded import LoadedModel
 from plimsoll.framework.data.packing import num_windows
 from plimsoll.framework.inference.generation import Generator, stream_text
 from plimsoll.framework.inference.sampling import Sampling
 from plimsoll.framework.inference.scoring import Scorer, encode_pair
 from plimsoll.framework.terminal.install_hints import install_extra
 from plimsoll.launch import cli
-from plimsoll.launch.weights import LoadedModel
 
 
 def check() -> None:

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-from plimsoll.extras.autotune.settings import parse_allowed
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli
 from plimsoll.launch.plan_common import format_overrides, resolve_target, write_outputs
@@ -25,6 +24,9 @@ def check_auto(command: cli.Command) -> None:
             raise cli.UsageError("--allow requires --auto, --largest or --longest")
         return
     if args.allow is not None:
+        # Imported here, because it imports JAX, and a typo on the command line should show immediately.
+        from plimsoll.extras.autotune.settings import parse_allowed
+
         parse_allowed(args.allow)
     if args.compare or args.smallest or "," in (args.target or "").strip(" ,"):
         raise cli.UsageError("--auto takes one target, and cannot be combined with --compare or --smallest")
@@ -97,7 +99,7 @@ def build_request(command: cli.Command, config: Any, target: Any, limit: int | N
         host_bytes: memory of one process's host, in bytes; None takes the target's known value.
     """
     from plimsoll.extras.autotune.autotune import TuningRequest
-    from plimsoll.extras.autotune.settings import Machine, find_fixed_paths
+    from plimsoll.extras.autotune.settings import Machine, find_fixed_paths, parse_allowed
 
     args = command.args
     fixed = find_fixed_paths(config, command.override_paths)

@@ -1,5 +1,7 @@
 """Code shared by all modes of `plimsoll plan`: devices, reports, and their output."""
 
+import contextlib
+import gc
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -7,11 +9,23 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from plimsoll.framework.files.workdir import writing
+from plimsoll.framework.terminal.tables import TableSection, render
 from plimsoll.launch import cli
 
 if TYPE_CHECKING:
     from plimsoll.framework.plan.build_report import CompiledTrainStep
     from plimsoll.framework.plan.plan_report import PlanReport
+
+
+@contextlib.contextmanager
+def collect_garbage_rarely() -> Iterator[None]:
+    """Let Python's garbage collector run rarely: imports and traces create few cycles, and visiting them takes time."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(500_000, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def check_files(args: Any) -> None:
@@ -38,6 +52,36 @@ def iter_comparisons(compare: Sequence[str]) -> Iterator[tuple[tuple[str, str], 
         separator = ";" if ";" in values else ","
         values_by_path.append([(path, value) for value in values.split(separator)])
     return itertools.product(*values_by_path)
+
+
+def split_stages(command: cli.Command) -> list[cli.Command]:
+    """Return the command for each shape of a batch that the stages of the data have; without stages, itself.
+
+    The last two overrides are those of data.seq_len and data.global_batch_size.
+    """
+    from plimsoll.framework.program.stages import list_shapes
+
+    data = command.config.data
+    if not data.takes("stages") or not data.stages:
+        return [command]
+    commands = []
+    for stage in list_shapes(data.instantiate().stages):
+        shape = [
+            ("data.stages", "{}"),
+            ("data.seq_len", str(stage.seq_len)),
+            ("data.global_batch_size", str(stage.batch_size)),
+        ]
+        # The fields of a stage cannot be set where there are no stages.
+        others = [(path, text) for path, text in command.overrides if not path.startswith("data.stages")]
+        commands.append(replace(command, overrides=[*others, *shape]))
+    return commands
+
+
+def get_longest_stage(stage_commands: Sequence[cli.Command]) -> cli.Command:
+    """Return the command of the stage with the longest sequences, and of these with the largest batch."""
+    if len(stage_commands) == 1:
+        return stage_commands[0]
+    return max(stage_commands, key=lambda one: (one.config.data.seq_len, one.config.data.global_batch_size))
 
 
 def resolve_target(args: Any, name: str) -> Any:
@@ -68,6 +112,8 @@ def make_report(
     limit: int | None,
     estimate: bool,
     compiled_step: "CompiledTrainStep | None" = None,
+    on_verdict: "Callable[[PlanReport], object] | None" = None,
+    suggests: bool | None = None,
 ) -> "PlanReport":
     """Produce one report: from the cache, the analytical estimate or the compiler.
 
@@ -78,6 +124,8 @@ def make_report(
         limit: bytes that one device may use; None takes what the target leaves to a program with the config's mesh.
         estimate: whether to use only the analytical estimate.
         compiled_step: the compiled step of the config, if there is one already.
+        on_verdict: called with the report before the search for settings that fit, which may take long.
+        suggests: whether to search for settings that fit; None for the command line's choice.
     """
     from plimsoll.framework.plan.build_report import get_report
 
@@ -85,6 +133,13 @@ def make_report(
     config, rule_lines = command.resolve(target.name)
     if limit is None:
         limit = target.get_config_limit_bytes(config)
+    # The settings of this command line are not cached: other command lines may lead to the same config.
+    settings = [*format_overrides(command), *rule_lines]
+
+    def show_verdict(plan_report: "PlanReport") -> None:
+        if on_verdict is not None:
+            on_verdict(replace(plan_report, settings=settings))
+
     plan_report = get_report(
         command.spec,
         config,
@@ -94,11 +149,11 @@ def make_report(
         estimate=estimate,
         phases=not args.step_only,
         fresh=args.fresh,
-        suggests=not args.verdict_only,
+        suggests=not args.verdict_only if suggests is None else suggests,
         compiled_step=compiled_step,
+        on_verdict=show_verdict,
     )
-    # The settings of this command line are not cached: other command lines may lead to the same config.
-    return replace(plan_report, settings=[*format_overrides(command), *rule_lines])
+    return replace(plan_report, settings=settings)
 
 
 def format_overrides(command: cli.Command) -> list[str]:
@@ -106,7 +161,23 @@ def format_overrides(command: cli.Command) -> list[str]:
     return ["=".join(override) for override in command.overrides]
 
 
-def write_outputs(args: Any, sections: list[Any], content: Any, draw_page: Callable[[], str]) -> None:
+class TablePrinter:
+    """Prints the tables of a plan as soon as they are known, each of them once."""
+
+    def __init__(self) -> None:
+        self._shown: list[TableSection] = []
+
+    def show(self, sections: Sequence[TableSection]) -> None:
+        """Print the tables that are not printed yet."""
+        new = [section for section in sections if section not in self._shown]
+        if new:
+            print(render(new), flush=True)
+        self._shown += new
+
+
+def write_outputs(
+    args: Any, sections: list[Any], content: Any, draw_page: Callable[[], str], printer: TablePrinter | None = None
+) -> None:
     """Print the tables, and write the requested files.
 
     Args:
@@ -114,10 +185,9 @@ def write_outputs(args: Any, sections: list[Any], content: Any, draw_page: Calla
         sections: tables to print.
         content: content of the JSON file.
         draw_page: builds the HTML page; called only if the page is requested.
+        printer: printer of the tables, which may have printed some of them; None if it has printed none.
     """
-    from plimsoll.framework.terminal.tables import render
-
-    print(render(sections))
+    (printer or TablePrinter()).show(sections)
     if args.json:
         with writing(args.json):
             args.json.write_text(json.dumps(content, indent=1) + "\n")

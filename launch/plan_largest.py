@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from plimsoll.extras.autotune.settings import parse_allowed
 from plimsoll.framework.config import Config, diff
 from plimsoll.framework.files.workdir import writing
 from plimsoll.framework.terminal.exit_codes import ExitCode
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from plimsoll.extras.autotune.autotune import TuningRequest, TuningResult
     from plimsoll.extras.largest.frontier import Family, Frontier, FrontierPoint
     from plimsoll.framework.plan.build_report import CompiledTrainStep
+    from plimsoll.framework.plan.plan_report import BatchReport
     from plimsoll.framework.plan.throughput_curve import ThroughputCurve
 
 
@@ -54,6 +54,9 @@ def check_largest(command: cli.Command) -> None:
     if args.picture is not None and not args.picture.absolute().parent.is_dir():
         raise cli.UsageError(f"no directory {args.picture.absolute().parent} to write {args.picture.name} into")
     if args.allow is not None:
+        # Imported here, because it imports JAX, and a typo on the command line should show immediately.
+        from plimsoll.extras.autotune.settings import parse_allowed
+
         parse_allowed(args.allow)
     cli.gib("host_memory_gib", args.host_memory_gib)
     list(iter_comparisons(args.compare))
@@ -92,7 +95,10 @@ def plan_largest(command: cli.Command, names: list[str]) -> int:
     sections = frontier_tables.frontier_sections(frontiers)
     for name, curve in known_curves.items():
         sections += curve.sections(name)
-    content = [_to_json(frontier, curve) for frontier, curve in zip(frontiers, curves, strict=True)]
+    content = [
+        _to_json(frontier, curve, one.target.num_devices)
+        for one, frontier, curve in zip(series, frontiers, curves, strict=True)
+    ]
 
     def draw_page() -> str:
         return _build_page(series, families, tuners, frontiers, known_curves)
@@ -112,13 +118,37 @@ def plan_largest(command: cli.Command, names: list[str]) -> int:
     return ExitCode.DONE if fits else ExitCode.TOO_BIG
 
 
-def _to_json(frontier: Frontier, curve: ThroughputCurve | None) -> dict[str, Any]:
+def _to_json(frontier: Frontier, curve: ThroughputCurve | None, num_devices: int) -> dict[str, Any]:
+    from plimsoll.framework.plan.plan_report import SCHEMA_VERSION
+
     return {
+        "schema_version": SCHEMA_VERSION,
         "name": frontier.name,
         "failure": frontier.failure,
-        "points": [point.to_json(frontier.family) for point in frontier.points],
+        "points": [
+            point.to_json(frontier.family)
+            | {"batch": dataclasses.asdict(_get_batch(frontier.family, point, num_devices))}
+            for point in frontier.points
+        ],
         "throughput_curve": None if curve is None else curve.to_json(),
     }
+
+
+def _get_batch(family: Family[Any], point: FrontierPoint, num_devices: int) -> BatchReport:
+    """Return the batch of a member under its settings, on a number of devices."""
+    from plimsoll.extras.autotune.settings import with_settings
+    from plimsoll.framework.layers.base import batch_shards
+    from plimsoll.framework.plan.plan_report import BatchReport
+
+    config = with_settings(family.scale_config(point.member.size), point.choice.settings)
+    sizes = config.mesh.instantiate().resolve(num_devices)
+    return BatchReport.make(
+        config.data.global_batch_size,
+        config.data.seq_len,
+        config.learner.accumulate,
+        row_shards=batch_shards(sizes),
+        token_shards=sizes["seq"],
+    )
 
 
 def _derive_lengths(config: Config) -> Family[Any]:
@@ -183,6 +213,8 @@ def _log(line: str) -> None:
 
 def _series(command: cli.Command, machines: list[Any]) -> Iterator[FrontierSeries]:
     """Yield a series for each machine and combination of compared values: without changes, then with allowed ones."""
+    from plimsoll.extras.autotune.settings import parse_allowed
+
     names = () if command.args.allow is None else parse_allowed(command.args.allow)
     for machine, choice in itertools.product(machines, iter_comparisons(command.args.compare)):
         variant = dataclasses.replace(command, overrides=[*command.overrides, *choice])

@@ -45,6 +45,8 @@ def plan_several_targets(command: cli.Command, names: list[str]) -> int:
         )
     target_by_name = {name: resolve_target(args, name) for name in names}
     start_cpus(target_by_name.values())
+    if not args.smallest:
+        _show_estimates(command, target_by_name)
     reports = []
     left_out = {}
     for name, target in target_by_name.items():
@@ -67,6 +69,27 @@ def plan_several_targets(command: cli.Command, names: list[str]) -> int:
     contents = [plan_report.to_json() for plan_report in reports]
     write_outputs(args, compare_targets.table(reports, left_out), contents, draw_page)
     return ExitCode.DONE if any_fits else ExitCode.TOO_BIG
+
+
+def _show_estimates(command: cli.Command, target_by_name: dict[str, Any]) -> None:
+    """Print the estimated need on each target as soon as it is known, before slow searches and compilations."""
+    from plimsoll.framework.plan import report_tables
+
+    width = max(map(len, target_by_name))
+    has_heading = False
+    for name, target in target_by_name.items():
+        try:
+            plan_report = make_report(command, name, target, None, True, suggests=False)
+        except ValueError:
+            # The table at the end has the reason.
+            continue
+        if not has_heading and plan_report.batch is not None:
+            batch = report_tables.batch_text(plan_report, plan_report.batch, per_device=False)
+            print(f"estimates of {batch}")
+            has_heading = True
+        print(f"  {name:{width}}   {report_tables.verdict(plan_report)}", flush=True)
+    if has_heading:
+        print()
 
 
 def _plan_if_it_may_fit(command: cli.Command, name: str, target: Any) -> "PlanReport":

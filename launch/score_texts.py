@@ -14,12 +14,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from plimsoll.framework.files.workdir import writing
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.framework.terminal.phases import SHORT, phase
 from plimsoll.launch import cli, weights
+
+if TYPE_CHECKING:
+    from plimsoll.api.loaded import LoadedModel
 
 
 class ScoreRow(NamedTuple):
@@ -90,7 +93,7 @@ def read_rows(path: str) -> Iterator[ScoreRow]:
                 raise ValueError(f"{file}, {place}: {error}") from error
 
 
-def score_rows(loaded: weights.LoadedModel, rows: list[ScoreRow], batch_size: int = 8) -> list[dict[str, Any]]:
+def score_rows(loaded: "LoadedModel", rows: list[ScoreRow], batch_size: int = 8) -> list[dict[str, Any]]:
     """Return the result of each row, as the verb writes it.
 
     Raises:

@@ -3,15 +3,16 @@
 import argparse
 import sys
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from plimsoll import configs
-from plimsoll.api import loaded
-from plimsoll.api.loaded import LoadedModel
 from plimsoll.framework.terminal.escaping import escape_control_chars
 from plimsoll.launch import cli
 
-__all__ = ["LoadedModel", "add_step", "load", "log", "parse", "parser"]
+if TYPE_CHECKING:
+    from plimsoll.api.loaded import LoadedModel
+
+__all__ = ["add_step", "load", "log", "parse", "parser"]
 
 
 def parser(verb: str, doc: str | None, *, hf: bool = True) -> cli.Parser:
@@ -62,7 +63,7 @@ def parse(verb_parser: cli.Parser, argv: list[str]) -> tuple[argparse.Namespace,
     return args, overrides
 
 
-def load(args: argparse.Namespace, overrides: cli.Overrides, *, text: bool = True) -> LoadedModel:
+def load(args: argparse.Namespace, overrides: cli.Overrides, *, text: bool = True) -> "LoadedModel":
     """Load the model that the flags name, without optimizer state.
 
     Args:
@@ -73,6 +74,9 @@ def load(args: argparse.Namespace, overrides: cli.Overrides, *, text: bool = Tru
     Raises:
         FileNotFoundError, ValueError: a file is missing, or the files do not match. The message is one line.
     """
+    # Imported late, so that a typo on the command line shows immediately.
+    from plimsoll.api import loaded
+
     change = partial(cli.apply_overrides, overrides=overrides)
     is_mesh_requested = any(loaded.is_mesh_setting(path) for path, _ in overrides)
     if args.hf is not None:

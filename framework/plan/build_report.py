@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from plimsoll.framework.layout import Nested, TrainState, merge
 from plimsoll.framework.plan import cache, dry_run
 from plimsoll.framework.plan.buffer_names import REPORT_GROUPS, NamedBuffer
 from plimsoll.framework.plan.compilation import CompiledProgram
+from plimsoll.framework.plan.device_trace import TraceCache
 from plimsoll.framework.plan.dry_run import compile_programs, compile_step, dry_run_batch_transform
 from plimsoll.framework.plan.estimate import Estimate
 from plimsoll.framework.plan.grouped_products import note_exchange, note_ragged_products
@@ -25,6 +27,7 @@ from plimsoll.framework.plan.jaxpr_analysis import FlopCount, find_zero_gradient
 from plimsoll.framework.plan.key_exchange import note_key_exchange
 from plimsoll.framework.plan.plan_report import (
     BREAKDOWN_KEYS,
+    BatchReport,
     EstimateReport,
     LargestBuffer,
     PhaseReport,
@@ -35,7 +38,7 @@ from plimsoll.framework.plan.plan_report import (
 from plimsoll.framework.plan.step_time.compiled_time import estimate_compiled_time
 from plimsoll.framework.plan.step_time.estimated_time import estimate_time
 from plimsoll.framework.plan.step_time.time_breakdown import StepTime
-from plimsoll.framework.plan.suggest import estimate_for_target, state_bytes, suggestions
+from plimsoll.framework.plan.suggest import SettingsSearch, estimate_for_target, state_bytes
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.program import Program
@@ -72,6 +75,7 @@ def get_report(
     fresh: bool,
     suggests: bool = True,
     compiled_step: CompiledTrainStep | None = None,
+    on_verdict: Callable[[PlanReport], object] | None = None,
 ) -> PlanReport:
     """Return one report from the fastest source: the analytical estimate, the plan cache, or the compiler.
 
@@ -87,9 +91,15 @@ def get_report(
         fresh: compile again even if nothing has changed.
         suggests: look for settings that fit if the config does not.
         compiled_step: the compiled step of the config, if there is one already.
+        on_verdict: called with the report before the search for settings that fit, if there is one.
     """
+
+    def show_named(report: PlanReport) -> None:
+        if on_verdict is not None:
+            on_verdict(replace(report, target=name or report.target))
+
     if estimate:
-        report = estimate_report(spec, config, target, limit, suggests=suggests)
+        report = estimate_report(spec, config, target, limit, suggests=suggests, on_verdict=show_named)
         return replace(report, target=name or report.target)
     limits = (limit, target.host_limit_bytes)
     path = cache.cache_path(config, name=spec, target=name or "local", limit=limits, phases=phases, suggests=suggests)
@@ -101,7 +111,14 @@ def get_report(
         report = PlanReport.from_json(content)
     else:
         report = compile_report(
-            spec, config, target, limit, phases=phases, suggests=suggests, compiled_step=compiled_step
+            spec,
+            config,
+            target,
+            limit,
+            phases=phases,
+            suggests=suggests,
+            compiled_step=compiled_step,
+            on_verdict=show_named,
         )
         content = report.to_json()
         # The settings of a command line are not cached: other command lines may lead to the same config.
@@ -111,7 +128,13 @@ def get_report(
 
 
 def estimate_report(
-    name: str, config: Config, target: Target, limit: int | None, *, suggests: bool = True
+    name: str,
+    config: Config,
+    target: Target,
+    limit: int | None,
+    *,
+    suggests: bool = True,
+    on_verdict: Callable[[PlanReport], object] = lambda report: None,
 ) -> PlanReport:
     """Return a report based only on the analytical estimate: it needs no compiler and no devices.
 
@@ -121,9 +144,11 @@ def estimate_report(
         target: the machine to plan for.
         limit: device memory in bytes; None means unknown.
         suggests: look for settings that fit if the config does not, which takes a second or two.
+        on_verdict: called with the report before that search.
     """
     experiment: Experiment = config.instantiate()
-    need = estimate_for_target(experiment, target)
+    traces = TraceCache()
+    need = estimate_for_target(experiment, target, traces)
     state = state_bytes(need)
     peak = need.peak_bytes
     arguments = state + need.breakdown["batch"]
@@ -152,10 +177,24 @@ def estimate_report(
     host = build_host_model(experiment, need.layout, target)
     report = _add_host(report, host, {"train": PhaseReport(peak, need.host_bytes)})
     if suggests and not fits:
-        with phase("looking for settings that fit", patience=SHORT):
-            fitting = suggestions(config, target, limit or 0, peak, present=need, seconds=0.0)
-        report = replace(report, suggestions=fitting)
+        on_verdict(report)
+        search = SettingsSearch(config, target, limit or 0, peak, present=need, traces=traces)
+        report = _add_suggestions(report, search, seconds=0.0)
     return report
+
+
+def _add_suggestions(report: PlanReport, search: SettingsSearch, seconds: float = 300.0) -> PlanReport:
+    """Return a report with settings that fit, or else with a smaller batch that fits.
+
+    Args:
+        report: report of a config that does not fit.
+        search: search for settings of this config.
+        seconds: time limit for compiling candidates.
+    """
+    with phase("looking for settings that fit", patience=SHORT):
+        fitting = search.find_settings(seconds)
+        smaller_batch = None if fitting else search.find_batch()
+    return replace(report, suggestions=fitting, smaller_batch=smaller_batch)
 
 
 def compile_report(
@@ -167,6 +206,7 @@ def compile_report(
     phases: bool = True,
     suggests: bool = True,
     compiled_step: CompiledTrainStep | None = None,
+    on_verdict: Callable[[PlanReport], object] = lambda report: None,
 ) -> PlanReport:
     """Return a report based on the compiled programs.
 
@@ -178,6 +218,7 @@ def compile_report(
         phases: compile initialization and evaluation too, not only the training step.
         suggests: look for settings that fit if the config does not, which may take minutes.
         compiled_step: the compiled step of the config, if there is one already.
+        on_verdict: called with the report before the search for settings that fit.
 
     Raises:
         ValueError: the config is not valid for the target, or the target's compiler is not installed.
@@ -233,8 +274,8 @@ def compile_report(
     report = replace(report, phases=peaks, compile_seconds=compile_seconds, message=message, fits=fits)
     report = _add_host(report, host, peaks)
     if suggests and not fits:
-        with phase("looking for settings that fit", patience=SHORT):
-            report = replace(report, suggestions=suggestions(config, target, limit or 0, most, present=need))
+        on_verdict(report)
+        report = _add_suggestions(report, SettingsSearch(config, target, limit or 0, most, present=need))
     return report
 
 
@@ -312,6 +353,13 @@ def _describe(name: str, experiment: Experiment, target: Target, limit: int | No
         in_effect["data.seq_len"] = data.seq_len
     loops = f"{flops.uncounted_loops} loops have a data-dependent trip count; their FLOPs count as one iteration"
     tokens_per_device = tokens // (experiment.learner.accumulate * batch_shards(sizes) * sizes["seq"])
+    batch = BatchReport.make(
+        data.global_batch_size,
+        data.seq_len,
+        experiment.learner.accumulate,
+        row_shards=batch_shards(sizes),
+        token_shards=sizes["seq"],
+    )
     notes = note_exchange(experiment.model, sizes, tokens_per_device)
     if flops.uncounted_loops:
         notes.append(loops)
@@ -331,6 +379,7 @@ def _describe(name: str, experiment: Experiment, target: Target, limit: int | No
         versions=cache.versions("jax", "jaxlib", *COMPILERS[target.platform]),
         item=data.item,
         tokens_per_step=tokens,
+        batch=batch,
         in_effect=in_effect,
         flops_per_step=flops.flops,
         flops_per_token=flops.flops / tokens,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from plimsoll.framework.devices.accelerators import ACCELERATORS
 from plimsoll.framework.plan import targets
 from plimsoll.framework.plan.plan_report import PlanReport
-from plimsoll.framework.plan.report_tables import time_cells
+from plimsoll.framework.plan.report_tables import batch_text, time_cells
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.terminal.tables import TableSection, human_bytes
 
@@ -59,16 +59,24 @@ def table(reports: Sequence[PlanReport], left_out: dict[str, str]) -> list[Table
         left_out: {target: reason why the config cannot be trained there at all}.
     """
     header = ["target", "memory per device", "needs", "", "step", "bound by"]
-    rows = [[*header, "or", "source", "with the first settings that fit"]]
+    # The global batch is in the title; its share depends on the number of devices. A function has no batch.
+    has_batch = any(report.batch is not None for report in reports)
+    batch_header = ["rows per device"] if has_batch else []
+    rows = [[*header, *batch_header, "or", "source", "with the first settings that fit"]]
     for report in reports:
         has = human_bytes(report.device_limit_bytes) if report.device_limit_bytes else "unknown"
         if report.devices > 1:
             has = f"{report.devices} x {has}"
         verdict = "fits" if report.fits else "TOO BIG"
         row = [report.target, has, human_bytes(report.device_allocated_bytes), verdict, *time_cells(report)]
+        if has_batch:
+            row.append("-" if report.batch is None else f"{report.batch.rows_per_device:,}")
         # The bytes, the source of the figure, and the settings of the first suggestion; suggestions are cheapest first.
         if report.fits:
             row += ["", "estimate" if report.estimated else "compiler", "unchanged"]
+        elif not report.suggestions and report.smaller_batch is not None:
+            smaller = report.smaller_batch
+            row += [human_bytes(smaller.device_peak_bytes), "estimate", f"{smaller.setting} (changes the training)"]
         elif not report.suggestions:
             row += ["", "estimate", "none found"]
         else:
@@ -82,7 +90,10 @@ def table(reports: Sequence[PlanReport], left_out: dict[str, str]) -> list[Table
         # The title has the settings that all reports share.
         first, *others = reports
         shared = [setting for setting in first.settings if all(setting in report.settings for report in others)]
-        sections.append(TableSection(" ".join([first.config, *shared]), rows))
+        title = " ".join([first.config, *shared])
+        if first.batch is not None:
+            title += f": {batch_text(first, first.batch, per_device=False)}"
+        sections.append(TableSection(title, rows))
     if impossible:
         sections.append(TableSection("not possible", impossible))
     return sections

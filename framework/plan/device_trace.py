@@ -25,7 +25,7 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from plimsoll.framework.layers import kernels_xla, lookup, ring_attention
-from plimsoll.framework.layers.base import BATCH_AXES, LAYER_AXIS, Context, Out, batch_specs, cast
+from plimsoll.framework.layers.base import BATCH_AXES, LAYER_AXIS, Context, Out, batch_shards, batch_specs, cast
 from plimsoll.framework.layers.embedding import Embedding
 from plimsoll.framework.layers.head import LMHead
 from plimsoll.framework.layers.kernels_call import (
@@ -97,6 +97,42 @@ class _LocalContext(Context):
         self, run: Callable[..., jax.Array], in_axes: Sequence[MeshAxes], out_axes: MeshAxes
     ) -> Callable[..., jax.Array]:
         return run
+
+
+class TraceCache:
+    """Traces like `trace`, and keeps the results for experiments that differ only in settings of `memory` and batch.
+
+    A trace depends on few of these settings: the rows per device and microbatch, the mesh axes that shard weights and
+    positions, the remat policy, whether the weights are offloaded, the numbers of layers in partial placements, and the
+    precision of products.
+    """
+
+    def __init__(self) -> None:
+        self._traces: dict[tuple[object, ...], ClosedJaxpr] = {}
+
+    def __len__(self) -> int:
+        return len(self._traces)
+
+    def __call__(
+        self, split_experiment: SplitExperiment, sizes: dict[str, int], platform: str, *, pipe_chunks: int = 1
+    ) -> ClosedJaxpr:
+        """Return the trace of an experiment; see `trace`."""
+        experiment = split_experiment.experiment
+        memory = experiment.memory
+        rows = experiment.data.global_batch_size // (experiment.learner.accumulate * batch_shards(sizes))
+        # The data axis shards only the batch, which `rows` covers.
+        shards = tuple(size for axis, size in sizes.items() if axis != "data")
+        # A partial placement (the first N layers) splits the stack into layer ranges, which are traced one by one.
+        placements = (memory.gradients, memory.optimizer_state, memory.activations)
+        partial = tuple(placement.text for placement in placements if placement.is_partial)
+        precision = tuple(experiment.model.precision.items())
+        key = (
+            *(rows, shards, pipe_chunks, memory.remat, memory.parameters.text, memory.experts.text),
+            *(partial, precision),
+        )
+        if key not in self._traces:
+            self._traces[key] = trace(split_experiment, sizes, platform, pipe_chunks=pipe_chunks)
+        return self._traces[key]
 
 
 def trace(

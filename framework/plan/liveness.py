@@ -10,9 +10,10 @@ This module is independent of models.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -100,6 +101,66 @@ class _Value:
     def in_memory(self) -> list[_Value]:
         """Return the stored values that have to be alive for this one to be read."""
         return [self] if self.stored else self.operands
+
+
+class _LiveValues:
+    """The values in memory at one time, with their bytes by group, which are the same as summing over all of them.
+
+    A value's bytes, group and last read must not change while it is in memory.
+
+    Args:
+        values: values that are in memory from the start.
+        end: time of the end of the program; values that are last read then stay.
+    """
+
+    def __init__(self, values: Iterable[_Value], end: int):
+        self._end = end
+        self._values: set[_Value] = set()
+        self._bytes_by_group: Counter[str] = Counter()
+        # (last read, order of addition, value), the earliest first, so that `expire` looks only at what it removes.
+        self._expiries: list[tuple[int, int, _Value]] = []
+        self._num_added = 0
+        self._total = 0
+        self.update(values)
+
+    def __contains__(self, value: _Value) -> bool:
+        return value in self._values
+
+    def add(self, value: _Value) -> None:
+        """Add a value, unless it is in memory already."""
+        if value in self._values:
+            return
+        self._values.add(value)
+        self._bytes_by_group[value.group] += value.nbytes
+        self._total += value.nbytes
+        if value.last_read != self._end:
+            heapq.heappush(self._expiries, (value.last_read, self._num_added, value))
+            self._num_added += 1
+
+    def update(self, values: Iterable[_Value]) -> None:
+        """Add values."""
+        for value in values:
+            self.add(value)
+
+    def discard(self, value: _Value) -> None:
+        """Remove a value, if it is in memory."""
+        if value in self._values:
+            self._values.remove(value)
+            self._bytes_by_group[value.group] -= value.nbytes
+            self._total -= value.nbytes
+
+    def expire(self, now: int) -> None:
+        """Remove the values that were last read until now."""
+        while self._expiries and self._expiries[0][0] <= now:
+            self.discard(heapq.heappop(self._expiries)[2])
+
+    def select_larger(self, best: Counter[str], inner: Counter[str]) -> Counter[str]:
+        """Return the larger of `best` and of the bytes in memory plus `inner`, by group."""
+        if self._total + inner.total() <= best.total():
+            return best
+        groups = Counter(inner)
+        groups.update(self._bytes_by_group)
+        return groups
 
 
 @dataclass(eq=False)
@@ -321,7 +382,8 @@ class _Program:
         for value in self.values:
             if value.stored and value.owned and (value.made_at >= 0 or value.fusible):
                 values_by_time.setdefault(value.computed_at, []).append(value)
-        live = {value for value in self.values if value.made_at == -1 and value.owned and not value.fusible}
+        inputs = (value for value in self.values if value.made_at == -1 and value.owned and not value.fusible)
+        live = _LiveValues(inputs, end)
         best: Counter[str] = Counter()
         # An empty equation represents the end, when outputs and late reductions are computed.
         nothing = _Equation("", {}, [], [])
@@ -330,12 +392,12 @@ class _Program:
             for value in sorted(new_values, key=lambda value: value.made_at):
                 if value.fusible:
                     _add_fused_value(value, equation, live)
-            best = _select_larger(best, live, Counter())
+            best = live.select_larger(best, Counter())
             if equation.name == "scan":
                 inside_loop = self._scan(equation, live, now)
-                best = _select_larger(best, live, inside_loop)
+                best = live.select_larger(best, inside_loop)
             elif equation.name in _LOOPS:
-                best = _select_larger(best, live, self._largest_body(equation))
+                best = live.select_larger(best, self._largest_body(equation))
             for value in new_values:
                 if value.fusible:
                     continue
@@ -346,8 +408,8 @@ class _Program:
                             live.discard(operand)
                             break
                 live.add(value)
-            best = _select_larger(best, live, Counter(activations=equation.scratch))
-            live = {value for value in live if value.last_read > now or value.last_read == end}
+            best = live.select_larger(best, Counter(activations=equation.scratch))
+            live.expire(now)
         return best
 
     def _largest_body(self, equation: _Equation) -> Counter[str]:
@@ -359,7 +421,7 @@ class _Program:
             most_by_body.append(inner.run(outputs, set()))
         return max(most_by_body, key=Counter.total)
 
-    def _scan(self, equation: _Equation, live: set[_Value], now: int) -> Counter[str]:
+    def _scan(self, equation: _Equation, live: _LiveValues, now: int) -> Counter[str]:
         """Return the peak bytes of one iteration of a scan. Updates `live`, because the body owns its carry."""
         (body,) = inner_jaxprs(equation.params)
         num_consts, num_carries = scan_counts(equation.params)
@@ -377,8 +439,10 @@ class _Program:
                 value.group = "gradients"
         # The body owns its carry and reuses the initial one if nothing reads that afterwards.
         initial_carry = equation.operands[num_consts:first_stack]
-        live -= {value for value in initial_carry if value is not None and value.last_read <= now}
-        live |= set(equation.results[num_carries:])
+        for value in initial_carry:
+            if value is not None and value.last_read <= now:
+                live.discard(value)
+        live.update(equation.results[num_carries:])
         # For inputs in host memory, the next slice is prefetched while the current one is used.
         prefetched_bytes = 0
         for value, var in zip(equation.operands[first_stack:], body.invars[first_stack:], strict=True):
@@ -394,9 +458,9 @@ def _aval(var: Var | Literal) -> ShapedArray:
     return cast(ShapedArray, var.aval)
 
 
-def _add_fused_value(value: _Value, equation: _Equation, live: set[_Value]) -> None:
+def _add_fused_value(value: _Value, equation: _Equation, live: _LiveValues) -> None:
     """Add a fused value to `live`; it overwrites an operand that nothing else reads, if there is one."""
-    overwritable = []
+    overwritable: list[_Value] = []
     for operand in value.operands:
         is_dying = operand in live and operand.last_read == value.computed_at
         if is_dying and operand.nbytes >= value.nbytes:
@@ -407,14 +471,3 @@ def _add_fused_value(value: _Value, equation: _Equation, live: set[_Value]) -> N
         if not read_now:
             live.discard(overwritable[0])
     live.add(value)
-
-
-def _select_larger(best: Counter[str], live: set[_Value], inner: Counter[str]) -> Counter[str]:
-    """Return the larger of `best` and of the live bytes plus `inner`, by group."""
-    live_bytes = sum(value.nbytes for value in live)
-    if live_bytes + inner.total() <= best.total():
-        return best
-    groups = Counter(inner)
-    for value in live:
-        groups[value.group] += value.nbytes
-    return groups

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+
+# Version of the JSON form, and the JSON Schema that describes it; see tools/plan_schema.py.
+SCHEMA_VERSION = 1
+SCHEMA_FILE = Path(__file__).with_name("plan_schema.json")
 
 # The groups of the memory breakdown, in the order used everywhere.
 BREAKDOWN_KEYS: tuple[str, ...] = (
@@ -19,7 +24,7 @@ _FIRST_KEYS = (
     *("largest", "zero_gradients", "suggestions", "notes", "collective_bytes", "phases", "host_transfer_bytes"),
     *("compile_seconds", "message", "config", "target", "accelerator", "platform", "devices", "processes", "mesh"),
     *("mesh_across", "device_limit_bytes", "device_reserved", "device_memory_fraction", "host_limit_bytes", "item"),
-    *("tokens_per_step", "in_effect", "model_flops_per_token", "versions"),
+    *("tokens_per_step", "batch", "in_effect", "model_flops_per_token", "versions", "smaller_batch"),
 )
 _COMPILED_KEYS = (
     *_FIRST_KEYS,
@@ -44,6 +49,12 @@ _FUNCTION_KEYS = (
     *("collective_bytes", "host_transfer_bytes", "time", "compile_seconds", "message", "estimated", "fits", "notes"),
     *("phases", "zero_gradients", "suggestions"),
 )
+
+
+def list_keys() -> dict[str, bool]:
+    """Return {key of the JSON form: whether the reports of all kinds have it}."""
+    kinds = (_COMPILED_KEYS, _ESTIMATED_KEYS, _FUNCTION_KEYS)
+    return {key: all(key in keys for keys in kinds) for keys in kinds for key in keys}
 
 
 @dataclass(frozen=True)
@@ -115,7 +126,12 @@ class LargestBuffer:
 
 @dataclass(frozen=True)
 class ZeroGradient:
-    """A parameter whose gradient is zero for all data: its path, and its bytes per device."""
+    """A parameter whose gradient is zero for all data.
+
+    Attributes:
+        path: path of the parameter.
+        bytes: its bytes per device.
+    """
 
     path: str
     bytes: int
@@ -134,6 +150,51 @@ class Suggestion:
     setting: str
     device_peak_bytes: int
     compiled: bool
+
+
+@dataclass(frozen=True)
+class BatchReport:
+    """The batch that a plan is for. For a model of other items than tokens, such as images, these count as tokens.
+
+    Attributes:
+        rows_per_step: rows (sequences or images) in a step on all devices: `data.global_batch_size`.
+        tokens_per_row: tokens in a row: `data.seq_len`.
+        tokens_per_step: tokens in a step on all devices.
+        accumulate: number of microbatches in a step: `learner.accumulate`.
+        rows_per_device: rows in a step on one device. Devices that share rows, along the axes seq, model and pipe, have
+            the same rows.
+        tokens_per_device: tokens in a step on one device; devices along seq share the tokens of a row.
+    """
+
+    rows_per_step: int
+    tokens_per_row: int
+    tokens_per_step: int
+    accumulate: int
+    rows_per_device: int
+    tokens_per_device: int
+
+    @classmethod
+    def make(
+        cls, rows: int, tokens_per_row: int, accumulate: int, *, row_shards: int, token_shards: int
+    ) -> BatchReport:
+        """Return the batch of a mesh.
+
+        Args:
+            rows: rows in a step on all devices.
+            tokens_per_row: tokens in a row.
+            accumulate: number of microbatches in a step.
+            row_shards: number of shards of the rows.
+            token_shards: number of shards of each row's tokens.
+        """
+        rows_per_device = rows // row_shards
+        return cls(
+            rows_per_step=rows,
+            tokens_per_row=tokens_per_row,
+            tokens_per_step=rows * tokens_per_row,
+            accumulate=accumulate,
+            rows_per_device=rows_per_device,
+            tokens_per_device=rows_per_device * tokens_per_row // token_shards,
+        )
 
 
 @dataclass(frozen=True)
@@ -198,6 +259,7 @@ class PlanReport:
         versions: {package: version} of the compiler.
         item: what `tokens_per_step` counts, in the singular.
         tokens_per_step: tokens (or other items) in a step on all devices; None for a function.
+        batch: the batch of a step; None for a function.
         in_effect: {config path: value} of the settings that memory depends on most; empty for a function.
         estimated: the report is an analytical estimate, and nothing was compiled.
         compilable: the step of this config could be compiled; not stored.
@@ -228,6 +290,8 @@ class PlanReport:
         notes: facts that the user should know, one sentence each.
         zero_gradients: parameters that are never trained.
         suggestions: settings that fit, cheapest first, if the config does not.
+        smaller_batch: settings with a smaller batch that fit, if the config and all suggestions do not. They change the
+            training.
     """
 
     config: str
@@ -247,6 +311,7 @@ class PlanReport:
     versions: dict[str, str]
     item: str = "item"
     tokens_per_step: int | None = None
+    batch: BatchReport | None = None
     in_effect: dict[str, Any] = field(default_factory=dict)
     estimated: bool = False
     compilable: bool = True
@@ -277,6 +342,7 @@ class PlanReport:
     notes: list[str] = field(default_factory=list)
     zero_gradients: list[ZeroGradient] = field(default_factory=list)
     suggestions: list[Suggestion] = field(default_factory=list)
+    smaller_batch: Suggestion | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as `plimsoll plan --json` writes it."""
@@ -286,16 +352,21 @@ class PlanReport:
         content = asdict(self)
         if self.host is not None:
             content["host"] |= {"peak_phase": self.host.peak_phase, "peak_bytes": self.host.peak_bytes}
-        return {key: content[key] for key in keys}
+        return {"schema_version": SCHEMA_VERSION} | {key: content[key] for key in keys}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> PlanReport:
         """Return the report that `to_json` wrote; it may lack keys that have a default."""
         fields = dict(content)
+        fields.pop("schema_version", None)
         if fields.get("time"):
             fields["time"] = TimeReport(**fields["time"])
         if fields.get("estimate"):
             fields["estimate"] = EstimateReport(**fields["estimate"])
+        if fields.get("batch"):
+            fields["batch"] = BatchReport(**fields["batch"])
+        if fields.get("smaller_batch"):
+            fields["smaller_batch"] = Suggestion(**fields["smaller_batch"])
         if fields.get("host"):
             host = fields["host"]
             fields["host"] = HostReport(host["limit_bytes"], host["num_processes"], host["phases"])

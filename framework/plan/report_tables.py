@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from plimsoll.framework.devices.mesh import mesh_text
 from plimsoll.framework.devices.reserved_memory import MEMORY_FRACTION
-from plimsoll.framework.plan.plan_report import HostReport, PlanReport, Suggestion
+from plimsoll.framework.plan.plan_report import BatchReport, HostReport, PlanReport, Suggestion
 from plimsoll.framework.terminal.tables import TableSection, human_bytes, human_count, human_duration
 
 # Rows of the table of largest buffers; the JSON report has more.
@@ -30,6 +30,34 @@ def verdict(report: PlanReport) -> str:
     # `host_verdict` is about the host.
     fits = "fits" if report.fits or (need <= limit and not report.message) else "DOES NOT FIT"
     return f"{fits}: {human_bytes(need)} of {human_bytes(limit)} per device, {spare}{note}"
+
+
+def batch_text(report: PlanReport, batch: BatchReport, *, per_device: bool = True) -> str:
+    """Return the batch as text: `512 rows of 8,192 tokens = 4.2M tokens per step; 64 rows per device`.
+
+    Args:
+        report: the plan.
+        batch: its batch.
+        per_device: whether to append the share of one device.
+    """
+    rows = _count(batch.rows_per_step, "row")
+    if report.item == "token":
+        tokens = _count(batch.tokens_per_row, report.item)
+        text = f"{rows} of {tokens} = {human_count(batch.tokens_per_step)} tokens per step"
+    else:
+        text = f"{_count(batch.rows_per_step, report.item)} per step"
+    if batch.accumulate > 1:
+        text += f", in {batch.accumulate} microbatches"
+    if per_device and report.devices > 1:
+        unit = "row" if report.item == "token" else report.item
+        text += f"; {_count(batch.rows_per_device, unit)} per device"
+        if batch.tokens_per_device != batch.rows_per_device * batch.tokens_per_row:
+            text += f", {batch.tokens_per_device:,} tokens each"
+    return text
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def host_verdict(host: HostReport) -> str:
@@ -60,6 +88,9 @@ def sections(report: PlanReport) -> list[TableSection]:
     """Return the tables that describe one plan."""
     untrained = [[leaf.path, human_bytes(leaf.bytes)] for leaf in report.zero_gradients]
     fitting = [[suggestion.setting, needs_text(suggestion)] for suggestion in report.suggestions]
+    smaller = []
+    if report.smaller_batch is not None:
+        smaller.append([report.smaller_batch.setting, needs_text(report.smaller_batch)])
     # A report on a user's function names it as its subject.
     subject = report.subject or "the training step"
     largest = []
@@ -81,6 +112,7 @@ def sections(report: PlanReport) -> list[TableSection]:
         TableSection("time, estimated", _time(report), numbers=False),
         TableSection("never trained: the gradient is zero for all data (freeze these with a rule)", untrained),
         TableSection("would fit", fitting),
+        TableSection("would fit with a smaller batch, which changes the training", smaller),
     ]
     return [section for section in possible_sections if section.rows]
 
@@ -120,6 +152,7 @@ def _about(report: PlanReport) -> list[list[str]]:
     rows = [
         ["config", " ".join([report.config, *report.settings])],
         ["target", f"{report.target}: {report.devices} devices, {report.processes} hosts; mesh {mesh}"],
+        *([] if report.batch is None else [["batch", batch_text(report, report.batch)]]),
         ["verdict", verdict(report)],
     ]
     if report.message:
@@ -210,10 +243,14 @@ def comparison(reports: Sequence[PlanReport]) -> TableSection:
     has_time = any(report.time for report in reports)
     targets = dict.fromkeys(report.target for report in reports)
     limits = dict.fromkeys(human_bytes(report.device_limit_bytes) for report in reports)
+    batches = [report.batch for report in reports if report.batch is not None]
+    has_batches = len(batches) == len(reports) and len(set(batches)) > 1
     header = ["setting", "needs"]
     if len(limits) > 1:
         header.append("of")
     header.append("")
+    if has_batches:
+        header.append("batch")
     if has_time:
         header += ["step", "bound by"]
     if has_host:
@@ -227,6 +264,8 @@ def comparison(reports: Sequence[PlanReport]) -> TableSection:
         if len(limits) > 1:
             row.append(human_bytes(report.device_limit_bytes))
         row.append("fits" if report.fits else "TOO BIG")
+        if has_batches and report.batch is not None:
+            row.append(batch_text(report, report.batch, per_device=False))
         if has_time:
             row += time_cells(report)
         if has_host:
@@ -235,6 +274,8 @@ def comparison(reports: Sequence[PlanReport]) -> TableSection:
         row += [human_bytes(report.breakdown.get(key, 0)) for key in keys]
         rows.append(row)
     title = f"{' '.join([first.config, *common])} on {', '.join(targets)}"
+    if batches and not has_batches:
+        title += f"; {batch_text(first, batches[0])}"
     if len(limits) == 1:
         title += f", {next(iter(limits))} per device"
     return TableSection(title, rows, True)

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh
 from plimsoll.framework.config import Config
 from plimsoll.framework.layers.remat import check_platform
 from plimsoll.framework.plan.buffer_names import REPORT_GROUPS
+from plimsoll.framework.plan.device_trace import TraceCache, trace
 from plimsoll.framework.plan.dry_run import compile_step
 from plimsoll.framework.plan.estimate import Estimate, estimate, least_bytes
 from plimsoll.framework.plan.plan_report import Suggestion
@@ -43,17 +44,19 @@ def check_target(experiment: Experiment, target: Target) -> dict[str, int]:
     return sizes
 
 
-def estimate_for_target(experiment: Experiment, target: Target) -> Estimate:
+def estimate_for_target(experiment: Experiment, target: Target, traces: TraceCache | None = None) -> Estimate:
     """Return the analytical estimate for a target.
 
     Args:
         experiment: the experiment to train.
         target: the machine to plan for.
+        traces: traces of experiments that differ only in settings of memory and batch; None for no others.
 
     Raises:
         ValueError: the experiment is not valid for the target.
     """
-    return estimate(experiment, check_target(experiment, target), target.spec, num_slices=target.num_slices)
+    trace_fn = trace if traces is None else traces
+    return estimate(experiment, check_target(experiment, target), target.spec, trace_fn, num_slices=target.num_slices)
 
 
 def state_bytes(need: Estimate) -> int:
@@ -66,8 +69,19 @@ def suggestions(
 ) -> list[Suggestion]:
     """Return up to three settings that fit, cheapest first; none of them changes what is computed.
 
-    The analytical estimate selects candidates and the compiler decides whether they fit. After `seconds` of searching,
-    the remaining candidates are returned with their estimates and `compiled` False.
+    Args:
+        config: config that does not fit.
+        target: machine on which it does not fit.
+        limit: device memory in bytes.
+        peak: bytes that the config needs.
+        present: estimate of the current settings, if there is one already.
+        seconds: time limit for compiling.
+    """
+    return SettingsSearch(config, target, limit, peak, present=present).find_settings(seconds)
+
+
+class SettingsSearch:
+    """Searches for settings that fit. The analytical estimate selects candidates.
 
     Args:
         config: config that does not fit.
@@ -75,44 +89,120 @@ def suggestions(
         limit: device memory in bytes.
         peak: bytes that the config needs; the part beyond the state is assumed to scale like its estimate.
         present: estimate of the current settings, if there is one already.
-        seconds: time limit for compiling.
+        traces: traces of the config, if there are any already.
     """
-    present = present or estimate_for_target(config.instantiate(), target)
-    present_state = state_bytes(present)
-    # The factor for the bytes other than state that makes the estimate of the current settings match their peak.
-    scale = max(peak - present_state, 0) / max(present.peak_bytes - present_state, 1)
-    start = time.monotonic()
-    fitting: list[Suggestion] = []
-    least_by_placement: dict[frozenset[tuple[str, str | int]], int] = {}
-    for choice in _choices(config, target.platform):
-        # The settings that `least_bytes` depends on: if it exceeds the limit, no choice with these settings fits.
-        placement = frozenset(pair for pair in choice.items() if pair[0] not in _MOVES_NO_STATE)
-        if least_by_placement.get(placement, 0) > limit:
-            continue
-        setting = " ".join(f"--config.{path}={value}" for path, value in choice.items())
-        try:
-            with phase(f"trying {setting}", patience=SHORT):
-                trial = config.copy()
-                for path, value in sorted(choice.items()):
-                    trial.set_path(path, value)
-                experiment = trial.instantiate()
-                least_by_placement[placement] = least_bytes(experiment, check_target(experiment, target))
-                if least_by_placement[placement] > limit:
+
+    def __init__(
+        self,
+        config: Config,
+        target: Target,
+        limit: int,
+        peak: int,
+        *,
+        present: Estimate | None = None,
+        traces: TraceCache | None = None,
+    ):
+        self._config = config
+        self._target = target
+        self._limit = limit
+        self._traces = TraceCache() if traces is None else traces
+        present = present or estimate_for_target(config.instantiate(), target, self._traces)
+        present_state = state_bytes(present)
+        # The factor for the bytes other than state that makes the estimate of the current settings match their peak.
+        self._scale = max(peak - present_state, 0) / max(present.peak_bytes - present_state, 1)
+        self._least_by_placement: dict[frozenset[tuple[str, str | int]], int] = {}
+
+    def find_settings(self, seconds: float = 300.0) -> list[Suggestion]:
+        """Return up to three settings that fit, cheapest first; none of them changes what is computed.
+
+        The compiler decides whether candidates fit. After `seconds` of searching, the remaining candidates are returned
+        with their estimates and `compiled` False.
+
+        Args:
+            seconds: time limit for compiling.
+        """
+        start = time.monotonic()
+        fitting: list[Suggestion] = []
+        tried: set[frozenset[tuple[str, str | int]]] = set()
+        for choice in _choices(self._config, self._target.platform):
+            # Combinations with an empty building block repeat others.
+            if frozenset(choice.items()) in tried:
+                continue
+            tried.add(frozenset(choice.items()))
+            # The settings that `least_bytes` depends on: if it exceeds the limit, no choice with these settings fits.
+            placement = frozenset(pair for pair in choice.items() if pair[0] not in _MOVES_NO_STATE)
+            if self._least_by_placement.get(placement, 0) > self._limit:
+                continue
+            try:
+                with phase(f"trying {_format_choice(choice)}", patience=SHORT):
+                    experiment = self._build(choice)
+                    sizes = check_target(experiment, self._target)
+                    self._least_by_placement[placement] = least_bytes(experiment, sizes)
+                    if self._least_by_placement[placement] > self._limit:
+                        continue
+                    peak = self._estimate_peak(experiment)
+                    compiled = peak <= self._limit and time.monotonic() - start < seconds
+                    if compiled:
+                        program = Program(experiment, self._target.devices())
+                        peak = compile_step(program, self._target, self._limit).allocated
+            except ValueError:
+                # The batch does not divide into the microbatches, or the target does not support the schedule.
+                continue
+            if peak <= self._limit:
+                fitting.append(Suggestion(_format_choice(choice), peak, compiled))
+            if len(fitting) == 3:
+                return fitting
+        return fitting
+
+    def find_batch(self) -> Suggestion | None:
+        """Return the largest power of two below the config's batch that fits by estimate; None if no batch fits.
+
+        The settings of the config come first, then other settings of `memory`, cheapest first.
+        """
+        choices: list[Settings] = [{}]
+        for choice in _choices(self._config, self._target.platform):
+            if choice not in choices and all(path.startswith("memory.") for path in choice):
+                choices.append(choice)
+        for choice in choices:
+            best: Suggestion | None = None
+            # The need grows with the batch, so double it from the smallest one until it does not fit.
+            rows = 1
+            while rows < self._config.data.global_batch_size:
+                trial = {"data.global_batch_size": rows} | choice
+                try:
+                    with phase(f"trying {_format_choice(trial)}", patience=SHORT):
+                        experiment = self._build(trial)
+                        if least_bytes(experiment, check_target(experiment, self._target)) > self._limit:
+                            break
+                        peak = self._estimate_peak(experiment)
+                except ValueError:
+                    # So few rows do not divide over the devices and microbatches.
+                    rows *= 2
                     continue
-                need = estimate_for_target(experiment, target)
-                state = state_bytes(need)
-                trial_peak = int(state + scale * (need.peak_bytes - state))
-                compiled = trial_peak <= limit and time.monotonic() - start < seconds
-                if compiled:
-                    trial_peak = compile_step(Program(experiment, target.devices()), target, limit).allocated
-        except ValueError:
-            # The batch does not divide into the microbatches, or the target does not support the schedule.
-            continue
-        if trial_peak <= limit:
-            fitting.append(Suggestion(setting, trial_peak, compiled))
-        if len(fitting) == 3:
-            return fitting
-    return fitting
+                if peak > self._limit:
+                    break
+                best = Suggestion(_format_choice(trial), peak, compiled=False)
+                rows *= 2
+            if best is not None:
+                return best
+        return None
+
+    def _build(self, choice: Settings) -> Experiment:
+        """Return the experiment with other settings. Raises ValueError if they are not valid together."""
+        trial = self._config.copy()
+        for path, value in sorted(choice.items()):
+            trial.set_path(path, value)
+        return trial.instantiate()
+
+    def _estimate_peak(self, experiment: Experiment) -> int:
+        need = estimate_for_target(experiment, self._target, self._traces)
+        state = state_bytes(need)
+        return int(state + self._scale * (need.peak_bytes - state))
+
+
+def _format_choice(choice: Settings) -> str:
+    """Return settings in command-line syntax."""
+    return " ".join(f"--config.{path}={value}" for path, value in choice.items())
 
 
 def _choices(config: Config, platform: str) -> Iterator[Settings]:

@@ -13,9 +13,9 @@ import optax
 import pytest
 
 from plimsoll import configs
-from plimsoll.framework.config import Config, ConfigError, config_for, get_target
+from plimsoll.framework.config import Config, ConfigError, config_for, get_schema, get_target
 from plimsoll.framework.run import user_errors
-from plimsoll.launch import cli
+from plimsoll.launch import cli, source_index
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,6 +66,59 @@ def test_usage_errors(argv, message, user_file):
     with pytest.raises(cli.UsageError) as caught:
         parse(f"--config={user_file}:mine", *argv)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [*configs.names(), "hf:meta-llama/Llama-3.1-8B", "qlora:Qwen/Qwen2.5-7B"])
+def test_sections_in_the_source_are_those_of_our_configs(name):
+    config = configs.load(name, shape_only=True)
+    for section, (_, component) in source_index.SECTIONS.items():
+        part = config.get_path(section) if section else config
+        assert get_target(part).__name__ == component
+        assert source_index.list_fields(section) == list(get_schema(part))
+
+
+FIELDS = ["trainer.max_stepz=5", "triner.max_steps=5", "memory.remt=full", "zzz=1", "learner.z=2", "mesh.fdsp.x=1"]
+
+
+@pytest.mark.parametrize("override", FIELDS)
+def test_unknown_fields_are_refused_with_the_message_of_the_config(override):
+    with pytest.raises(ConfigError) as expected:
+        cli.apply_overrides(configs.load("gpt2-124m"), [tuple(override.split("="))])
+    with pytest.raises(ConfigError) as caught:
+        parse("--config=gpt2-124m", "--workdir=w", f"--config.{override}")
+    assert str(caught.value) == str(expected.value)
+
+
+def test_old_names_and_those_of_other_trainers_are_left_to_the_config():
+    command = parse("--config=gpt2-124m", "--workdir=w", "--config.companion=none")
+    assert command.config.batch_transform is None
+    with pytest.raises(ConfigError, match=r"no such field; did you mean 'trainer\.max_steps'"):
+        parse("--config=gpt2-124m", "--workdir=w", "--config.trainer.steps=5")
+
+
+def test_typos_are_reported_before_jax_is_imported():
+    named, published = "--config=llama3-8b", "--config=hf:meta-llama/Llama-3.1-8B"
+    commands = [
+        ["plan", "--confg=x"],
+        ["plan", "--config=lama3-8b"],
+        ["plan", named, "--targt=h100"],
+        ["plan", published, "--targt=h100"],
+        ["plan", published, "--target=h100", "--config.memory.remt=full"],
+        ["train", "--config.trainer.max_stepz=5"],
+        ["train", named, "--workdir=w", "--config.trainer.max_stepz=5"],
+        ["train", named, "--wrokdir=w"],
+        ["local", named, "--wrokdir=w"],
+        *([verb, "--wrokdir=w"] for verb in ("generate", "chat", "evaluate", "score", "export", "sample")),
+    ]
+    code = (
+        "import sys\n"
+        "from plimsoll.launch.__main__ import main\n"
+        f"assert [main(command) for command in {commands}] == [2] * {len(commands)}\n"
+        "print([name for name in ('jax', 'optax') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
+    assert len(done.stderr.splitlines()) == len(commands)
 
 
 OVERRIDES = [
@@ -245,7 +298,7 @@ def test_package_logging_uses_our_line_format():
     script = """
 import logging, sys
 from absl import logging as absl_logging
-from plimsoll.launch import cli
+from plimsoll.launch import cli, source_index
 
 def verb(argv):
     logging.getLogger("package").warning("%s is slow", "it")

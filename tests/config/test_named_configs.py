@@ -40,9 +40,16 @@ def test_named_configs_load_from_json_in_a_fresh_process():
     assert result.stdout == "same\n", result.stderr
 
 
+def test_names_in_the_source_are_those_of_the_modules():
+    functions = configs.functions()
+    assert configs.names() == list(functions)
+    for name, function in functions.items():
+        assert configs.find(name) is function
+
+
 def test_unknown_names_list_the_nearest(monkeypatch):
-    known = dict.fromkeys(("gpt2-124m", "gpt2-125m", "llama2-7b"), dict)
-    monkeypatch.setattr(configs, "functions", lambda: known)
+    known = dict.fromkeys(("gpt2-124m", "gpt2-125m", "llama2-7b"), "plimsoll.configs.gpt2")
+    monkeypatch.setattr(configs, "find_modules", lambda: known)
     for name, message in {
         "gpt2-124": r"no config is named 'gpt2-124'; did you mean 'gpt2-12[45]m', 'gpt2-12[45]m'",
         "zzz": r"'zzz'; valid: gpt2-124m, gpt2-125m, llama2-7b",

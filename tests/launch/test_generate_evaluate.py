@@ -12,6 +12,7 @@ import pytest
 from scipy.special import log_softmax
 
 import plimsoll.api.model as api
+from plimsoll.api.loaded import LoadedModel
 from plimsoll.framework.checkpoint.directory import Manifest
 from plimsoll.framework.layout import flatten
 from plimsoll.launch import evaluate, generate, weights
@@ -30,7 +31,7 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def load(workdir: Path, *flags: str) -> weights.LoadedModel:
+def load(workdir: Path, *flags: str) -> LoadedModel:
     return weights.load(*weights.parse(weights.parser("x", ""), [f"--workdir={workdir}", *flags]))
 
 
@@ -55,7 +56,7 @@ def test_only_weights_are_loaded(workdir: Path, monkeypatch: pytest.MonkeyPatch)
     assert kinds["stack/block0/mlp_norm/scale"] == kinds["embed/token"] == "device"
 
 
-def weights_by_path(loaded: weights.LoadedModel) -> dict[str, jax.Array]:
+def weights_by_path(loaded: LoadedModel) -> dict[str, jax.Array]:
     return flatten(loaded.state.parameter)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from plimsoll.api.loaded import LoadedModel
 from plimsoll.framework import families
 from plimsoll.framework.inference.generation import Generator
 from plimsoll.framework.inference.sampling import Sampling
@@ -29,7 +30,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pretrained.write(folder, "llama3")
 
 
-def load(model_folder: Path) -> weights.LoadedModel:
+def load(model_folder: Path) -> LoadedModel:
     return weights.load(*weights.parse(weights.parser("x", ""), [f"--hf={model_folder}"]))
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from plimsoll import configs
@@ -16,6 +17,7 @@ from plimsoll.extras.largest.frontier import Frontier, FrontierSearch
 from plimsoll.extras.largest.length_family import LengthFamily
 from plimsoll.extras.largest.size_family import Size, SizeFamily, count_parameters
 from plimsoll.framework.config import Config, ConfigError
+from plimsoll.framework.plan.plan_report import SCHEMA_FILE
 from plimsoll.launch import plan
 
 
@@ -159,6 +161,10 @@ def test_rows_grow_in_small_steps():
 def test_learned_positions_bound_the_rows():
     family = LengthFamily.derive(configs.load("gpt2-124m"))
     assert family.members()[-1].amount == 1024
+    short = configs.load("gpt2-124m")
+    short.model.embed.max_positions = 64
+    with pytest.raises(ConfigError, match="rows of up to 64 tokens; the shortest row that is searched has 128"):
+        LengthFamily.derive(short).members()
     with pytest.raises(ConfigError, match="--longest requires a language model"):
         LengthFamily.derive(configs.load("digits-nice"))
 
@@ -176,6 +182,16 @@ def test_the_longest_row_by_the_command(tmp_path: Path, capsys: pytest.CaptureFi
     assert picture.read_bytes()[:4] == b"\x89PNG"
     lengths = [series["points"][-1]["seq_len"] for series in json.loads(file.read_text())]
     assert lengths[0] > lengths[1] > 8192, "a deeper model leaves less room"
+    check_json(file)
+
+
+def check_json(file: Path) -> None:
+    """Check an output against the schema, and the batch of each point."""
+    content = json.loads(file.read_text())
+    jsonschema.Draft202012Validator(json.loads(SCHEMA_FILE.read_text())).validate(content)
+    for point in (point for series in content for point in series["points"]):
+        assert point["batch"]["rows_per_step"] == 1
+        assert point["batch"]["tokens_per_row"] == point.get("seq_len", 128)
 
 
 @pytest.mark.pairs
@@ -190,6 +206,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "largest model that fits" in said.out
     assert "base config, --allow=moments" in said.out
     assert picture.read_bytes()[:4] == b"\x89PNG"
+    check_json(file)
     plain, allowed = json.loads(file.read_text())
     sizes: list[Any] = [series["points"][-1]["parameters"] for series in (plain, allowed)]
     assert sizes[0] < sizes[1], "smaller moments leave room for a larger model"

@@ -6,7 +6,8 @@ but one of the products, which takes E times the multiply-adds, and memory for E
 
 A tile is TILE_ROWS consecutive rows of one expert; the last tile of an expert may be partly empty. The number of
 tiles depends on the router, so there are as many programs as there could be tiles, and those without rows end
-immediately.
+immediately. Functions import Pallas when they run, because every command imports this module, and most models have no
+experts.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
 TILE_ROWS = 64
@@ -38,6 +37,9 @@ def rows_times_weights(
         transpose: x is [N, O], and the result [N, I].
         interpret: run the kernel as JAX operations, on any platform.
     """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plgpu
+
     columns = weight_EIO.shape[1 if transpose else 2]
     x_NI = _pad(x_NI, 1)
     weight_EIO = _pad(_pad(weight_EIO, 1), 2)
@@ -70,6 +72,9 @@ def weight_gradients(x_NI: jax.Array, grad_NO: jax.Array, sizes_E: jax.Array, in
         x_NI, grad_NO: rows sorted by expert, followed by at least TILE_ROWS spare ones.
         sizes_E, interpret: see `rows_times_weights`.
     """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plgpu
+
     shape = (sizes_E.shape[0], x_NI.shape[1], grad_NO.shape[1])
     x_NI = _pad(x_NI, 1)
     grad_NO = _pad(grad_NO, 1)
@@ -145,6 +150,9 @@ def _rows_kernel(
     transpose: bool,
 ) -> None:
     """Multiply one tile of rows by some columns of its expert's weight."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plgpu
+
     tile = pl.program_id(0)
     expert = experts_ref[tile]
     first_row = first_rows_ref[tile]
@@ -183,6 +191,9 @@ def _weights_kernel(
     tile_outputs: int,
 ) -> None:
     """Compute some inputs and outputs of one expert's gradient, the sum over all of its rows."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plgpu
+
     expert = pl.program_id(0)
     start = starts_ref[expert]
     end = ends_ref[expert]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 # The kernels process rows in whole tiles. With the tiles of the other axes below, two of each operand and one sum in
 # float32 take under 12 of the 16 MiB of vector memory that a kernel may use.
@@ -29,6 +28,9 @@ def rows_times_weights(
         transpose: x is [N, O], and the result [N, I].
         interpret: run the kernel as JAX operations, on any platform.
     """
+    # Imported here, because importing Pallas takes a tenth of a second, and most models have no experts.
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
     columns = weight_EIO.shape[1 if transpose else 2]
     return gmm(
         x_NI,
@@ -46,6 +48,8 @@ def weight_gradients(x_NI: jax.Array, grad_NO: jax.Array, sizes_E: jax.Array, in
 
     The arguments are as in `rows_times_weights`.
     """
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
     return tgmm(
         x_NI.swapaxes(0, 1),
         grad_NO,

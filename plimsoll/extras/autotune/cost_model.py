@@ -1,8 +1,6 @@
 """Analytical estimates for many settings of one config, with shared traces.
 
-Tracing takes most of an estimate's time, but a trace depends on few settings: the rows per device and microbatch, the
-mesh axes that shard weights and positions, the remat policy, whether the weights are offloaded, the numbers of layers
-in partial placements, and the precision of products.
+Tracing takes most of an estimate's time, but a trace depends on few settings, see `TraceCache`.
 """
 
 from __future__ import annotations
@@ -18,9 +16,8 @@ from jax.extend.core import ClosedJaxpr
 
 from plimsoll.extras.autotune.settings import REMAT, UPDATE, Settings, get_text, with_settings
 from plimsoll.framework.config import Config
-from plimsoll.framework.layers.base import batch_shards
 from plimsoll.framework.plan.build_report import estimate_step_time
-from plimsoll.framework.plan.device_trace import trace
+from plimsoll.framework.plan.device_trace import TraceCache
 from plimsoll.framework.plan.estimate import estimate
 from plimsoll.framework.plan.host_memory import PROCESS_BYTES, PROGRAM_BYTES, build_host_model
 from plimsoll.framework.plan.plan_report import PhaseReport
@@ -74,7 +71,7 @@ class CostModel:
         self.config = config
         self.target = target
         self._costs: dict[Settings, SettingsCost | None] = {}
-        self._traces: dict[tuple[object, ...], ClosedJaxpr] = {}
+        self._traces = TraceCache()
         self._components: dict[str, object] = {}
 
     @property
@@ -145,25 +142,13 @@ class CostModel:
         self, split_experiment: SplitExperiment, sizes: dict[str, int], platform: str, *, pipe_chunks: int = 1
     ) -> ClosedJaxpr:
         """Return the trace of an experiment; experiments with the same key share one."""
-        experiment = split_experiment.experiment
-        memory = experiment.memory
-        rows = experiment.data.global_batch_size // (experiment.learner.accumulate * batch_shards(sizes))
-        # The data axis shards only the batch, which `rows` covers.
-        shards = tuple(size for axis, size in sizes.items() if axis != "data")
-        # A partial placement (the first N layers) splits the stack into layer ranges, which are traced one by one.
-        placements = (memory.gradients, memory.optimizer_state, memory.activations)
-        partial = tuple(placement.text for placement in placements if placement.is_partial)
-        precision = tuple(experiment.model.precision.items())
-        key = (
-            *(rows, shards, pipe_chunks, memory.remat, memory.parameters.text, memory.experts.text),
-            *(partial, precision),
-        )
-        if key not in self._traces:
-            self._traces[key] = trace(split_experiment, sizes, platform, pipe_chunks=pipe_chunks)
+        num_traces = len(self._traces)
+        traced = self._traces(split_experiment, sizes, platform, pipe_chunks=pipe_chunks)
+        if len(self._traces) > num_traces:
             # Traces stay until the search is over (`thawing_traces`), and have millions of objects. Without this, the
             # garbage collector visits all of them again and again, which took a third of the time of a long search.
             gc.freeze()
-        return self._traces[key]
+        return traced
 
 
 def _component_key(section: str, settings: Settings) -> str:

@@ -18,7 +18,7 @@ def frontier_sections(frontiers: Sequence[Frontier]) -> list[TableSection]:
     tables = []
     failures = []
     family = frontiers[0].family
-    columns = [*family.columns, "device", "host", "tokens/s"]
+    columns = [*family.columns, "batch", "device", "host", "tokens/s"]
     largest = [["", *columns]]
     for frontier in frontiers:
         if not frontier.points:
@@ -40,7 +40,9 @@ def _format_point(family: Family[Any], point: FrontierPoint) -> list[str]:
     host = human_bytes(choice.host) if choice.host else "-"
     rate = "-" if point.tokens_per_second is None else human_count(point.tokens_per_second)
     device = f"{human_bytes(choice.peak)}{used}{source}"
-    return [*family.to_cells(point.member), device, host, rate]
+    data = family.scale_config(point.member.size).data
+    batch = f"{data.global_batch_size:,} x {data.seq_len:,}"
+    return [*family.to_cells(point.member), batch, device, host, rate]
 
 
 def plot_frontiers(frontiers: Sequence[Frontier], picture: Path, title: str) -> None:

@@ -45,6 +45,11 @@ class LengthFamily:
         for doubling in range(_DOUBLINGS):
             lengths += [step << (_FIRST_EXPONENT + doubling) for step in range(_STEPS, 2 * _STEPS)]
         most = self.max_positions or lengths[-1]
+        if most < lengths[0]:
+            raise ConfigError(
+                f"the model's positions support rows of up to {most} tokens; the shortest row that is searched has "
+                f"{lengths[0]}"
+            )
         return [Member(length, length) for length in lengths if length <= most]
 
     def scale_config(self, size: int) -> Config:

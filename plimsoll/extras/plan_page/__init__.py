@@ -8,6 +8,7 @@ chart.py          the memory chart, drawn as a ship
 chart_figures.py  the positions and texts of the chart
 bars.py, memory_tables.py, step_time.py, throughput.py, tables.py, commands.py: the other sections
 slider.py         planned points of batch size and sequence length
+redaction.py     removes folders and credentials, because a page may be shared
 data_binding.py   elements that follow the slider
 colors.py         the colors of groups
 """

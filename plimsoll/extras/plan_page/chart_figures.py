@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from plimsoll.extras.plan_page.colors import EMPTY, colors, ink
-from plimsoll.extras.plan_page.tables import need_text, verdict_kind, verdict_text
+from plimsoll.extras.plan_page.tables import batch_line, need_text, verdict_kind, verdict_text
 from plimsoll.framework.plan.plan_report import PlanReport
 from plimsoll.framework.terminal.tables import human_bytes
 
@@ -75,6 +75,7 @@ def figures(plan: PlanReport, segments: Sequence[Segment]) -> dict[str, str]:
     values |= {
         "need": need_text(plan, of_limit=False),
         "need.of": f"{need_text(plan)} on each device",
+        "batch": batch_line(plan),
         "limit": f"limit {human_bytes(limit)}" if limit else "",
         "over": f"{human_bytes(over)} over the limit" if over else "",
         "verdict": verdict_text(plan),

@@ -20,6 +20,7 @@ from plimsoll.extras.plan_page.batch_grid import GridPoint, point_from_report
 from plimsoll.extras.plan_page.commands import PlanCommand
 from plimsoll.extras.plan_page.data_binding import Figures, bind_element
 from plimsoll.extras.plan_page.memory_levers import Lever, levers
+from plimsoll.extras.plan_page.redaction import redact_command, redact_report
 from plimsoll.framework.plan.plan_report import PlanReport
 from plimsoll.framework.plan.throughput_curve import ThroughputCurve
 
@@ -30,7 +31,8 @@ _SCRIPT = (_FOLDER / "page.js").read_text("utf-8")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 _HEAD = f"""<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<link rel="icon" href="data:,"><meta name="viewport" content="width=device-width"><style>{_CSS}</style>"""
+<link rel="icon" href="data:,"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark"><meta name="robots" content="noindex"><style>{_CSS}</style>"""
 # Maximum number of charts to draw; beyond it, the bars show as much.
 _MOST_CHARTS = 12
 
@@ -56,6 +58,10 @@ def page(
     Returns:
         The document as text.
     """
+    # A page may be shared, so it names neither folders of this machine nor credentials.
+    plans = list(map(redact_report, plans))
+    points = [point._replace(report=redact_report(point.report)) for point in points]
+    asked = None if asked is None else redact_command(asked)
     common = tables.common_facts(plans)
     # Plans of one config and target have one title.
     titles = dict.fromkeys(" ".join(tables.facts(plan)[:2]) for plan in plans)
@@ -72,8 +78,23 @@ def page(
     sections += _make_shared_sections(plans, planned, curves or {})
     body = "".join(_section(heading, content) for heading, content in sections if content)
     script = planned.script()
-    head = f"{_HEAD}<title>{escape(title)}: plan</title></head>"
+    head = f"{_HEAD}<title>{escape(title)}: plan</title>{_describe(title, plans)}</head>"
     return f"{head}<body><main>{chart.DEFINITIONS}{header}{body}</main>{script}</body></html>\n"
+
+
+def _describe(title: str, plans: Sequence[PlanReport]) -> str:
+    """Return the description of the page, which search results and previews of a link show."""
+    verdicts = []
+    for name, plan in zip(tables.name_plans(plans), plans, strict=True):
+        text = f"{tables.need_text(plan)}, {tables.verdict_text(plan)}"
+        verdicts.append(f"{name}: {text}" if len(plans) > 1 else text)
+    batch = tables.batch_line(plans[0])
+    description = f"{title}. {'; '.join(verdicts[:_MOST_CHARTS])}. {batch}".strip()
+    content = escape(description, quote=True)
+    return (
+        f'<meta name="description" content="{content}"><meta property="og:title" content="{escape(title)}: plan">'
+        f'<meta property="og:description" content="{content}">'
+    )
 
 
 def _make_shared_sections(
@@ -136,7 +157,10 @@ class _PageContent:
         if len(self._plans) > 1:
             fitting = sum(plan.fits for plan in self._plans)
             kind = "good" if fitting else "bad"
-            return f"<p class='verdict {kind}'>{fitting} of {len(self._plans)} fit</p>"
+            batches = dict.fromkeys(tables.batch_line(plan, per_device=False) for plan in self._plans)
+            # Plans with different batches have them in the table of figures.
+            batch = f"<p>{escape(next(iter(batches)))}</p>" if len(batches) == 1 else ""
+            return f"<p class='verdict {kind}'>{fitting} of {len(self._plans)} fit</p>{batch}"
         return self._format_verdict()
 
     def draw_chart(self) -> str:
@@ -193,7 +217,8 @@ class _PageContent:
 
     def _format_verdict(self) -> str:
         verdict = bind_element("p", self._shown, {"class": "verdict.class", "text": "verdict"})
-        return verdict + bind_element("p", self._shown, {"text": "need.of"})
+        need = bind_element("p", self._shown, {"text": "need.of"})
+        return verdict + need + bind_element("p", self._shown, {"text": "batch"})
 
     def _draw_charts(self) -> str:
         charts = ""
@@ -201,6 +226,8 @@ class _PageContent:
             segments = chart_figures.list_segments([plan])
             drawing = chart.draw_chart(chart_figures.figures(plan, segments), segments)
             caption = f"{tables.breakable(name)}<br>{tables.verdict(plan)}<br><small>{tables.need_text(plan)}</small>"
+            batch = tables.batch_line(plan)
+            caption += f"<br><small>{escape(batch)}</small>" if batch else ""
             charts += f"<figure>{drawing}<figcaption>{caption}</figcaption></figure>"
         caption = "Each chart has its own scale. The bars below share one."
         return f"<div class=fleet>{charts}</div><p class=soft>{caption}</p>"

@@ -20,7 +20,7 @@ function slide(form, data) {
   const status = form.appendChild(document.createElement("p"));
   status.className = "bad";
 
-  function draw() {
+  function draw(save = true) {
     for (const axis of axes.filter(axis => inputs[axis])) {
       const text = value(axis).toLocaleString("en");
       form.elements[`${axis}-value`].value = text;
@@ -33,20 +33,32 @@ function slide(form, data) {
     const moved = axes.some(axis => value(axis) !== data.asked[axis]);
     document.body.classList.toggle("moved", moved);
     form.querySelector(".back").disabled = !moved;
+    // The address of the page names the point, so that a link to it opens the page there.
+    if (save) history.replaceState(null, "", moved ? `#${axes.map(axis => `${axis}=${value(axis)}`).join("&")}` : "#");
+  }
+
+  function open() {
+    const point = new URLSearchParams(location.hash.slice(1));
+    for (const axis of axes.filter(axis => inputs[axis] && point.has(axis))) {
+      const index = data[axis].indexOf(Number(point.get(axis)));
+      if (index >= 0) inputs[axis].value = index;
+    }
+    draw(false);
   }
 
   function reset() {
     for (const axis of axes.filter(axis => inputs[axis])) {
       inputs[axis].value = data[axis].indexOf(data.asked[axis]);
     }
-    draw();
   }
 
-  form.addEventListener("input", draw);
+  form.addEventListener("input", () => draw());
   form.addEventListener("submit", event => event.preventDefault());
-  form.querySelector(".back").addEventListener("click", reset);
+  form.querySelector(".back").addEventListener("click", () => { reset(); draw(); });
+  addEventListener("hashchange", () => { reset(); open(); });
   form.hidden = false;
   reset();
+  open();
 }
 
 async function copy(button) {

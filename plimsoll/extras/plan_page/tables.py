@@ -5,7 +5,7 @@ from dataclasses import replace
 from html import escape
 
 from plimsoll.framework.plan.plan_report import PlanReport
-from plimsoll.framework.plan.report_tables import comparison, sections
+from plimsoll.framework.plan.report_tables import batch_text, comparison, sections
 from plimsoll.framework.terminal.tables import TableSection, human_bytes
 
 # The page has a separate section for each of these.
@@ -48,6 +48,16 @@ def need_text(plan: PlanReport, *, of_limit: bool = True) -> str:
     about = "≈ " if plan.estimated else ""
     limit_text = f" of {human_bytes(limit)}" if limit and of_limit else ""
     return f"{about}{human_bytes(plan.device_allocated_bytes)}{limit_text}"
+
+
+def batch_line(plan: PlanReport, *, per_device: bool = True) -> str:
+    """Return the batch of a plan as text; "" for a function, which has none.
+
+    Args:
+        plan: report of a plan.
+        per_device: whether to append the share of one device.
+    """
+    return "" if plan.batch is None else batch_text(plan, plan.batch, per_device=per_device)
 
 
 def verdict_text(plan: PlanReport) -> str:
