@@ -92,7 +92,7 @@ def test_unknown_fields_are_refused_with_the_message_of_the_config(override):
 def test_old_names_and_those_of_other_trainers_are_left_to_the_config():
     command = parse("--config=gpt2-124m", "--workdir=w", "--config.companion=none")
     assert command.config.batch_transform is None
-    with pytest.raises(ConfigError, match="no such field; did you mean 'trainer.max_steps'"):
+    with pytest.raises(ConfigError, match=r"no such field; did you mean 'trainer\.max_steps'"):
         parse("--config=gpt2-124m", "--workdir=w", "--config.trainer.steps=5")
 
 
