@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 WORKDIR ?= runs/stdlib-tiny
 
-.PHONY: train test test-pairs test-all test-peers plan-tpu wheel dist sbom lock docs lint format clean
+.PHONY: train test test-pairs test-all test-peers plan-tpu wheel dist sbom lock docs docs-check lint format clean
 
 train: $(VENV)/.train  ## train a small model on the source of Python's standard library (under 5 minutes on 2 cores)
 	$(BIN)/plimsoll train --config=stdlib-tiny --workdir=$(WORKDIR)
@@ -69,6 +69,9 @@ lock: $(RELEASE)/python  ## requirements/*.txt anew, after pyproject.toml or con
 docs: $(VENV)/.docs  ## build/site: the documentation as a site; any warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+docs-check: docs $(VENV)/.docs-check  ## every page, search and dark mode of the site in Chromium; PICTURES=docs/images takes pictures
+	$(BIN)/python -m tools.site_check $(if $(PICTURES),--pictures=$(PICTURES))
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -107,6 +110,10 @@ $(VENV)/.plan-tpu: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[docs]'
 	touch $@ $(VENV)/.train
+
+$(VENV)/.docs-check: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[docs-check]'
+	touch $@ $(VENV)/.docs $(VENV)/.train
 
 $(VENV)/.peers: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[dev,peers]'

@@ -3,8 +3,9 @@
 A module of this package defines `CONFIGS: dict[str, Callable[[], Config]]`. Each function returns a new config, and
 its docstring documents it. A user's own file is loaded the same way, as `path/to/file.py:NAME`, where NAME is a key
 of its CONFIGS or one of its functions. Published weights are loaded as hf:DIR, lora:DIR or qlora:DIR; with a score
-head as reward:DIR or classify:DIR (lora-reward:DIR, ...); DIR may be the Hub's ORG/NAME. The stored config of a run
-is loaded as WORKDIR/config.json. There is no registration: a lookup searches the package.
+head as reward:DIR or classify:DIR (lora-reward:DIR, ...); for GRPO as grpo:DIR or lora-grpo:DIR. DIR may be the Hub's
+ORG/NAME. The stored config of a run is loaded as WORKDIR/config.json. There is no registration: a lookup searches the
+package.
 
 This module imports `framework.config`; the modules of named configs import the components that they name. Names are
 therefore read from the source, and a lookup imports only the module that defines the name.

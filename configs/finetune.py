@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from plimsoll.configs.parts import adamw, large
+from plimsoll.configs.policy import as_policy
 from plimsoll.configs.scored import as_classifier, as_published, as_reward_model
 from plimsoll.configs.tiny import stdlib_tiny
 from plimsoll.framework import families
@@ -115,8 +116,24 @@ def _with_score_head(change: Callable[..., Config], base: Callable[..., Config],
     return scored
 
 
+def _with_rewards(base: Callable[..., Config]) -> Callable[..., Config]:
+    """Return a function that builds `base`'s config of a published model and changes it to learn from rewards."""
+
+    def policy(source: str, shape_only: bool = False) -> Config:
+        try:
+            return as_policy(base(source, shape_only))
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+
+    policy.__doc__ = (
+        f"Like `{base.__name__}`, for GRPO (docs/preferences.md): --data has prompts, --reward scores the answers."
+    )
+    return policy
+
+
 CONFIGS = {"lora-tiny": lora_tiny}
 KINDS = {"hf": full, "lora": lora, "qlora": qlora}
 for _prefix, _base in (("", full), ("lora-", lora), ("qlora-", qlora)):
     KINDS[f"{_prefix}reward"] = _with_score_head(as_reward_model, _base, "a reward model (docs/preferences.md)")
+    KINDS[f"{_prefix}grpo"] = _with_rewards(_base)
     KINDS[f"{_prefix}classify"] = _with_score_head(as_classifier, _base, "a classifier (docs/preferences.md)")

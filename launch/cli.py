@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -39,6 +40,7 @@ from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import flag_hints, reports, source_index, startup_message
 
 __all__ = [
+    "DATA_FLAGS",
     "Command",
     "Overrides",
     "Parser",
@@ -46,11 +48,17 @@ __all__ = [
     "apply_accelerator_rules",
     "apply_overrides",
     "choose",
+    "get_data_flags",
     "gib",
     "main",
     "prepare_jax",
     "split",
 ]
+
+# The flags of `Parser.add_data`.
+DATA_FLAGS = ("data", "data_weights", "data_at", "reward")
+# Fields that --data_at can set.
+_STAGE_FIELDS = ("weights", "seq_len", "global_batch_size")
 
 # (dotted path, text) in the order of the command line.
 Overrides = Sequence[tuple[str, str]]
@@ -137,21 +145,6 @@ class Command:
         return config, lines
 
 
-class _StoreOnce(argparse.Action):
-    """Stores a value and refuses a second one, because argparse would silently drop the first."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
-    ) -> None:
-        earlier = getattr(namespace, self.dest)
-        if earlier is not None:
-            parser.error(
-                f"{option_string} is given twice: {earlier!r} and {values!r}; give one folder or glob, or combine "
-                "sources in a Mixture in a config (docs/data.md)"
-            )
-        setattr(namespace, self.dest, values)
-
-
 class Parser(argparse.ArgumentParser):
     """argparse with did-you-mean, one-line errors, and `--config*` flags, which are removed before argparse runs."""
 
@@ -184,10 +177,26 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--data",
             metavar="PATH",
-            action=_StoreOnce,
+            action="append",
             help="use your own data instead of the config's: a file, folder, glob, URL, or "
             "hf://datasets/ORG/NAME on the Hugging Face Hub. The format is detected, "
-            "and 5%% of the data is held out for evaluation",
+            "and 5%% of the data is held out for evaluation. Repeat it to mix several",
+        )
+        self.add_argument(
+            "--data_weights",
+            metavar="W,W",
+            help="with several --data: a weight for each, in the same order; only proportions matter; default: equal",
+        )
+        self.add_argument(
+            "--reward",
+            metavar="FILE.py:FUNCTION",
+            help="with prompts as data (--config=grpo:DIR): the function that scores answers",
+        )
+        self.add_argument(
+            "--data_at",
+            metavar="STEP:FIELD=VALUE",
+            action="append",
+            help="change the data from that step on: weights=W,W, seq_len or global_batch_size; repeatable",
         )
 
     def parse(self, argv: Sequence[str]) -> Command:
@@ -197,13 +206,24 @@ class Parser(argparse.ArgumentParser):
         if spec is None:
             raise UsageError(f"--config=NAME is required; valid names: {', '.join(configs.names())}")
         self._check_fields(spec, overrides)
-        overrides = [*reports.overrides(args), *overrides]
         notes: list[str] = []
         named = configs.load(spec, notes.append, shape_only=self._shape_is_enough)
-        if getattr(args, "data", None) is not None:
+        overrides = [
+            *reports.overrides(args),
+            *_list_stage_overrides(args, named),
+            *_list_reward_overrides(args, named),
+            *overrides,
+        ]
+        data_weights = getattr(args, "data_weights", None)
+        if getattr(args, "data", None):
             overridden = [named.current_path(path) for path, _ in overrides]
-            named, data_lines = data_flag.with_data(named, args.data, overridden)
+            settings = dict(zip(overridden, [text for _, text in overrides], strict=True))
+            named, data_lines = data_flag.with_data(
+                named, args.data, overridden, weights=data_weights, image_size=settings.get("data.image_size")
+            )
             notes += data_lines
+        elif data_weights is not None:
+            raise UsageError(f"--data_weights={data_weights} without --data: expected one --data=PATH for each weight")
         command = Command(args, spec, named, overrides, notes)
         # Reading the property checks overrides and rules.
         command.config  # noqa: B018
@@ -279,6 +299,53 @@ def split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], list[
         else:
             raise UsageError(f"--config is given twice: {spec!r} and {value!r}")
     return spec, overrides, verb_flags
+
+
+def _list_reward_overrides(args: argparse.Namespace, named: Config) -> list[tuple[str, str]]:
+    """Return the override that --reward stands for. Raises UsageError if the config learns from no rewards."""
+    reward = getattr(args, "reward", None)
+    if reward is None:
+        return []
+    transform = named.batch_transform if named.takes("batch_transform") else None
+    if transform is None or not transform.takes("reward"):
+        raise UsageError(
+            f"--reward={reward}: the config learns from no rewards; expected --config=grpo:DIR or lora-grpo:DIR, or a "
+            "config with batch_transform=Rollouts"
+        )
+    return [("batch_transform.reward", reward)]
+
+
+def _list_stage_overrides(args: argparse.Namespace, named: Config) -> list[tuple[str, str]]:
+    """Return the overrides that --data_at stands for.
+
+    Raises:
+        UsageError: a flag is not STEP:FIELD=VALUE, or the config's data has no stages.
+    """
+    overrides = []
+    steps = set()
+    for text in getattr(args, "data_at", None) or []:
+        match = re.fullmatch(r"(0|[1-9][0-9_]*):(\w+)=(.+)", text)
+        if match is None or match[2] not in _STAGE_FIELDS:
+            fields = ", ".join(_STAGE_FIELDS)
+            raise UsageError(
+                f"--data_at={text}: expected STEP:FIELD=VALUE with one of {fields}, such as 20000:weights=1,3"
+            )
+        if "data" not in named or not named.data.takes("stages"):
+            raise UsageError(f"--data_at={text}: only data of text has stages (docs/data.md)")
+        step = str(int(match[1]))
+        if step not in steps and step not in named.data.stages:
+            overrides.append((f"data.stages.{step}", "plimsoll.DataStage"))
+        steps.add(step)
+        overrides.append((f"data.stages.{step}.{match[2]}", match[3]))
+    return overrides
+
+
+def get_data_flags(args: argparse.Namespace) -> list[str]:
+    """Return the flags of `Parser.add_data` as they were given, for another command."""
+    flags = [f"--data={path}" for path in args.data or []]
+    if args.data_weights is not None:
+        flags.append(f"--data_weights={args.data_weights}")
+    return flags
 
 
 def apply_overrides(config: Config, overrides: Overrides) -> Config:

@@ -10,6 +10,7 @@
     plimsoll plan --config=qlora:meta-llama/Llama-3.1-8B --target=rtx4090 --longest --config.data.global_batch_size=1
     plimsoll plan --function=step.py:abstract_step --target=h100
     plimsoll plan --check=plans.toml --baseline=base.json --markdown=comment.md
+    plimsoll plan --from pretrain.sh --target=h100x8      # Megatron-LM, torchtitan, TRL, DeepSpeed, axolotl, MaxText
     plimsoll plan --targets
 
 You do not need access to the machine.
@@ -33,11 +34,14 @@ from plimsoll.launch.plan_common import (
     TablePrinter,
     check_files,
     collect_garbage_rarely,
+    get_longest_stage,
     iter_comparisons,
     make_report,
     resolve_target,
+    split_stages,
     write_outputs,
 )
+from plimsoll.launch.plan_foreign import plan_foreign
 from plimsoll.launch.plan_function import plan_functions
 from plimsoll.launch.plan_largest import check_largest, plan_largest
 from plimsoll.launch.plan_page import build_target_page
@@ -63,6 +67,15 @@ def add_flags(parser: cli.Parser) -> None:
         help="plan any JAX function instead of a config: NAME() returns (function, arguments), optionally followed "
         "by a dict of options of pl.plan_function",
     )
+    add(
+        "--from",
+        nargs="+",
+        dest="source",
+        metavar="FILE",
+        help="plan a run of another framework: a script or config of Megatron-LM, torchtitan, TRL, DeepSpeed, axolotl "
+        "or MaxText, followed by arguments in its own syntax",
+    )
+    add("--compiled", action="store_true", help="with --from: compile the step instead of estimating it")
     add("--targets", action="store_true", help="list all targets; takes no other flags")
     add("--estimate", action="store_true", help="only the analytical estimate: takes seconds, less exact")
     add("--compare", action="append", default=[], metavar="PATH=A,B", help="plan each value; repeatable")
@@ -146,11 +159,15 @@ def _run(argv: list[str]) -> int:
         return plan_functions(parser.parse_flags(argv))
     if any(word.partition("=")[0] == "--check" for word in argv):
         return check_plans(parser.parse_flags(argv), _build_parser)
+    if any(word.partition("=")[0] == "--from" for word in argv):
+        return plan_foreign(parser, argv)
     command = parser.parse(argv)
     args = command.args
     for name in ("baseline", "markdown"):
         if getattr(args, name) is not None:
             raise cli.UsageError(f"--{name} requires --check")
+    if args.compiled:
+        raise cli.UsageError("--compiled is for --from; without it, plans are compiled unless --estimate is given")
     if not (args.target or "").strip(" ,") and not args.smallest:
         raise cli.UsageError("--target=NAME is required; run plimsoll plan --targets to list all targets")
     check_files(args)
@@ -172,6 +189,13 @@ def _run(argv: list[str]) -> int:
     jax.config.update("jax_enable_compilation_cache", False)
     for note in command.notes:
         print(note, file=sys.stderr)
+    stage_commands = split_stages(command)
+    is_search = args.largest or args.longest or args.smallest or args.auto or args.compare or len(names) > 1
+    if len(stage_commands) > 1 and is_search:
+        # A search compares settings, and settings that fit the largest stage fit all.
+        command = get_longest_stage(stage_commands)
+        print(f"planning the stage with the longest sequences: {command.overrides[-2][1]} tokens", file=sys.stderr)
+        stage_commands = [command]
     if args.largest or args.longest:
         return plan_largest(command, names)
     if args.smallest or len(names) > 1:
@@ -179,7 +203,7 @@ def _run(argv: list[str]) -> int:
     (name,) = names
     if get_auto_mode(command):
         return plan_auto(command, name)
-    return _plan_one_target(command, name)
+    return _plan_one_target(command, name, stage_commands)
 
 
 def _print_schema(argv: list[str]) -> int:
@@ -192,20 +216,29 @@ def _print_schema(argv: list[str]) -> int:
     return ExitCode.DONE
 
 
-def _plan_one_target(command: cli.Command, name: str) -> int:
-    """Plan each setting for one target."""
+def _plan_one_target(command: cli.Command, name: str, stage_commands: list[cli.Command]) -> int:
+    """Plan each setting, or each stage of the data, for one target."""
     from plimsoll.framework.plan import report_tables
+    from plimsoll.framework.plan.suggest import check_target
 
     args = command.args
     target = resolve_target(args, name)
     limit = cli.gib("device_memory_gib", args.device_memory_gib)
-    commands = list(_variants(command, args.compare, target))
+    has_stages = len(stage_commands) > 1
+    if has_stages:
+        # All stages are checked before the first one is compiled.
+        check_target(command.resolve(target.name)[0].instantiate(), target)
+    commands = stage_commands if has_stages else list(_variants(command, args.compare, target))
     if not commands:
         raise cli.UsageError("no combination of the --compare values is valid; see the messages above")
     printer = TablePrinter()
     # The verdict appears before the search for settings that fit, unless several plans share one table.
     on_verdict = (lambda report: printer.show(report_tables.sections(report))) if len(commands) == 1 else None
     reports = [make_report(variant, name, target, limit, args.estimate, on_verdict=on_verdict) for variant in commands]
+    if has_stages:
+        # The tables name what differs between the stages.
+        removal = "data.stages={}"
+        reports = [dataclasses.replace(one, settings=[s for s in one.settings if s != removal]) for one in reports]
     if len(reports) == 1:
         sections = report_tables.sections(reports[0])
     else:
@@ -213,7 +246,13 @@ def _plan_one_target(command: cli.Command, name: str) -> int:
     # With --compare the file contains a list, even if only one combination is left.
     draw_page = functools.partial(build_target_page, command, commands, target, reports)
     contents = [plan_report.to_json() for plan_report in reports]
-    write_outputs(args, sections, contents if args.compare else contents[0], draw_page, printer)
+    write_outputs(args, sections, contents if args.compare or has_stages else contents[0], draw_page, printer)
+    if has_stages:
+        # A run needs all of its stages.
+        fits = all(plan_report.fits for plan_report in reports)
+        largest = max(reports, key=lambda one: (not one.fits, one.device_peak_bytes))
+        print(f"largest stage: {largest.settings[-2]}, which {'fits' if largest.fits else 'does not fit'}")
+        return ExitCode.DONE if fits else ExitCode.TOO_BIG
     fits = any(plan_report.fits for plan_report in reports)
     return ExitCode.DONE if fits else ExitCode.TOO_BIG
 

@@ -54,6 +54,36 @@ def iter_comparisons(compare: Sequence[str]) -> Iterator[tuple[tuple[str, str], 
     return itertools.product(*values_by_path)
 
 
+def split_stages(command: cli.Command) -> list[cli.Command]:
+    """Return the command for each shape of a batch that the stages of the data have; without stages, itself.
+
+    The last two overrides are those of data.seq_len and data.global_batch_size.
+    """
+    from plimsoll.framework.program.stages import list_shapes
+
+    data = command.config.data
+    if not data.takes("stages") or not data.stages:
+        return [command]
+    commands = []
+    for stage in list_shapes(data.instantiate().stages):
+        shape = [
+            ("data.stages", "{}"),
+            ("data.seq_len", str(stage.seq_len)),
+            ("data.global_batch_size", str(stage.batch_size)),
+        ]
+        # The fields of a stage cannot be set where there are no stages.
+        others = [(path, text) for path, text in command.overrides if not path.startswith("data.stages")]
+        commands.append(replace(command, overrides=[*others, *shape]))
+    return commands
+
+
+def get_longest_stage(stage_commands: Sequence[cli.Command]) -> cli.Command:
+    """Return the command of the stage with the longest sequences, and of these with the largest batch."""
+    if len(stage_commands) == 1:
+        return stage_commands[0]
+    return max(stage_commands, key=lambda one: (one.config.data.seq_len, one.config.data.global_batch_size))
+
+
 def resolve_target(args: Any, name: str) -> Any:
     """Return the target of a name, with the host memory that the command line sets.
 

@@ -71,7 +71,7 @@ def describe_command(args: Any, source: str, overrides: cli.Overrides) -> PlanCo
     from plimsoll.extras.plan_page import PlanCommand
 
     # `plimsoll train` takes the data flag, too. With --function, there is no data.
-    data_flags = [] if args.data is None else [f"--data={args.data}"]
+    data_flags = cli.get_data_flags(args)
     flags = [*data_flags, *(f"--compare={text}" for text in args.compare)]
     flags += [f"--{name}" for name in ("smallest", "estimate", "step_only") if getattr(args, name)]
     limit_flags = []

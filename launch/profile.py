@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     if any(token.partition("=")[0] == "--trace" for token in argv):
         args = parser.parse_flags(argv)
         _check_positive(args, "top")
-        for name in ("config", "out", "steps", "warmup", "data", "device_memory_gib"):
+        for name in ("config", "out", "steps", "warmup", *cli.DATA_FLAGS, "device_memory_gib"):
             if getattr(args, name) is not None:
                 raise cli.UsageError(f"--{name} does not go with --trace, which takes no trace")
         return _summarize(args)

@@ -74,8 +74,7 @@ def main(argv: list[str]) -> int:
     cli.gib("host_memory_gib", args.host_memory_gib)
     runs = build_runs(args.grid, args.random, args.runs, args.seed)
     flags = [f"--config.{path}={text}" for path, text in command.overrides]
-    if args.data is not None:
-        flags.append(f"--data={args.data}")
+    flags += cli.get_data_flags(args)
     sweep = Sweep(command.spec, flags, runs)
     max_steps = [_check(command, run, sweep) for run in runs]
     folder = Path(args.workdir).expanduser()
@@ -194,29 +193,9 @@ def _train_all(sweep: Sweep, folder: Path, command: cli.Command) -> int:
 
 def _train_one(words: list[str], workdir: Path, label: str) -> int:
     """Train a run in a process of its own, with its output in a file; returns its exit code."""
-    from plimsoll.framework.processes.health import read
-    from plimsoll.framework.terminal.exit_codes import describe_exit_code
-    from plimsoll.framework.terminal.phases import SHORT, phase
-    from plimsoll.launch.child_commands import run_verb
+    from plimsoll.framework.processes.child_commands import run_training
 
-    log = workdir.with_name(f"{workdir.name}.log")
-    with open(log, "ab") as output, phase(f"training {label}", patience=SHORT) as training:
-
-        def show_progress() -> None:
-            facts = read(workdir / "health" / "process-00000.json") or {}
-            step, max_steps = facts.get("step"), facts.get("max_steps")
-            if isinstance(step, int) and isinstance(max_steps, int):
-                training.progress(step, max_steps)
-
-        code = run_verb("train", *words, output=output, while_running=show_progress)
-    if code in (*COMPLETED, *STOPPED):
-        print(f"  {describe_exit_code(code)}", flush=True)
-    else:
-        lines = log.read_text(errors="replace").strip().splitlines()
-        errors = [line for line in lines if line.startswith("error: ")]
-        reason = errors[-1] if errors else lines[-1] if lines else "no output"
-        print(f"  exit code {code} ({describe_exit_code(code)}): {reason}; see {log}", flush=True)
-    return code
+    return run_training(["-m", "plimsoll", "train", *words], workdir, label)
 
 
 def _report(sweep: Sweep, folder: Path, requested: list[str]) -> None:

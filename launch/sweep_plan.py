@@ -33,6 +33,7 @@ def price_runs(
     job = {
         "spec": command.spec,
         "data": getattr(command.args, "data", None),
+        "data_weights": getattr(command.args, "data_weights", None),
         "overrides": {label: [*command.overrides, *own] for label, own in overrides.items()},
         **limits,
     }
@@ -60,19 +61,22 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
     cli.prepare_jax()
     import argparse
 
-    from plimsoll.launch.plan_common import resolve_target
+    from plimsoll.launch.plan_common import get_longest_stage, resolve_target, split_stages
 
     arguments = argparse.Namespace(host_memory_gib=job["host_memory_gib"])
     target = resolve_target(arguments, "local")
     limit = cli.gib("device_memory_gib", job["device_memory_gib"])
     named = configs.load(job["spec"], lambda line: None)
-    if job["data"] is not None:
-        overridden = [named.current_path(path) for path, _ in next(iter(job["overrides"].values()))]
-        named, _ = data_flag.with_data(named, job["data"], overridden)
+    if job["data"]:
+        settings = {named.current_path(path): text for path, text in next(iter(job["overrides"].values()))}
+        named, _ = data_flag.with_data(
+            named, job["data"], settings, weights=job["data_weights"], image_size=settings.get("data.image_size")
+        )
     plans = []
     for label, overrides in job["overrides"].items():
         command = cli.Command(arguments, job["spec"], named, [tuple(pair) for pair in overrides])
         try:
+            command = get_longest_stage(split_stages(command))
             config, _ = command.resolve(target.name)
             run_limit = target.get_config_limit_bytes(config) if limit is None else limit
             report = get_report(

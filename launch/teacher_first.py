@@ -13,11 +13,11 @@ from pathlib import Path
 
 from plimsoll import configs
 from plimsoll.framework.batch_transforms.teacher import Teacher
+from plimsoll.framework.processes.child_commands import run_verb
 from plimsoll.framework.run.last_checkpoint import find_last_checkpoint
 from plimsoll.framework.run.request import RunRequest
 from plimsoll.framework.terminal.exit_codes import COMPLETED
 from plimsoll.launch import cli
-from plimsoll.launch.child_commands import run_verb
 
 _MODEL = "model"
 
@@ -49,14 +49,13 @@ def prepare(request: RunRequest, command: cli.Command) -> int:
     code = _execute("train", f"--config={teacher.train_first}", f"--workdir={model}")
     if code not in COMPLETED:
         return code
-    data = [] if command.args.data is None else [f"--data={command.args.data}"]
     overrides = [f"--config.{path}={text}" for path, text in command.overrides]
     return _execute(
         "score",
         f"--workdir={model}",
         f"--config={command.spec}",
         *overrides,
-        *data,
+        *cli.get_data_flags(command.args),
         f"--top_k={teacher.top_k}",
         f"--out={folder}",
     )

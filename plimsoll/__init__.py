@@ -21,6 +21,7 @@ if not os.path.isdir(os.path.join(__path__[0], "framework")):
 if TYPE_CHECKING:
     from plimsoll.api.configs import load_config
     from plimsoll.api.function_plans import plan_function
+    from plimsoll.api.ladder import Ladder
     from plimsoll.api.model import Model, load
     from plimsoll.api.plans import Plan, plan
     from plimsoll.api.runs import TrainedRun, train
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "plimsoll.api.configs": ("load_config",),
     "plimsoll.api.function_plans": ("plan_function",),
+    "plimsoll.api.ladder": ("Ladder",),
     "plimsoll.api.model": ("Model", "load"),
     "plimsoll.api.plans": ("Plan", "plan"),
     "plimsoll.api.runs": ("TrainedRun", "train"),

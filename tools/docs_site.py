@@ -9,9 +9,9 @@ from __future__ import annotations
 import ast
 import posixpath
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import plimsoll
 from plimsoll import launch
@@ -32,14 +32,36 @@ MOVED = {
     "security.md": "SECURITY.md",
 }
 BENCHMARKS = "benchmarks/index.md"
+# {beginning of a page's path: weight of its words in the search}. Pages that explain come before lists of names and
+# numbers, and before pages for fewer readers. A word in a heading weighs 1,000 times as much as one in the text, so the
+# smallest weights are those of pages with many names as headings.
+SEARCH_WEIGHTS = {
+    "benchmarks/": 0.1,
+    "changelog": 0.1,
+    "coming_from/": 0.2,
+    "faults": 0.5,
+    "functions_": 0.0005,
+    "glossary": 0.5,
+    "reference/": 0.0005,
+}
+# {page: words that lead to it before any other page, whatever the headings are}.
+SEARCH_WORDS = {
+    "checkpoints.md": ["resume"],
+    "finetune.md": ["LoRA", "QLoRA"],
+    "memory.md": ["OOM"],
+    "parallelism.md": ["FSDP", "tensor parallel"],
+}
 _FENCE = re.compile(r"^( *)```.*?^\1```$", re.M | re.S)
 _ITEM = re.compile(r"(?:[-*]|\d+\.) +")
+_FILE_NAME = re.compile(r"[\w./]+\.md")
 _LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|mailto:|#)([^)\s#]*)(#[^)\s]*)?\)")
 
 
 def write_pages() -> dict[str, str]:
     """Return {page: its Markdown} of the pages that are not in docs/."""
     pages = {page: (ROOT / file).read_text(encoding="utf-8") for page, file in MOVED.items()}
+    # The header of the site has the logo.
+    pages["index.md"] = pages["index.md"][pages["index.md"].index("# ") :]
     # Benchmarks are linked as a folder.
     lines = ["# Benchmarks", ""]
     for file in sorted((ROOT / "docs" / "benchmarks").glob("*.md")):
@@ -99,16 +121,18 @@ def _write_commands() -> str:
     return text
 
 
-def rewrite(markdown: str, source: str, repository: str) -> str:
+def rewrite(markdown: str, source: str, repository: str, labels: Mapping[str, str] | None = None) -> str:
     """Return a page as the site shows it.
 
     Links to moved pages lead to them; links to other files of the checkout lead to the repository, or are plain text
-    if its URL is unknown. A list or a table may follow a paragraph without an empty line, as on GitHub.
+    if its URL is unknown. A link whose text is a file's name gets the page's label instead. A list or a table may
+    follow a paragraph without an empty line, as on GitHub.
 
     Args:
         markdown: the page's text.
         source: path of the page's file in the checkout.
         repository: URL of the repository, or empty.
+        labels: {page: its label in the navigation}, for some pages.
     """
     page_by_file = {file: page for page, file in MOVED.items()}
     here = page_by_file.get(source, source.removeprefix("docs/"))
@@ -126,6 +150,8 @@ def rewrite(markdown: str, source: str, repository: str) -> str:
             return f"[{text}]({repository.rstrip('/')}/blob/main/{file}{anchor})"
         else:
             return text
+        if _FILE_NAME.fullmatch(text):
+            text = (labels or {}).get(page, text)
         return f"[{text}]({posixpath.relpath(page, posixpath.dirname(here) or '.')}{anchor})"
 
     def rewrite_prose(prose: str) -> str:
@@ -183,8 +209,30 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite a page's links."""
+    """Rewrite a page's links, and set what the search finds it by."""
     path = page.file.src_uri
+    weights = [weight for start, weight in SEARCH_WEIGHTS.items() if path.startswith(start)]
+    page.meta["search"] = {"boost": weights[0] if weights else 1}
+    if path in SEARCH_WORDS:
+        page.meta["tags"] = SEARCH_WORDS[path]
     if path.startswith("reference/") or path == BENCHMARKS:
         return markdown
-    return rewrite(markdown, MOVED.get(path, f"docs/{path}"), config.repo_url or "")
+    return rewrite(markdown, MOVED.get(path, f"docs/{path}"), config.repo_url or "", dict(_list_labels(config.nav)))
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Keep the theme from asking the repository's host for its stars: a reader of the site asks no other host."""
+    return output.replace(' data-md-component="source"', "")
+
+
+def _list_labels(entry: Any) -> Iterator[tuple[str, str]]:
+    """Yield (page, label) for all pages of the navigation that have a label."""
+    if isinstance(entry, list):
+        for one in entry:
+            yield from _list_labels(one)
+    elif isinstance(entry, dict):
+        for label, value in entry.items():
+            if isinstance(value, str):
+                yield value, label
+            else:
+                yield from _list_labels(value)

@@ -19,6 +19,11 @@ def get_row(data: Prompts, host_batch: dict[str, np.ndarray], index: int) -> Row
     return data.row(int(host_batch["sources"][index]), int(host_batch["indices"][index]))
 
 
+def get_location(data: Prompts, host_batch: dict[str, np.ndarray], index: int) -> str:
+    """Return where the row of prompt `index` of a batch is from."""
+    return data.sets[int(host_batch["sources"][index])].locations[int(host_batch["indices"][index])]
+
+
 def decode_answers(data: Prompts, host_batch: dict[str, np.ndarray], answers: SampledAnswers) -> list[str]:
     """Decode each answer to text, without its stop token."""
     stop_ids = set(data.stop_ids)

@@ -1,10 +1,15 @@
 """Loads a user's reward function by name, calls it with the answers of a batch, and checks the rewards.
 
-    def reward(prompts: list[str], answers: list[str], rows: list[dict]) -> list[float]
+It has one of two forms, which the names of its parameters tell apart:
 
-`prompts` are strings (for a list of messages, the text of the last one), `answers` the model's output up to the token
-that ends an answer, and `rows` the complete rows of the data. The function returns one finite number per answer. It
-runs in the training process.
+    def reward(prompts: list[str], answers: list[str], rows: list[dict]) -> list[float]
+    def reward(prompts, completions, **columns) -> list[float]    # as in TRL, by keyword
+
+In the first form, `prompts` are strings (for a list of messages, the text of the last one), `answers` the model's
+output up to the token that ends an answer, and `rows` the complete rows of the data. A function with a parameter
+`completions` has the second form, and so has one with `answers` but without `rows`: each column is a list, and if the
+prompt of a row is a list of messages, the prompt and its completion are passed as such lists. The function returns one
+finite number per answer. It runs in the training process.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import math
 import sys
 import traceback
@@ -19,7 +25,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-Function = Callable[[list[str], list[str], list[dict[str, Any]]], Sequence[float]]
+Rows = list[dict[str, Any]]
+Function = Callable[..., Sequence[float]]
+# Names of the second parameter of a function that takes columns by keyword.
+_ANSWER_NAMES = ("completions", "answers")
 
 
 class RewardFunction:
@@ -34,32 +43,122 @@ class RewardFunction:
         self._label = f"batch_transform.reward = {name}"
         self._function: Function | None = None
 
-    def __call__(self, prompts: list[str], answers: list[str], rows: list[dict[str, Any]]) -> list[float]:
+    def __call__(
+        self, prompts: list[str], answers: list[str], rows: Rows, locations: Sequence[str] = ()
+    ) -> list[float]:
         """Return the rewards, one finite number per answer.
+
+        Args:
+            prompts: the prompts as text.
+            answers: the answers.
+            rows: the complete rows of the prompts.
+            locations: where each row is from, for messages; () if unknown.
 
         Raises:
             ValueError: the function raised an error, or returned anything else. The message names the function.
         """
         function = self.load()
+        call = self._bind(function, rows)
         try:
-            rewards = [float(reward) for reward in function(list(prompts), list(answers), list(rows))]
+            result = call(list(prompts), list(answers), list(rows))
         except Exception as error:
             # One line, because it ends the run; the chained exception has the traceback.
             reason = " ".join(str(error).split())
             # A callable object that is not a function has no source file.
             code = getattr(function, "__code__", None)
             line = _find_line(None if code is None else code.co_filename, error)
-            raise ValueError(f"{self._label}: {line}{type(error).__name__}: {reason}") from error
-        if len(rewards) != len(answers):
+            where = self._find_row(call, type(error), prompts, answers, rows, locations)
+            raise ValueError(f"{self._label}: {line}{type(error).__name__}: {reason}{where}") from error
+        return self._check_rewards(result, prompts, answers)
+
+    def _bind(self, function: Function, rows: Rows) -> Callable[[list[str], list[str], Rows], Any]:
+        """Return a function of (prompts, answers, rows) that passes the arguments which the user's function takes.
+
+        Raises:
+            ValueError: the user's function needs a column that the rows do not have.
+        """
+        try:
+            parameters = inspect.signature(function).parameters
+        except (TypeError, ValueError):
+            # Some callables of C code have no signature.
+            return function
+        takes_columns = "completions" in parameters or ("answers" in parameters and "rows" not in parameters)
+        if not takes_columns:
+            return function
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        columns = list(dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "prompts")))
+        given = {"prompts", *_ANSWER_NAMES, *columns}
+        missing = [
+            name
+            for name, one in parameters.items()
+            if name not in given
+            and one.default is one.empty
+            and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        ]
+        if missing:
             raise ValueError(
-                f"{self._label}: expected {len(answers)} rewards, one for each answer, given {len(rewards)}"
+                f"{self._label}: the function needs {', '.join(missing)}, but the rows have only "
+                f"{', '.join(columns) or 'prompt'}"
             )
-        for number, reward in enumerate(rewards):
+
+        def call(prompts: list[str], answers: list[str], rows: Rows) -> Any:
+            chats = [isinstance(row.get("prompt"), list) for row in rows]
+            messages = [[{"role": "assistant", "content": answer}] for answer in answers]
+            completions = [
+                pair[not is_chat] for is_chat, pair in zip(chats, zip(messages, answers, strict=True), strict=True)
+            ]
+            arguments: dict[str, Any] = {name: [row.get(name) for row in rows] for name in columns}
+            arguments["prompts"] = [row.get("prompt", prompt) for row, prompt in zip(rows, prompts, strict=True)]
+            arguments |= {name: completions for name in _ANSWER_NAMES if name in parameters}
+            return function(**{name: value for name, value in arguments.items() if takes_all or name in parameters})
+
+        return call
+
+    def _find_row(
+        self,
+        call: Callable[[list[str], list[str], Rows], Any],
+        error: type[Exception],
+        prompts: list[str],
+        answers: list[str],
+        rows: Rows,
+        locations: Sequence[str],
+    ) -> str:
+        """Describe the first row for which the function raises this error by itself; "" if there is none."""
+        for number, (prompt, answer, row) in enumerate(zip(prompts, answers, rows, strict=True)):
+            try:
+                call([prompt], [answer], [row])
+            except error:
+                place = f"{locations[number]}, " if locations else ""
+                return f" ({place}for the answer {answer!r} to {prompt!r})"
+            except Exception:
+                return ""
+        return ""
+
+    def _check_rewards(self, result: Any, prompts: list[str], answers: list[str]) -> list[float]:
+        """Return the result of the function as numbers. Raises ValueError if it is anything else."""
+        try:
+            values = None if isinstance(result, str) else list(result)
+        except TypeError:
+            values = None
+        if values is None:
+            what = "None; does it end with a return?" if result is None else repr(result)[:60]
+            raise ValueError(f"{self._label}: expected a list of {len(answers)} numbers, given {what}")
+        if len(values) != len(answers):
+            raise ValueError(
+                f"{self._label}: expected {len(answers)} rewards, one for each answer, given {len(values)}"
+            )
+        rewards = []
+        for number, value in enumerate(values):
+            try:
+                reward = float(value)
+            except (TypeError, ValueError):
+                reward = math.nan
             if not math.isfinite(reward):
                 raise ValueError(
-                    f"{self._label}: expected finite numbers, given {reward} for the answer {answers[number]!r} "
+                    f"{self._label}: expected finite numbers, given {value!r} for the answer {answers[number]!r} "
                     f"to {prompts[number]!r}"
                 )
+            rewards.append(reward)
         return rewards
 
     def check(self) -> None:

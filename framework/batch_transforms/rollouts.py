@@ -25,6 +25,7 @@ from plimsoll.framework.batch_transforms.answers import (
     compute_advantages,
     decode_answers,
     encode_demonstrations,
+    get_location,
     get_row,
 )
 from plimsoll.framework.batch_transforms.auxiliary_model import estimate_sampling
@@ -105,7 +106,7 @@ class Rollouts(BatchTransform):
         """The reward function. Raises ValueError if batch_transform.reward is None."""
         if self._reward is None:
             raise ValueError(
-                "batch_transform.reward is None; expected the function that scores answers, FILE.py:FUNCTION"
+                "batch_transform.reward is None; expected the function that scores answers: --reward=FILE.py:FUNCTION"
             )
         return self._reward
 
@@ -181,7 +182,7 @@ class Rollouts(BatchTransform):
         rows = [data.row(0, index) for index in range(min(_TRIED_ROWS, len(data.sets[0].rows)))]
         prompts = [prompt_text(row["prompt"]) for row in rows]
         answers = [str(row.get("answer", "")) for row in rows]
-        self.reward(prompts, answers, rows)
+        self.reward(prompts, answers, rows, data.sets[0].locations)
         if self.reference is not None:
             self.reference.check_files(program, workdir, is_new_run=is_new_run)
 
@@ -266,7 +267,8 @@ class Rollouts(BatchTransform):
         if judged:
             rows = [get_row(data, host_batch, index) for index in judged]
             prompts = [prompt_text(row["prompt"]) for row in rows]
-            rewards_B[judged] = self.reward(prompts, [texts[index] for index in judged], rows)
+            locations = [get_location(data, host_batch, index) for index in judged]
+            rewards_B[judged] = self.reward(prompts, [texts[index] for index in judged], rows, locations)
         self._timer.lap("rewards")
         self._show(program, step, host_batch, texts, rewards_B)
         group_size = data.group_size if is_training else 1

@@ -18,6 +18,7 @@ import numpy as np
 
 from plimsoll.framework.data.order import BatchOrder, GlobalOrder, Prefetcher
 from plimsoll.framework.data.packing import Batch
+from plimsoll.framework.data.stages import Stage
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]  # {name: (shape, dtype)}
 
@@ -63,6 +64,8 @@ class Pipeline(abc.ABC):
         source_report: returns the rows for the startup table.
         setup: (workdir, *, is_primary, barrier) reads the data, and raises every data error.
         fingerprint: returns a hash of everything that determines the training batches.
+        stages: stages of the training data, the first at batch 0; empty if the data never changes.
+        batch_multiple: number that `global_batch_size` must be a multiple of.
         allows_small_data: whether `setup` accepts training data of fewer rows than a batch; the caller then reduces
             `global_batch_size`, see `framework.program.small_data`.
     """
@@ -80,6 +83,9 @@ class Pipeline(abc.ABC):
     _order: GlobalOrder | None = None
     _num_rows: int
     allows_small_data: bool = False
+    # The stages of the training data, if it has any, and the factor of `global_batch_size` that rows need.
+    stages: Sequence[Stage] = ()
+    batch_multiple: int = 1
     # {array name: {set name: values}}, see `attach`.
     _attached: Mapping[str, dict[str, np.ndarray]] = MappingProxyType({})
 
@@ -159,12 +165,33 @@ class Pipeline(abc.ABC):
         """Returns the number of epochs in `num_batches` batches; `origin` is that of the run's BatchOrder."""
         return (num_batches * self.global_batch_size + origin) / self._num_rows
 
-    def fingerprint_at(self, global_batch_size: int) -> str:
-        """Returns the fingerprint of this data with another global batch size."""
+    def fingerprint_at(self, global_batch_size: int, num_batches: int | None = None) -> str:
+        """Returns the fingerprint of this data with another global batch size.
+
+        Args:
+            global_batch_size: the batch size.
+            num_batches: number of batches that count; a stage that starts later does not. None for all.
+        """
         # A shallow copy shares the data, so this costs no memory.
         other = copy.copy(self)
         other.global_batch_size = global_batch_size
-        return other.fingerprint()
+        return other.fingerprint_before(num_batches)
+
+    def fingerprint_before(self, num_batches: int | None) -> str:
+        """Returns the fingerprint of the first `num_batches` batches: without stages that start later."""
+        return self.fingerprint()
+
+    def count_items(self, num_steps: int, order: BatchOrder) -> int:
+        """Returns the number of items (tokens, images) that `num_steps` steps train on, padding included."""
+        return (num_steps * self.global_batch_size + order.origin) * self.seq_len
+
+    def at_stage(self, index: int) -> Pipeline:
+        """Returns the data of a stage, as a pipeline without stages; it shares everything with this one."""
+        raise ValueError(f"data is a {type(self).__name__}, which has no stages")
+
+    def describe_course(self, num_steps: int | None) -> dict[str, str]:
+        """Returns rows of the startup table about the sources and stages of a run; available after `setup`."""
+        return {}
 
     def locate(self, sequence: int) -> tuple[int, int]:
         """Returns (source, row in that source) of sequence `sequence` of the run; available after `setup`."""
@@ -182,12 +209,13 @@ class Pipeline(abc.ABC):
         Raises:
             ValueError: a token file changed since `setup`. The message names the shard and the offset.
         """
-        order = self._order
-        assert order is not None, "setup() first"
-        first_number = origin + index * self.global_batch_size
-        numbers = [first_number + int(row) for row in rows]
+        assert self._order is not None, "setup() first"
+        return self._read_rows(self._order, origin + index * self.global_batch_size, rows)
+
+    def _read_rows(self, order: GlobalOrder, first_number: int, rows: Sequence[int] | np.ndarray) -> Batch:
+        """Returns rows of the batch that starts with sequence `first_number` of an order."""
         batch_rows = []
-        for number in numbers:
+        for number in [first_number + int(row) for row in rows]:
             source, source_row = order.locate(number)
             row = self.training_row(number, source, source_row)
             if self._attached:
@@ -200,7 +228,9 @@ class Pipeline(abc.ABC):
     def train_iterator(
         self, start_step: int, rows: Sequence[int] | np.ndarray, order: BatchOrder = BatchOrder()
     ) -> Prefetcher[tuple[int, Batch]]:
-        """Returns an endless iterator over (index, train_batch(index, rows)). Close it when done.
+        """Returns an iterator over (index, train_batch(index, rows)). Close it when done.
+
+        It is endless, unless the data has stages: it ends with the stage, because the next one may have other rows.
 
         At most `prefetch` batches are prepared in the background, in addition to the one returned last.
 
@@ -214,7 +244,14 @@ class Pipeline(abc.ABC):
             index = order.batch_after(num_steps)
             return index, self.train_batch(index, rows, order.origin)
 
-        return Prefetcher(batch_after, start_step, _ENDLESS, depth=self.prefetch)
+        border = self.find_border(start_step, order)
+        return Prefetcher(batch_after, start_step, _ENDLESS if border is None else border, depth=self.prefetch)
+
+    def find_border(self, num_steps: int, order: BatchOrder = BatchOrder()) -> int | None:
+        """Returns the step after which the next stage starts, given the completed steps; None in the last stage."""
+        batch = order.batch_after(num_steps)
+        starts = [stage.start for stage in self.stages if stage.start > batch]
+        return order.first_step_of(starts[0]) if starts else None
 
     def eval_batches(self, name: str, rows: Sequence[int] | np.ndarray, limit: int | None = None) -> Prefetcher[Batch]:
         """Returns an iterator over the given rows of each batch of validation set `name`, in order.

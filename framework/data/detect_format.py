@@ -20,6 +20,7 @@ from plimsoll.framework.data.file_formats import ROW_FORMATS, DataFormat, DataLi
 from plimsoll.framework.data.held_out import TextPart, TokenPart
 from plimsoll.framework.data.preference_formats import is_pair, is_unpaired, parse_pair, parse_unpaired
 from plimsoll.framework.data.preferences import PairSource, UnpairedSource
+from plimsoll.framework.data.prompts import PromptFiles
 from plimsoll.framework.data.row_files import read_file_rows
 from plimsoll.framework.data.scored import (
     LabeledSource,
@@ -75,6 +76,7 @@ class DetectedData:
         has_text: False for token files.
         needs_template: examples are messages, which need the chat template of a model.
         line: a summary of what was found and how it was split.
+        kind: what the data is, such as "conversations", for messages.
         classes: class names of texts with labels; None for other data.
     """
 
@@ -83,6 +85,7 @@ class DetectedData:
     has_text: bool
     needs_template: bool
     line: str
+    kind: str
     classes: list[str] | None = None
 
 
@@ -115,12 +118,17 @@ def detect_format(path: str, validation_fraction: float = 0.05) -> DetectedData:
         has_text=listing.data_format != "tokens",
         needs_template=rows.needs_template,
         line=_line(listing, rows, validation_fraction),
+        kind=_kind(listing, rows),
     )
+
+
+def _kind(listing: DataListing, rows: _Rows) -> str:
+    return listing.data_format if rows.examples is None else _NOUNS[rows.examples]
 
 
 def _line(listing: DataListing, rows: _Rows, validation_fraction: float) -> str:
     """Returns a summary of the data and of its split."""
-    what = listing.data_format if rows.examples is None else _NOUNS[rows.examples]
+    what = _kind(listing, rows)
     noun = "file" if listing.num_train == 1 else "files"
     line = f"data: {what} from {listing.location}: {listing.num_train:,} {noun}"
     if listing.validation:
@@ -253,4 +261,62 @@ def detect_scored_format(
             config.split = part
             config.validation_fraction = validation_fraction
     line = f"data: {what} from {listing.location}: files for training: {listing.num_train}, {split}"
-    return DetectedData(source, held_out, has_text=True, needs_template=needs_template, line=line, classes=classes)
+    kind = "pairs" if pairs else "texts with labels"
+    return DetectedData(
+        source, held_out, has_text=True, needs_template=needs_template, line=line, kind=kind, classes=classes
+    )
+
+
+@dataclass(frozen=True)
+class DetectedPrompts:
+    """The user's prompts, as config nodes.
+
+    Attributes:
+        source: config of the training prompts.
+        held_out: config of the held-out prompts; None if there are too few.
+        line: a summary of what was found and how it was split.
+    """
+
+    source: Config
+    held_out: Config | None
+    line: str
+
+
+def detect_prompts(paths: Sequence[str], validation_fraction: float = 0.05) -> DetectedPrompts:
+    """Inspects files with prompts, and holds out a part of them.
+
+    Args:
+        paths: files, folders, globs, fsspec URLs or Hub datasets; the prompts of all of them are used.
+        validation_fraction: approximate fraction to hold out if the names of a single path indicate no splits.
+
+    Raises:
+        FileNotFoundError, PermissionError, ValueError: a file does not exist, or a row has no prompt.
+    """
+    listings = [hub_data.data_listing(path) if is_hub_url(path) else local_data.data_listing(path) for path in paths]
+    for listing in listings:
+        if listing.data_format not in ROW_FORMATS:
+            raise ValueError(
+                f'{listing.location} has {listing.data_format}; expected JSON lines, Parquet or CSV with "prompt"'
+            )
+    where = ", ".join(listing.location for listing in listings)
+    train_files = [file for listing in listings for file in listing.train]
+    held_out_files = [file for listing in listings for file in listing.validation]
+    source = config_for(PromptFiles, paths=train_files)
+    if held_out_files:
+        held_out = config_for(PromptFiles, paths=held_out_files)
+        counts = [sum(1 for _ in one.instantiate().rows()) for one in (source, held_out)]
+        return DetectedPrompts(
+            source, held_out, f"data: {counts[0]:,} prompts from {where}, {counts[1]:,} held out, by their names"
+        )
+    parts = []
+    counts = []
+    for split in ("train", "validation"):
+        part = source.copy()
+        part.split = split
+        part.validation_fraction = validation_fraction
+        parts.append(part)
+        counts.append(sum(1 for _ in part.instantiate().rows()))
+    if not all(counts):
+        line = f"data: {sum(counts):,} prompts from {where}, too few to hold some out"
+        return DetectedPrompts(source, None, line)
+    return DetectedPrompts(parts[0], parts[1], f"data: {counts[0]:,} prompts from {where}, {counts[1]:,} held out")

@@ -28,7 +28,8 @@ _LOCAL_BATCH = 4 << 20
 _WORKER_BATCH = 1 << 20
 # Batches per worker that are queued, being encoded, or waiting to be written: this bounds the memory.
 _BATCHES_PER_WORKER = 2
-# From this number of cores on, single-threaded processes are faster than one multi-threaded one (docs/data.md).
+# From this number of cores on, single-threaded processes are faster than one multi-threaded one. For 16 cores we
+# extrapolate 46 MB/s instead of 33, from measurements by tools/bench/tokenization.py.
 _MANY_CORES = 8
 # The environment variable that enables or disables threads in the tokenizers library.
 _LIBRARY_THREADS = "TOKENIZERS_PARALLELISM"

@@ -43,6 +43,12 @@ def detect_json_format(file: DataFile) -> DataFormat | None:
     return "JSON lines" if first_line.startswith(b"{") and first_line.endswith(b"}") else None
 
 
+def strip_extensions(name: str) -> str:
+    """Returns a file name without its ending, and without the ending of its compression."""
+    stem, ending = os.path.splitext(name)
+    return os.path.splitext(stem)[0] if ending in _COMPRESSED else stem
+
+
 @dataclass(frozen=True)
 class FilesBySplit:
     """File names by existing split, and the names of files in no split."""

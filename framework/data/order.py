@@ -64,6 +64,13 @@ class BatchOrder:
             index += 1
         return index
 
+    def first_step_of(self, batch: int) -> int:
+        """Returns the number of steps after which all batches before `batch` were trained on or skipped."""
+        num_steps = max(0, batch - self.shift - len(self.left_out))
+        while self.batch_after(num_steps) < batch:
+            num_steps += 1
+        return num_steps
+
     def without(self, *batches: int) -> BatchOrder:
         """Returns the same order with these batches skipped too."""
         left_out = {*self.left_out, *batches}
@@ -100,40 +107,60 @@ class GlobalOrder:
 
     Args:
         num_windows: number of windows (rows) of each source.
-        weights: fraction of the sequences from each source; they sum to 1.
+        weights: fraction of the sequences from each source; they sum to 1. A source with weight 0 is never drawn.
         seed: seed for the permutation of each epoch.
+        starts: number of sequences drawn from each source before sequence 0; () for none.
     """
 
-    def __init__(self, num_windows: Sequence[int], weights: Sequence[float], seed: int):
+    def __init__(self, num_windows: Sequence[int], weights: Sequence[float], seed: int, starts: Sequence[int] = ()):
         self._num_windows = list(num_windows)
         self._seed = seed
+        self._starts = list(starts) or [0] * len(num_windows)
         self._mix: MapDataset[tuple[int, int]] | None = None
-        if len(num_windows) > 1:
+        # Only sources that are drawn; their numbers stay those of all sources.
+        self._sources = [source for source, weight in enumerate(weights) if weight > 0]
+        if len(self._sources) > 1:
             from grain import MapDataset
 
             # The mixture is over endless counters, and returns (source, count within the source). `locate` counts the
             # epochs, so that each can have its own permutation.
             counters = []
-            for source in range(len(num_windows)):
+            for source in self._sources:
                 endless = MapDataset.range(sys.maxsize)
                 # The default argument binds the source of this loop iteration.
                 counters.append(endless.map(lambda count, source=source: (source, count)))
-            self._mix = MapDataset.mix(counters, list(weights))
+            self._mix = MapDataset.mix(counters, [weights[source] for source in self._sources])
 
     def locate(self, sequence: int) -> tuple[int, int]:
         """Returns (source, window) of sequence g. Within an epoch of a source, each of its windows occurs once."""
-        if self._mix is None:
-            source = 0
-            index = sequence
-        else:
-            element = self._mix[sequence]
-            # grain has None in datasets that filter.
-            assert element is not None
-            source, index = element
+        source, drawn = self._draw(sequence)
         count = self._num_windows[source]
-        epoch, position = divmod(index, count)
+        epoch, position = divmod(self._starts[source] + drawn, count)
         window = permute_index(position, count, f"{self._seed}/{source}/{epoch}")
         return source, window
+
+    def _draw(self, sequence: int) -> tuple[int, int]:
+        """Returns (source of sequence g, number of earlier sequences of this order from that source)."""
+        if self._mix is None:
+            return self._sources[0], sequence
+        element = self._mix[sequence]
+        # grain has None in datasets that filter.
+        assert element is not None
+        return element
+
+    def positions_after(self, num_sequences: int) -> list[int]:
+        """Returns the number of sequences drawn from each source up to here, with `num_sequences` of this order."""
+        positions = list(self._starts)
+        remaining = set(self._sources)
+        sequence = num_sequences
+        # The last sequence of a source has its count, and is at most about 1 / weight sequences back.
+        while remaining and sequence > 0:
+            sequence -= 1
+            source, drawn = self._draw(sequence)
+            if source in remaining:
+                remaining.remove(source)
+                positions[source] += drawn + 1
+        return positions
 
 
 def permute_index(index: int, count: int, seed: str) -> int:

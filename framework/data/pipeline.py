@@ -6,12 +6,17 @@ not depend on the number of processes or devices: each process requests the rows
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
+import itertools
+import math
 import re
 import shutil
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +24,7 @@ import numpy as np
 from plimsoll.framework.config import Config, PositiveInt, Seed, component
 from plimsoll.framework.data.batches import Pipeline, RowSet, Shapes
 from plimsoll.framework.data.files import FileHashes, compute_digest
-from plimsoll.framework.data.order import GlobalOrder
+from plimsoll.framework.data.order import BatchOrder, GlobalOrder
 from plimsoll.framework.data.packing import Batch, Examples, Windows
 from plimsoll.framework.data.scored_sequences import SequenceSource, check_classes
 from plimsoll.framework.data.sources import (
@@ -31,6 +36,7 @@ from plimsoll.framework.data.sources import (
     flatten_sources,
     prefix_errors,
 )
+from plimsoll.framework.data.stages import Stage, build_orders, build_stages, find_stage, resolve_stages
 from plimsoll.framework.data.token_files import TokenStream
 from plimsoll.framework.data.tokenize import write_tokens
 from plimsoll.framework.data.tokenizers import Tokenizer
@@ -97,6 +103,9 @@ class DataPipeline(Pipeline):
         seq_len: S, tokens per sequence.
         global_batch_size: B, sequences per step over all processes and devices.
         seed: seed for the order of the training sequences, which are reshuffled each epoch.
+        stages: changes of the training data by the step that they start at, such as {"20000": DataStage(seq_len=8192)}.
+            Steps count batches; a batch that a rollback leaves out counts too. Batches of a later stage have other
+            shapes; see `at_stage`.
         document_mask: restrict attention to documents instead of one causal stream per row. Always on with an
             ExampleSource, such as ChatSource, PairSource or UnpairedSource.
         prefetch: number of batches prepared in the background.
@@ -115,6 +124,7 @@ class DataPipeline(Pipeline):
         seq_len: PositiveInt,
         global_batch_size: PositiveInt,
         seed: Seed = 0,
+        stages: dict[str, Config] = {},  # noqa: B006
         document_mask: bool = False,
         prefetch: PositiveInt = 2,
         cache_dir: str | None = None,
@@ -126,7 +136,19 @@ class DataPipeline(Pipeline):
         self.prefetch = prefetch
         self.cache_dir = cache_dir
         self.tokenizer: Tokenizer = tokenizer.instantiate()
-        self.train_leaves = list(flatten_sources(source.instantiate(), "data.source", "train"))
+        train_source = source.instantiate()
+        self.train_leaves = list(flatten_sources(train_source, "data.source", "train"))
+        # Weights of the sources inside of each source of a mixture.
+        self._inner_weights: list[list[float]] = []
+        if isinstance(train_source, Mixture):
+            for child in train_source.sources:
+                self._inner_weights.append([leaf.weight for leaf in flatten_sources(child, "data.source", "train")])
+        self._changes = build_stages(stages)
+        # Reading the property checks the stages.
+        self.stages  # noqa: B018
+        # The rows of all sources by sequence length, and the orders of all stages by origin.
+        self._rows_by_length: dict[int, list[Windows | Examples]] = {}
+        self._orders_by_origin: dict[int, list[GlobalOrder]] = {}
         self.validation_leaves: dict[str, LeafSource] = {}
         for name, config in validation.items():
             label = f"data.validation.{name}"
@@ -156,6 +178,47 @@ class DataPipeline(Pipeline):
         are_packed = any(isinstance(leaf.source, ExampleSource) for leaf in self.train_leaves)
         self.packing_seed = seed if are_packed else None
         check_classes({leaf.label: leaf.source for leaf in self.leaves})
+
+    @property
+    def base_stage(self) -> Stage:
+        """The training data of a run without stages."""
+        return Stage(0, self.seq_len, self.global_batch_size, tuple(leaf.weight for leaf in self.train_leaves))
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `Pipeline`. Batch sizes follow `global_batch_size`, which may change until training starts."""
+        if not self._changes:
+            return ()
+        return resolve_stages(self._changes, self.base_stage, self._inner_weights)
+
+    @property
+    def batch_multiple(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `Pipeline`: stages that keep the tokens of a step need a batch that their sequence lengths divide."""
+        multiple = 1
+        for start, change in self._changes.items():
+            if change.global_batch_size is not None:
+                break
+            if change.seq_len is not None and start:
+                multiple = math.lcm(multiple, change.seq_len // math.gcd(change.seq_len, self.seq_len))
+        return multiple
+
+    def at_stage(self, index: int) -> DataPipeline:
+        """See `Pipeline`. Before `setup`, only its shapes are known."""
+        stage = self.stages[index]
+        view = copy.copy(self)
+        view._changes = {}
+        view.seq_len = stage.seq_len
+        view.global_batch_size = stage.batch_size
+        if self._rows_by_length:
+            view.leaves = []
+            for leaf, rows in zip(self.leaves, self._rows_by_length[stage.seq_len], strict=True):
+                other = copy.copy(leaf)
+                other.rows = rows
+                view.leaves.append(other)
+            count = len(self.train_leaves)
+            view.train_leaves = view.leaves[:count]
+            view.validation_leaves = dict(zip(self.validation_leaves, view.leaves[count:], strict=True))
+        return view
 
     def setup(
         self, workdir: str | Path, *, is_primary: bool = True, barrier: Callable[[], object] = lambda: None
@@ -213,9 +276,23 @@ class DataPipeline(Pipeline):
         for leaf in self.leaves:
             with prefix_errors(leaf.label):
                 self._open_leaf(leaf, cache, hashes, write)
+                leaf.rows = self._make_rows(leaf, self.seq_len)
         if write:
             hashes.save()
-        row_counts = [leaf.rows.num_whole for leaf in self.train_leaves]
+        self._rows_by_length = {self.seq_len: [leaf.rows for leaf in self.leaves]}
+        self._orders_by_origin = {}
+        for stage in self.stages[1:]:
+            if stage.seq_len not in self._rows_by_length:
+                try:
+                    rows = [self._make_rows(leaf, stage.seq_len) for leaf in self.leaves]
+                except ValueError as error:
+                    raise ValueError(f"{stage.label}: {error}") from error
+                self._rows_by_length[stage.seq_len] = rows
+        # A source that only a later stage draws from is not part of the first epochs.
+        weights = self.stages[0].weights if self.stages else self.base_stage.weights
+        row_counts = [
+            leaf.rows.num_whole if weight else 0 for leaf, weight in zip(self.train_leaves, weights, strict=True)
+        ]
         num_rows = sum(row_counts)
         is_too_small = num_rows < (1 if self.allows_small_data else self.global_batch_size)
         if is_too_small and self._row_arrays:
@@ -230,32 +307,36 @@ class DataPipeline(Pipeline):
                 f"which needs {self._batch_needs(streams)}; add data, or reduce these"
             )
         self._num_rows = num_rows
-        weights = [leaf.weight for leaf in self.train_leaves]
         self._order = GlobalOrder(row_counts, weights, self.seed)
 
     def _open_leaf(self, leaf: LeafSource, cache: Path, hashes: FileHashes, write: bool) -> None:
-        """Sets the token stream and the rows of a leaf."""
+        """Sets the token stream of a leaf."""
         source = leaf.source
-        is_training = leaf in self.train_leaves
         if isinstance(source, DataSource):
             leaf.stream = load_or_tokenize(source, self.tokenizer, cache, hashes, write=write, name=leaf.name)
         else:
             leaf.stream = source.open(self.tokenizer, hashes, self.cache_dir)
+
+    def _make_rows(self, leaf: LeafSource, seq_len: int) -> Windows | Examples:
+        """Returns the rows of a leaf whose stream is open."""
+        source = leaf.source
+        is_training = leaf in self.train_leaves
         if isinstance(source, ExampleSource):
             # A validation set is packed in the order of its files, regardless of the seed.
             packing_seed = self.seed if is_training else None
-            leaf.rows = source.rows(leaf.stream, self.seq_len, packing_seed)
-            return
+            return source.rows(leaf.stream, seq_len, packing_seed)
         num_tokens = leaf.stream.num_tokens
         # Training reads only rows with all S targets. An evaluation pads, so one target is enough: it takes two
         # tokens, because the first token of a stream is never predicted.
-        min_tokens = self.seq_len + 1 if is_training else 2
+        min_tokens = seq_len + 1 if is_training else 2
         if num_tokens < min_tokens:
-            problem = f"{num_tokens} tokens are too few: data.seq_len={self.seq_len} needs {min_tokens}"
+            problem = f"{num_tokens} tokens are too few: data.seq_len={seq_len} needs {min_tokens}"
+            if seq_len != self.seq_len:
+                raise ValueError(f"{leaf.label}: {problem}")
             raise ValueError(f"{problem} and a batch {self._batch_needs([leaf.stream])}" if is_training else problem)
         if self.document_mask and leaf.stream.eos_id is None:
             raise ValueError("data.document_mask needs a known separator; set eos_id of the source")
-        leaf.rows = Windows(leaf.stream, self.seq_len, masked=self.document_mask)
+        return Windows(leaf.stream, seq_len, masked=self.document_mask)
 
     def _batch_needs(self, streams: Sequence[TokenStream]) -> str:
         """Describes the tokens that one batch needs, and the amount of text, by the sources' bytes per token."""
@@ -283,13 +364,137 @@ class DataPipeline(Pipeline):
 
         Resuming with another fingerprint would change the data. It does not depend on the number of processes.
         """
+        return self.fingerprint_before(None)
+
+    def fingerprint_before(self, num_batches: int | None) -> str:
+        """See `Pipeline`. A source that no stage has drawn from does not count, so that a resumed run may add one."""
+        stages = self.stages or (self.base_stage,)
+        begun = [stage for stage in stages if not stage.start or num_batches is None or stage.start < num_batches]
+        is_read = [any(stage.weights[index] for stage in begun) for index in range(len(self.train_leaves))]
+        # Sources after the last one that is read are left out; the number of a source seeds its order.
+        leaves = self.train_leaves[: max(index for index, read in enumerate(is_read) if read) + 1]
         # Separators affect the batches only if documents are masked from each other.
         separators = None
         if self.document_mask:
-            separators = [leaf.stream.eos_id for leaf in self.train_leaves]
-        sources = [[leaf.stream.digest, leaf.weight, *leaf.rows.facts] for leaf in self.train_leaves]
+            separators = [leaf.stream.eos_id if is_read[index] else None for index, leaf in enumerate(leaves)]
+        sources = []
+        for leaf, read, weight in zip(leaves, is_read, begun[0].weights, strict=False):
+            sources.append([leaf.stream.digest, weight, *leaf.rows.facts] if read else None)
         facts = [_FINGERPRINT, sources, self.seq_len, self.global_batch_size, self.seed, separators]
+        if len(begun) > 1:
+            # No trailing zeros: they are the weights of sources that are left out.
+            facts.append([[*dataclasses.astuple(stage)[:3], stage.weights[: len(leaves)]] for stage in begun[1:]])
         return compute_digest(facts)
+
+    def train_batch(self, index: int, rows: Sequence[int] | np.ndarray, origin: int = 0) -> Batch:
+        """See `Pipeline`. The batch has the shape of its stage."""
+        stages = self.stages
+        if not stages:
+            return super().train_batch(index, rows, origin)
+        number = find_stage(stages, index)
+        stage = stages[number]
+        first_number = (index - stage.start) * stage.batch_size + (0 if number else origin)
+        view = self.at_stage(number)
+        return view._read_rows(self._stage_orders(origin)[number], first_number, rows)
+
+    def _stage_orders(self, origin: int) -> list[GlobalOrder]:
+        """Returns the order of each stage; `origin` is that of the run's BatchOrder."""
+        if origin not in self._orders_by_origin:
+            stages = self.stages
+            count = len(self.train_leaves)
+            row_counts = []
+            for stage in stages:
+                row_counts.append([rows.num_whole for rows in self._rows_by_length[stage.seq_len][:count]])
+            self._orders_by_origin[origin] = build_orders(stages, row_counts, self.seed, origin)
+        return self._orders_by_origin[origin]
+
+    def locate(self, sequence: int) -> tuple[int, int]:
+        """See `Pipeline`."""
+        first = 0
+        stages = self.stages
+        if not stages:
+            return super().locate(sequence)
+        for number, stage in enumerate(stages):
+            is_last = number + 1 == len(stages)
+            count = 0 if is_last else (stages[number + 1].start - stage.start) * stage.batch_size
+            if is_last or sequence < first + count:
+                return self._stage_orders(0)[number].locate(sequence - first)
+            first += count
+        raise AssertionError("the last stage has no end")
+
+    def _epoch_pieces(self) -> list[tuple[int, Fraction]]:
+        """Returns (first batch, epochs per batch) of each stage: an epoch reads every row of the sources drawn from."""
+        pieces = []
+        for stage in self.stages:
+            rows = self._rows_by_length[stage.seq_len]
+            num_rows = sum(rows[source].num_whole for source, weight in enumerate(stage.weights) if weight)
+            pieces.append((stage.start, Fraction(stage.batch_size, num_rows)))
+        return pieces
+
+    def count_epochs(self, num_batches: int, origin: int = 0) -> float:
+        """See `Pipeline`."""
+        if not self.stages:
+            return super().count_epochs(num_batches, origin)
+        pieces = self._epoch_pieces()
+        epochs = Fraction(origin, self._num_rows)
+        for (start, rate), (stop, _) in itertools.pairwise([*pieces, (num_batches, Fraction(0))]):
+            epochs += rate * max(0, min(stop, num_batches) - start)
+        return float(epochs)
+
+    def epoch_steps(self, epochs: float, origin: int = 0) -> int:
+        """See `Pipeline`."""
+        if not self.stages:
+            return super().epoch_steps(epochs, origin)
+        remaining = Fraction(epochs) - Fraction(origin, self._num_rows)
+        pieces = self._epoch_pieces()
+        for number, (start, rate) in enumerate(pieces):
+            steps = math.ceil(remaining / rate)
+            if number + 1 == len(pieces) or start + steps <= pieces[number + 1][0]:
+                return start + steps
+            remaining -= rate * (pieces[number + 1][0] - start)
+        raise AssertionError("the last stage has no end")
+
+    def count_items(self, num_steps: int, order: BatchOrder) -> int:
+        """See `Pipeline`."""
+        stages = self.stages
+        if not stages:
+            return super().count_items(num_steps, order)
+        next_batch = order.batch_after(num_steps)
+        num_items = order.origin * stages[0].seq_len
+        borders = [*(stage.start for stage in stages[1:]), next_batch]
+        for stage, stop in zip(stages, borders, strict=True):
+            num_items += stage.tokens_per_step * max(0, min(stop, next_batch) - stage.start)
+        for batch in order.left_out:
+            if batch < next_batch:
+                num_items -= stages[find_stage(stages, batch)].tokens_per_step
+        return num_items
+
+    def count_drawn(self, num_batches: int) -> list[int]:
+        """Returns the number of sequences that the first `num_batches` batches draw from each source."""
+        if not self.stages:
+            assert self._order is not None, "setup() first"
+            return self._order.positions_after(num_batches * self.global_batch_size)
+        drawn = [0] * len(self.train_leaves)
+        stops = [*(stage.start for stage in self.stages[1:]), num_batches]
+        for stage, stop, order in zip(self.stages, stops, self._stage_orders(0), strict=True):
+            count = max(0, min(stop, num_batches) - stage.start) * stage.batch_size
+            pairs = zip(order.positions_after(count), order.positions_after(0), strict=True)
+            drawn = [total + after - before for total, (after, before) in zip(drawn, pairs, strict=True)]
+        return drawn
+
+    def describe_course(self, num_steps: int | None) -> dict[str, str]:
+        """See `Pipeline`: the sequences that the run draws from each source of a mixture, and its stages."""
+        rows = {}
+        if len(self.train_leaves) > 1 and num_steps:
+            drawn = self.count_drawn(num_steps)
+            for leaf, count in zip(self.train_leaves, drawn, strict=True):
+                epochs = count / leaf.rows.num_whole
+                share = f"{count:,} sequences, {count / sum(drawn):.2%} of the run"
+                # With several lengths, an epoch of one source has no single number of rows.
+                rows[f"{leaf.name} draws"] = share if len(self._rows_by_length) > 1 else f"{share}, {epochs:.3g} epochs"
+        for stage in self.stages[1:]:
+            rows[f"from step {stage.start:,}"] = stage.describe()
+        return rows
 
     def arrays(self, *, evaluation: bool = False) -> Shapes:
         names = ["tokens", "targets"]

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,7 +55,8 @@ class PromptSource(abc.ABC):
 class PromptFiles(PromptSource):
     """Rows of JSON lines or Parquet files with a field "prompt": a text, or messages ({"role", "content"}).
 
-    The reward function receives each row as a whole.
+    A row may have "messages" instead; they are the prompt, without an assistant's message at the end. The reward
+    function receives each row as a whole.
 
     Args:
         paths: local paths, globs or fsspec URLs, read in this order; Parquet, CSV or TSV by file extension.
@@ -71,14 +72,32 @@ class PromptFiles(PromptSource):
     def rows(self) -> Iterator[tuple[str, Row]]:
         for file in find(self.paths):
             for location, row in read_file_rows(file):
-                if not isinstance(row, dict) or "prompt" not in row:
-                    fields = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-                    raise ValueError(
-                        f'{file}, {location}: expected a row with a field "prompt", given {fields or "none"}'
-                    )
+                try:
+                    row = parse_prompt(row)
+                except ValueError as error:
+                    raise ValueError(f"{file}, {location}: {error}") from error
                 part = assign_split(json.dumps(row["prompt"], sort_keys=True), self.validation_fraction)
                 if self.split in ("all", part):
                     yield f"{file}, {location}", row
+
+
+def parse_prompt(row: object) -> Row:
+    """Returns a row with a field "prompt", which comes from "messages" if there is none.
+
+    Raises:
+        ValueError: the row has neither.
+    """
+    if not isinstance(row, dict) or not {"prompt", "messages"} & set(row):
+        fields = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+        raise ValueError(f'expected a row with a field "prompt" (or "messages"), given {fields or "none"}')
+    if "prompt" in row:
+        return row
+    messages = row["messages"]
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError(f'field "messages": expected a list of messages, given {type(messages).__name__}')
+    # Rows for supervised fine-tuning end with the answer, which the model is to write itself.
+    has_answer = bool(messages) and messages[-1].get("role") == "assistant"
+    return {**row, "prompt": messages[:-1] if has_answer else messages}
 
 
 @component
@@ -161,15 +180,17 @@ class PromptSet:
         label: the source's dotted config path.
         name: "train", or a validation set's name.
         source: the source.
-        rows: rows as the source yields them; set by Prompts.setup, like `tokens`.
+        rows: rows as the source yields them; set by Prompts.setup, like `tokens` and `locations`.
         tokens: tokens of each prompt, int32[n].
+        locations: where each row is from, for messages.
     """
 
     label: str
     name: str
     source: PromptSource
-    rows: list[Row]
-    tokens: list[np.ndarray]
+    rows: list[Row] = field(default_factory=list)
+    tokens: list[np.ndarray] = field(default_factory=list)
+    locations: list[str] = field(default_factory=list)
 
 
 @component
@@ -232,6 +253,7 @@ class Prompts(Pipeline):
         self.prompt_tokens = seq_len + 1 - answer_tokens
         self.group_size = group_size
         self.global_batch_size = global_batch_size
+        self.batch_multiple = group_size
         self.seed = seed
         self.template_variables = template_variables
         self.prefetch = prefetch
@@ -245,7 +267,7 @@ class Prompts(Pipeline):
             if not isinstance(prompt_source, PromptSource):
                 kind = type(prompt_source).__name__
                 raise ValueError(f"{label}: expected a PromptSource (PromptFiles, Arithmetic), given {kind}")
-            self.sets.append(PromptSet(label, name, prompt_source, [], []))
+            self.sets.append(PromptSet(label, name, prompt_source))
         self._codec: ChatCodec | None = None
         # True once `setup` is done.
         self.is_ready = False
@@ -295,7 +317,7 @@ class Prompts(Pipeline):
                 self._read(prompts)
         num_prompts = len(self.sets[0].rows)
         groups = self.global_batch_size // self.group_size
-        if num_prompts < groups:
+        if num_prompts < (1 if self.allows_small_data else groups):
             raise ValueError(
                 f"data.source: has {num_prompts} prompts, too few for the {groups} of a batch "
                 f"(data.global_batch_size = {self.global_batch_size}, data.group_size = {self.group_size})"
@@ -308,7 +330,7 @@ class Prompts(Pipeline):
 
     def _read(self, prompts: PromptSet) -> None:
         """Reads the rows of a source, and tokenizes their prompts."""
-        prompts.rows, prompts.tokens = [], []
+        prompts.rows, prompts.tokens, prompts.locations = [], [], []
         for location, row in prompts.source.rows():
             try:
                 tokens = self._encode_prompt(row["prompt"])
@@ -320,6 +342,7 @@ class Prompts(Pipeline):
                     f"data.answer_tokens = {self.answer_tokens} leave room for {self.prompt_tokens}"
                 )
             prompts.rows.append(row)
+            prompts.locations.append(location)
             prompts.tokens.append(np.asarray(tokens, np.int32))
         if not prompts.rows:
             raise ValueError("has no prompts")

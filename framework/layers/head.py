@@ -38,7 +38,7 @@ from plimsoll.framework.layers.chunked_loss import (
 from plimsoll.framework.layers.logits_product import LogitsProduct, compute_logits
 from plimsoll.framework.layers.low_precision import Recipe
 from plimsoll.framework.layers.norm import RMSNorm
-from plimsoll.framework.layers.objective import Objective
+from plimsoll.framework.layers.objective import Objective, check_objective, compute_objective
 from plimsoll.framework.layout import Nested, ParameterSpec, PyTree, fold_in_name
 
 Inputs = TypeVar("Inputs")
@@ -107,6 +107,8 @@ class LMHead(Layer):
         for name, metric in self.metrics.items():
             _check_metric(name, metric)
         self.objective: Objective | None = None if objective is None else objective.instantiate()
+        if self.objective is not None:
+            check_objective(self.objective)
         if self.objective is not None and z_loss:
             raise ValueError(
                 f"z_loss = {z_loss} applies only to the next tokens' cross-entropy; expected 0 with an objective"
@@ -204,7 +206,7 @@ class LMHead(Layer):
         assert ctx.num_targets is not None
         own_metrics = {} if ctx.training else self.sum_metrics(weights, carry, ctx)
         if self.objective is not None:
-            loss, metrics = self.objective.loss(self, weights, carry, ctx)
+            loss, metrics = compute_objective(self.objective, self, weights, carry, ctx)
             return None, Out(loss=loss, metrics={**metrics, **own_metrics})
         compute_loss = partial(token_loss, softcap=self.softcap, z_loss=self.z_loss)
         # Divided here by the targets of the global batch, so that the microbatches add up to its mean.
@@ -222,9 +224,10 @@ class LMHead(Layer):
             for name, metric in self.metrics.items():
                 value = jnp.asarray(metric.instantiate(logits=logits, targets=targets))
                 if value.shape != targets.shape:
-                    raise ValueError(
-                        f"model.head.metrics.{name}: expected a number for each target, {targets.shape}, given "
-                        f"{value.shape}"
+                    # A ConfigError, because JAX removes frames of other errors, and then they seem to be bugs.
+                    raise ConfigError(
+                        f"expected a number for each target, {targets.shape}, given {value.shape}",
+                        path=f"model.head.metrics.{name}",
                     )
                 values[name] = value.astype(jnp.float32)
             return values

@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Protocol, TypeVar
 
 import jax
+import jax.numpy as jnp
 
+from plimsoll.framework.config import ConfigError
 from plimsoll.framework.layers.base import Context
 from plimsoll.framework.layers.chunked_loss import Chunks, ComputeLoss, LossAndMetrics
 from plimsoll.framework.layout import Nested
@@ -99,3 +101,33 @@ class Objective:
                 counted tokens and sequences), and `counts`.
         """
         raise NotImplementedError
+
+
+def check_objective(objective: object) -> None:
+    """Raise ConfigError if a language model's head cannot use this object as its objective."""
+    name = type(objective).__name__
+    if not isinstance(objective, Objective):
+        raise ConfigError(f"expected a subclass of plimsoll.Objective, given {name}", path="model.head.objective")
+    for method in ("loss", "summary"):
+        if getattr(type(objective), method) is getattr(Objective, method):
+            raise ConfigError(
+                f"{name} does not define the method {method!r} of plimsoll.Objective", path="model.head.objective"
+            )
+
+
+def compute_objective(
+    objective: Objective, head: Head, weights: Nested, x_BSD: jax.Array, ctx: Context
+) -> LossAndMetrics:
+    """Return the objective's loss and metrics.
+
+    Raises:
+        ConfigError: one of them is not a scalar.
+    """
+    loss, metrics = objective.loss(head, weights, x_BSD, ctx)
+    for name, value in {"a loss": loss, **{f"a metric {name!r}": x for name, x in metrics.items()}}.items():
+        if jnp.shape(value) != ():
+            raise ConfigError(
+                f"{type(objective).__name__}.loss returned {name} of shape {jnp.shape(value)}; expected scalars",
+                path="model.head.objective",
+            )
+    return loss, metrics

@@ -75,6 +75,21 @@ class Estimate:
         return sum(self.host_breakdown.values())
 
 
+@dataclass(frozen=True)
+class PassBytes:
+    """What one device holds in the forward and backward pass of a microbatch, apart from state, batch and gradients.
+
+    Attributes:
+        activations: bytes at the peak of the pass of one chunk of layers: all layers, or those of a pipeline's chunk.
+        residuals: bytes that the forward pass of a chunk leaves for the backward pass.
+        others: bytes at the peak of a pass of all layers except their residuals: the loss, a layer's temporaries.
+    """
+
+    activations: int
+    residuals: int
+    others: int
+
+
 def estimate(
     experiment: Experiment,
     sizes: dict[str, int],
@@ -136,6 +151,50 @@ def estimate(
     host_breakdown["other"] += passes.offloaded_bytes
     completion = count_batch_transform_work(passes, mesh.size)
     return Estimate(breakdown, host_breakdown, step_flops, work, completion, running_layout)
+
+
+def estimate_pass(
+    experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpec, *, input_shards: int = 1
+) -> PassBytes:
+    """Estimate the activations of a pass, whatever memory the gradients have.
+
+    The peak of `estimate` is of activations and gradients together. If gradients have buffers of their own, which
+    other frameworks keep during the whole pass, the peak of the activations counts.
+
+    Args:
+        experiment: the experiment to train.
+        sizes: {mesh axis: size}.
+        spec: the accelerator in use.
+        input_shards: number of devices that share the activations whose last axis is the model's width, as in sequence
+            parallelism along `mesh.model`. Our own program does not divide them.
+    """
+    split_experiment = SplitExperiment(experiment)
+    parts = sizes[LAYER_AXIS] * experiment.mesh.pipe_chunks
+    whole = _estimate_whole_pass(split_experiment, sizes | {LAYER_AXIS: 1}, spec, input_shards)
+    residuals = whole.find_residual_bytes()
+    peak = _sum_activations(whole)
+    if parts == 1:
+        return PassBytes(peak, residuals, max(0, peak - residuals))
+    chunk = _estimate_whole_pass(split_experiment, sizes, spec, input_shards, experiment.mesh.pipe_chunks)
+    return PassBytes(_sum_activations(chunk), residuals // parts, max(0, peak - residuals))
+
+
+def _estimate_whole_pass(
+    split_experiment: SplitExperiment, sizes: dict[str, int], spec: AcceleratorSpec, input_shards: int, chunks: int = 1
+) -> _TracedBackward:
+    """Return the backward pass of a microbatch on a mesh, or of a chunk of a stage on a mesh with a pipeline."""
+    layout = StateLayout(split_experiment.specs, _abstract_mesh(sizes))
+    options = {"pipe_chunks": chunks} if chunks > 1 else {}
+    traced = trace(split_experiment, sizes, spec.platform, **options)
+    return _TracedBackward(split_experiment, layout, sizes, spec.platform, traced, input_shards)
+
+
+def _sum_activations(backward_pass: _TracedBackward) -> int:
+    """Return the bytes at the peak of a pass that does not keep any gradient of a layer."""
+    without_gradients = copy.copy(backward_pass)
+    without_gradients.released_shares = dict.fromkeys(backward_pass.released_shares, 1.0)
+    peak = without_gradients.find_peak_bytes(in_host_memory=False)
+    return sum(size for group, size in peak.items() if group != "gradients")
 
 
 def least_bytes(experiment: Experiment, sizes: dict[str, int]) -> int:
@@ -282,13 +341,17 @@ def _count_backward_bytes(backward_pass: _TracedBackward, offloaded_activations:
 
 @dataclass
 class _TracedBackward:
-    """The backward pass of one microbatch on one device; `traced` is the program that computes its gradients."""
+    """The backward pass of one microbatch on one device; `traced` is the program that computes its gradients.
+
+    `input_shards` devices share the activations whose last axis is the model's width.
+    """
 
     split_experiment: SplitExperiment
     layout: StateLayout
     sizes: dict[str, int]
     platform: str
     traced: ClosedJaxpr
+    input_shards: int = 1
 
     def __post_init__(self) -> None:
         layout = self.layout
@@ -369,6 +432,8 @@ class _TracedBackward:
             share = (1.0 - share) * (1.0 - self.released_shares.get(aval.shape, 0.0))
         if not share:
             return 0
+        if self.input_shards > 1 and self._is_layer_input(aval):
+            share /= self.input_shards
         *leading_dims, last_dim = (*aval.shape,) or (1,)
         itemsize = getattr(aval.dtype, "itemsize", 4)
         if self.platform == "tpu" and isinstance(self.split_experiment.model, CausalLM):
@@ -382,6 +447,11 @@ class _TracedBackward:
             # The CPU computes half precision in float32 and converts whole stacks at once.
             itemsize = max(itemsize, 4)
         return round(share * (math.prod(leading_dims) * last_dim * itemsize))
+
+    def _is_layer_input(self, aval: ShapedArray) -> bool:
+        """Return whether an array has a vector of the model's width for each position, for one layer or for several."""
+        is_wide = len(aval.shape) >= 3 and aval.shape[-1] == self.split_experiment.experiment.language_model.dim
+        return is_wide and aval.shape not in self.weight_shapes and aval.shape not in self.released_shares
 
     def _host_fraction(self, aval: ShapedArray) -> float:
         """Return the fraction of an array that is in host memory, such as of the stacked residuals of all layers."""

@@ -25,6 +25,7 @@ from plimsoll.framework.plan.suggest import estimate_for_target, suggestions
 from plimsoll.framework.plan.targets import Target, resolve
 from plimsoll.framework.processes import distributed
 from plimsoll.framework.program.program import Program
+from plimsoll.framework.program.stages import StageProgram
 from plimsoll.framework.terminal.tables import TableSection, human_bytes
 
 
@@ -172,6 +173,16 @@ def measure_need(program: Program) -> MemoryNeed:
     groups = {group: layout.bytes_per_device(group, "device") for group in ("parameter", "frozen", "optimizer", "ema")}
     groups["activations and temporaries"] = max(0, peak - state - batch)
     return MemoryNeed(peak, state + batch, groups, message)
+
+
+def measure_largest_need(programs: Sequence[StageProgram]) -> tuple[MemoryNeed, StageProgram]:
+    """Compile the steps of all stages; return the need of the largest one, and its program."""
+    needs = {}
+    for one in programs:
+        if id(one.program) not in needs:
+            needs[id(one.program)] = (measure_need(one.program), one)
+    # A program that the compiler refuses needs more than any other.
+    return max(needs.values(), key=lambda pair: (bool(pair[0].message), pair[0].peak))
 
 
 def explain_refusal(

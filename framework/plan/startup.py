@@ -32,6 +32,7 @@ from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.program.run_length import rate_course
 from plimsoll.framework.program.small_data import fit_batch_to_data
+from plimsoll.framework.program.stages import build_stage_programs, with_stage
 from plimsoll.framework.terminal.tables import TableSection, human_bytes, render, start_table
 
 
@@ -81,6 +82,7 @@ def build_start_table(
         item=data.item,
         versions={name: version(name) for name in ("jax", "jaxlib", "optax", "orbax-checkpoint", "grain")},
         course={
+            **(data.describe_course(experiment.trainer.known_steps) if not without_data else {}),
             **_describe_run_length(program, starts_at, has_data=not without_data),
             "host memory": host_verdict(host),
         },
@@ -158,7 +160,11 @@ def dry_run(name: str, config: Config, experiment: Experiment, target: Target, f
     host_report = host.report(host.checkpoint_peaks() | {"train": step})
     print(render([*build_start_table(name, program, host_report, missing), process_table(program)]), flush=True)
     start = time.perf_counter()
-    need = memory_budget.measure_need(program)
+    need, largest = memory_budget.measure_largest_need(build_stage_programs(program))
+    if largest.stage is not None:
+        config = with_stage(config, largest.stage)
+        program = largest.program
+        print(f"the largest stage is that {largest.label}")
     seconds = time.perf_counter() - start
     host_report = host.report(host.checkpoint_peaks() | {"train": PhaseReport(need.peak, offloaded)})
     if limit is None:

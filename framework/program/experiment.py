@@ -5,6 +5,7 @@ Building an experiment touches no device and no file, so a bad config fails befo
 
 from __future__ import annotations
 
+import copy
 from typing import Any, TypeVar
 
 from jax.sharding import AbstractMesh, Mesh
@@ -211,6 +212,26 @@ class Experiment:
                 f"nearest global_batch_size: {nearest_sizes}"
             )
         self._check_objective()
+        self._check_stages(mesh)
+
+    def _check_stages(self, mesh: Mesh | AbstractMesh) -> None:
+        """Raise ValueError if the model, the mesh or the batch transform does not accept the batches of a stage."""
+        data = self.data
+        for index, stage in enumerate(data.stages):
+            if (stage.seq_len, stage.batch_size) == (data.seq_len, data.global_batch_size):
+                continue
+            if self.batch_transform is not None:
+                raise ValueError(
+                    f"{stage.label} changes data.seq_len or data.global_batch_size, with batch_transform = "
+                    f"{type(self.batch_transform).__name__}, whose values belong to rows of one length; expected a "
+                    "stage that changes only weights, or no batch_transform"
+                )
+            other: Experiment = copy.copy(self)
+            other.data = data.at_stage(index)
+            try:
+                other.check(mesh, update_locality=False)
+            except ValueError as error:
+                raise ValueError(f"{stage.label}: {error}") from error
 
     def check_pipeline(self, stages: int) -> None:
         """Raise ValueError if the experiment cannot train in a pipeline of this many stages, the size of mesh.pipe."""

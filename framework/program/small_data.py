@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from jax.sharding import AbstractMesh, Mesh
 
 from plimsoll.framework.config import Config
@@ -39,17 +41,30 @@ def fit_batch_to_data(config: Config, experiment: Experiment, mesh: Mesh | Abstr
             f"data.source: has {num_rows} rows of data.seq_len={data.seq_len}, too few for one batch: "
             f"mesh.data * mesh.fsdp (* mesh.expert) = {shards} needs {shards}; add data, or reduce these"
         )
+    if num_rows < data.batch_multiple:
+        raise ValueError(
+            f"data.source: has {num_rows} rows of data.seq_len={data.seq_len}, too few for one batch, which needs "
+            f"{data.batch_multiple}; add data, or reduce the lengths of data.stages"
+        )
     divisors = [number for number in range(old_accumulate, 0, -1) if old_accumulate % number == 0]
-    accumulate = next(number for number in divisors if number * shards <= num_rows)
-    step = accumulate * shards
+    steps = {number: math.lcm(number * shards, data.batch_multiple) for number in divisors}
+    fitting = [number for number in divisors if steps[number] <= num_rows]
+    if not fitting:
+        raise ValueError(
+            f"data.source: has {num_rows} rows of data.seq_len={data.seq_len}, too few for one batch, which is a "
+            f"multiple of {steps[1]} (mesh, data); add data, or reduce mesh.data * mesh.fsdp"
+        )
+    accumulate = fitting[0]
+    step = steps[accumulate]
     # No microbatch may be larger than before, because it would need more memory.
     largest = min(num_rows, old_batch // old_accumulate * accumulate)
-    batch = largest // step * step
+    batch = max(step, largest // step * step)
     data.global_batch_size = batch
     config.data.global_batch_size = batch
     reason = f"the training data has {num_rows:,} rows of data.seq_len = {data.seq_len}"
     if batch < num_rows:
-        reason += f", and a batch is a multiple of {step} (mesh, learner.accumulate)"
+        of = "mesh, learner.accumulate" if data.batch_multiple == 1 else "mesh, learner.accumulate, data"
+        reason += f", and a batch is a multiple of {step} ({of})"
     lines = [f"data.global_batch_size {old_batch:,} -> {batch:,}: {reason}"]
     if accumulate != old_accumulate:
         config.learner.accumulate = accumulate

@@ -227,7 +227,7 @@ class Evaluate(Hook):
         # For each validation set that was evaluated only in part, how much of it was.
         parts = []
         for name in run.data.validation_names:
-            share = describe_share(run.data, name, limit)
+            share = describe_share(run.program.experiment.data, name, limit)
             if share:
                 parts.append(f"{name}: {share}")
         run.progress.print(f"{line} ({', '.join(parts)})" if parts else line)

@@ -121,14 +121,24 @@ def get_old_batch_size(extra: Extra, data: Pipeline) -> int:
 def order_after(extra: Extra, step: int, data: Pipeline) -> BatchOrder:
     """Return the batch order of a run that resumes from a checkpoint."""
     stored = BatchOrder.from_json(extra["data"])
-    return stored.with_batch_size(step, get_old_batch_size(extra, data), data.global_batch_size)
+    old_size = get_old_batch_size(extra, data)
+    stages = data.stages
+    is_later = any(0 < stage.start < stored.batch_after(step) for stage in stages)
+    if old_size != data.global_batch_size and is_later:
+        raise ValueError(
+            f"data.global_batch_size: {old_size} -> {data.global_batch_size}, but the run is in a later stage of the "
+            f"data, whose position depends on it; expected {old_size}, or another global_batch_size in data.stages"
+        )
+    return stored.with_batch_size(step, old_size, data.global_batch_size)
 
 
 def position(order: BatchOrder, step: int, data: Pipeline) -> dict[str, Any]:
     """Return the data position stored in a checkpoint of that step, as JSON; `order_after` and `check` read it."""
+    next_batch = order.batch_after(step)
     return {
-        "fingerprint": data.fingerprint(),
-        "next": order.batch_after(step),
+        # Without stages that have not started, which a resumed run may change.
+        "fingerprint": data.fingerprint_before(next_batch),
+        "next": next_batch,
         "batch_size": data.global_batch_size,
         "sequences": order.sequences_after(step, data.global_batch_size),
         "rows": data.num_rows,
@@ -156,7 +166,7 @@ def describe_data_change(extra: Extra, data: Pipeline, config: Config, *, force:
     """
     old_fingerprint = extra["data"]["fingerprint"]
     # The batch size is part of the fingerprint, but it may change: compare at the old one.
-    fingerprint = data.fingerprint_at(get_old_batch_size(extra, data))
+    fingerprint = data.fingerprint_at(get_old_batch_size(extra, data), extra["data"].get("next"))
     if old_fingerprint == fingerprint:
         return None
     old_config = extra["config"].get("data") or {}

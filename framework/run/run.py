@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from plimsoll.framework.config import Config
 from plimsoll.framework.config.changes import config_changes
 from plimsoll.framework.config.value_parsing import as_text
 from plimsoll.framework.data.order import BatchOrder
+from plimsoll.framework.data.stages import find_stage
 from plimsoll.framework.devices.accelerators import spec_for
 from plimsoll.framework.devices.allocator import release_freed_memory
 from plimsoll.framework.files import durable
@@ -32,6 +33,7 @@ from plimsoll.framework.processes.health import Pulse
 from plimsoll.framework.program import save_window
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.program.run_length import report_length_change
+from plimsoll.framework.program.stages import StageProgram
 from plimsoll.framework.run import resuming
 from plimsoll.framework.run.best_metric import BestMetric
 from plimsoll.framework.schedules.step import Metrics
@@ -49,13 +51,14 @@ class Run:
 
     Args:
         config: resolved config; stored with every checkpoint.
-        program: program of the config's experiment on the devices.
+        programs: program of each stage of the data, see `build_stage_programs`; without stages, only one.
         workdir: output folder; claimed by the caller.
         progress: progress display for the user.
         goodput: accounting of this process's time.
         pulse: heartbeat of this process.
 
     Attributes:
+        program: program of the stage that the run is in.
         running_state: training state, empty before `start`. The last step may have left its update to the next one,
             see `schedules.delayed_update`.
         evaluation: metrics of the last evaluation, by name.
@@ -69,15 +72,23 @@ class Run:
     """
 
     def __init__(
-        self, config: Config, program: Program, workdir: Workdir, progress: Progress, goodput: Goodput, pulse: Pulse
+        self,
+        config: Config,
+        programs: Sequence[StageProgram],
+        workdir: Workdir,
+        progress: Progress,
+        goodput: Goodput,
+        pulse: Pulse,
     ):
         self.config = config
-        self.program = program
+        self.programs = programs
+        self.program: Program = programs[0].program
         self.workdir = workdir
         self.progress = progress
         self.goodput = goodput
         self.pulse = pulse
-        self.experiment = experiment = program.experiment
+        # Its data is that of all stages; `program.experiment` has the data of the stage.
+        self.experiment = experiment = self.program.experiment
         self.options = experiment.trainer
         self.data = experiment.data
         self.running_state: TrainState = TrainState()
@@ -105,16 +116,23 @@ class Run:
         # Both write to the workdir as soon as they exist, so `start` first checks that the run may resume there.
         self.checkpointer = Checkpointer(directory=workdir.checkpoints, read_only=True)
         self.writer: Writer = MultiWriter([])
-        # Tokens or images per second, and model FLOPs relative to the peak of all devices (MFU).
-        model = experiment.model
-        spec = spec_for(list(program.mesh.devices.flat))
-        # The peak is not known for every accelerator; the run then shows no MFU.
-        peak_per_device = spec.peak_flops(str(model.compute_dtype))
-        peak = peak_per_device * program.mesh.size if peak_per_device else None
-        tokens_per_step = self.data.global_batch_size * self.data.seq_len
-        flops_per_token = model.flops_per_token(self.data.seq_len)
-        self.throughput = Throughput(tokens_per_step, flops_per_token, peak, item=self.data.item)
+        self.throughput = _build_throughput(self.program)
         pulse.note(max_steps=self.options.max_steps)
+
+    def get_stage(self, step: int) -> StageProgram:
+        """Return the stage that the step after `step` belongs to."""
+        stages = self.data.stages
+        return self.programs[find_stage(stages, self.batch_order.batch_after(step)) if stages else 0]
+
+    def use_program(self, program: Program) -> bool:
+        """Continue with the program of another stage. Returns whether it is another one."""
+        if program is self.program:
+            return False
+        # The last step may have left its update to the next one, which has another program.
+        self.state = self.state
+        self.program = program
+        self.throughput = _build_throughput(program)
+        return True
 
     @property
     def state(self) -> TrainState:
@@ -290,6 +308,8 @@ class Run:
         # After a rollback to the start, free the old arrays before allocating new ones.
         self.state = TrainState()
         self._extra = {}
+        # After a rollback, the run may be in a later stage.
+        self.use_program(self.programs[0].program)
         self._restore_metrics()
         pretrained = self.experiment.pretrained
         if pretrained is not None:
@@ -424,15 +444,25 @@ class Run:
         These are the time in seconds since 1970, the tokens or images trained on until this step, and the epoch,
         which counts batches that were left out as read.
         """
-        # The origin accounts for batches of another size before a resume.
-        origin = self.batch_order.origin
-        num_items = (step * self.data.global_batch_size + origin) * self.data.seq_len
         num_batches = self.batch_order.batch_after(step)
         return {
             "time": round(time.time(), 3),
-            f"{self.data.item}s": num_items,
-            "epoch": self.data.count_epochs(num_batches, origin),
+            f"{self.data.item}s": self.data.count_items(step, self.batch_order),
+            # The origin accounts for batches of another size before a resume.
+            "epoch": self.data.count_epochs(num_batches, self.batch_order.origin),
         }
+
+
+def _build_throughput(program: Program) -> Throughput:
+    """Return the measurement of tokens or images per second, and of model FLOPs relative to the peak (MFU)."""
+    model = program.experiment.model
+    data = program.experiment.data
+    spec = spec_for(list(program.mesh.devices.flat))
+    # The peak is not known for every accelerator; the run then shows no MFU.
+    peak_per_device = spec.peak_flops(str(model.compute_dtype))
+    peak = peak_per_device * program.mesh.size if peak_per_device else None
+    tokens_per_step = data.global_batch_size * data.seq_len
+    return Throughput(tokens_per_step, model.flops_per_token(data.seq_len), peak, item=data.item)
 
 
 def _record_commit(workdir: Workdir, step: int) -> None:

@@ -38,7 +38,7 @@ from plimsoll.framework.plan.memory_budget import (
     check_pinned_memory,
     compare_phases,
     explain_refusal,
-    measure_need,
+    measure_largest_need,
     predict_host_memory,
     recall_step_peak,
     record_step_peak,
@@ -51,6 +51,7 @@ from plimsoll.framework.program.jit_step import JitStep
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.program.run_length import rate_notes, set_length
 from plimsoll.framework.program.small_data import fit_batch_to_data
+from plimsoll.framework.program.stages import StageProgram, build_stage_programs, list_shapes, with_stage
 from plimsoll.framework.run import held_out_answers, offload_self_test, resuming
 from plimsoll.framework.run.best_metric import check_metrics
 from plimsoll.framework.run.hooks import Hook, NonFiniteError, build_user_hooks
@@ -83,8 +84,17 @@ def train(request: RunRequest, workdir: Workdir, pulse: Pulse) -> int:
     tuning: TuneResult | None = None
     lines = [*rule_lines]
     if config.memory.auto:
-        tuning = request.tune_memory(request, config, workdir.path)
-        config = tuning.config
+        stages = list_shapes(request.experiment.data.stages)
+        if len(stages) > 1:
+            # Settings that fit the longest sequences fit all stages.
+            longest = max(stages, key=lambda stage: (stage.seq_len, stage.batch_size))
+            data = config.data
+            tuning = request.tune_memory(request, with_stage(config, longest), workdir.path)
+            config = tuning.config.copy()
+            config.data = data
+        else:
+            tuning = request.tune_memory(request, config, workdir.path)
+            config = tuning.config
         lines += tuning.lines
     experiment: Experiment = config.instantiate() if lines else request.experiment
     hooks = build_user_hooks(experiment.trainer.hooks)
@@ -104,7 +114,8 @@ def train(request: RunRequest, workdir: Workdir, pulse: Pulse) -> int:
         check_installed(experiment.trainer.wandb_project, experiment.trainer.mlflow_uri)
         _print_lines(progress, leftover_files.check(workdir, request.resume, config.to_dict()))
         program = _prepare(request, config, program, workdir, progress)
-        need = _check_memory(request, config, program, workdir, progress)
+        programs = build_stage_programs(program)
+        need = _check_memory(request, config, programs, workdir, progress)
         if request.dry_run:
             peak = human_bytes(need.peak)
             progress.print(f"dry run: the step compiles, and its peak is {peak} per device. Nothing was trained.")
@@ -118,7 +129,7 @@ def train(request: RunRequest, workdir: Workdir, pulse: Pulse) -> int:
                 release_freed_memory()
         if need.host is not None:
             pulse.note(rss_predicted_bytes=need.host.process_peak_bytes, device_predicted_bytes=need.peak)
-        run = Run(config, program, workdir, progress, request.goodput, pulse)
+        run = Run(config, programs, workdir, progress, request.goodput, pulse)
         try:
             stop_signal = _train_steps(run, need, hooks, tuning, force=request.force)
             if stop_signal is not None:
@@ -192,15 +203,17 @@ def _prepare(request: RunRequest, config: Config, program: Program, workdir: Wor
 
 
 def _check_memory(
-    request: RunRequest, config: Config, program: Program, workdir: Workdir, progress: Progress
+    request: RunRequest, config: Config, programs: Sequence[StageProgram], workdir: Workdir, progress: Progress
 ) -> MemoryNeed:
     """Print the start table, compile the step, and compare the memory that the run needs with what there is.
 
-    Host memory is compared before anything is compiled, and again when the memory of the step is known.
+    Host memory is compared before anything is compiled, and again when the memory of the step is known. If the data has
+    stages, the steps of all stages are compiled, and the largest one counts.
 
     Raises:
         RunError: the run does not fit.
     """
+    program = programs[0].program
     experiment = program.experiment
     saved_steps = Checkpointer(directory=workdir.checkpoints, read_only=True).steps()
     if saved_steps:
@@ -219,7 +232,8 @@ def _check_memory(
     progress.print(render(build_start_table(request.spec, program, host, starts_at=starts_at)))
     warnings = experiment.data.warnings()
     if experiment.pretrained is not None:
-        warnings = [*warnings, *experiment.pretrained.warnings(experiment.data.seq_len)]
+        longest = max(one.program.experiment.data.seq_len for one in programs)
+        warnings = [*warnings, *experiment.pretrained.warnings(longest)]
     _print_lines(progress, [f"warning: {warning}" for warning in warnings])
     check_pinned_memory(program)
     _refuse(explain_host_refusal(host), request, progress)
@@ -233,7 +247,7 @@ def _check_memory(
             line = offload_self_test.check(config, program)
         if line:
             progress.print(line)
-    need = measure_need(program)
+    need, largest = measure_largest_need(programs)
     release_freed_memory()
     # Each step on a CPU allocates the same temporary buffers; see `framework.devices.allocator`.
     if program.backend.platform == "cpu" and _is_small(program, need):
@@ -246,11 +260,17 @@ def _check_memory(
         record_step_peak(config, devices, need.peak)
     host = predict_host_memory(program, process_bytes, request.host_limit, need.peak)
     request.goodput.enter("start")
-    refusal = explain_refusal(config, program, need, request.limit) or explain_host_refusal(host)
+    if largest.stage is not None:
+        config = with_stage(config, largest.stage)
+    refusal = explain_refusal(config, largest.program, need, request.limit)
+    if refusal is not None and largest.stage is not None and len(programs) > 1:
+        refusal = f"{largest.label}: {refusal}"
+    refusal = refusal or explain_host_refusal(host)
     try:
         _refuse(refusal, request, progress, is_final=bool(need.message))
     except RunError:
-        program.ahead.close()
+        for one in programs:
+            one.program.ahead.close()
         raise
     return replace(need, host=host)
 
@@ -317,7 +337,8 @@ def _train_steps(
         waits_for_saves = jax.process_count() == 1
         raise
     finally:
-        run.program.ahead.close()
+        for one in run.programs:
+            one.program.ahead.close()
         if waits_for_saves:
             run.close()
         run.progress.print(run.goodput.line())
@@ -337,7 +358,7 @@ def _finish(run: Run, spec: str) -> None:
     in this process.
     """
     program = run.program
-    experiment = run.experiment
+    experiment = program.experiment
     path = run.workdir.path
     # Not one of the phases of training any more; `ResidentMemory` records it as "end".
     run.goodput.enter("start")

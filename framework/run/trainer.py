@@ -86,6 +86,7 @@ class Trainer:
             ReplicaMismatchError: copies of the state differ.
         """
         run = self.run
+        run.use_program(run.get_stage(step).program)
         with run.goodput.during("compile"):
             # Compile before the first batch is read; no process continues until all have compiled.
             run.program.backend.compile()
@@ -176,14 +177,24 @@ class Trainer:
         """Train from `step` until max_steps or a stop; returns the last step. Raises RollBack if a hook requests it."""
         run = self.run
         first_report = min(step - step % run.options.log_every + run.options.log_every, run.options.max_steps)
+        # A rollback may have gone back to an earlier stage.
+        run.use_program(run.get_stage(step).program)
         # The first line about a step may take minutes, and ends this phase. Later lines come at a known pace.
         with ExitStack() as until_reported:
             first_steps = until_reported.enter_context(phase("training the first steps", patience=1.0))
             buffer = self._buffer = MetricsBuffer()
             batches = run.data.train_iterator(step, run.program.rows, run.batch_order)
+            border = run.data.find_border(step, run.batch_order)
             try:
                 run.goodput.enter("step")
                 while step < run.options.max_steps and not self.agreed["stop"] and run.stop_reason is None:
+                    if step == border:
+                        # The next batch may have another shape, and this process other rows of it.
+                        batches.close()
+                        self._metrics(buffer.take(keep=0))
+                        self._enter_stage(step)
+                        batches = run.data.train_iterator(step, run.program.rows, run.batch_order)
+                        border = run.data.find_border(step, run.batch_order)
                     step += 1
                     if step <= first_report:
                         first_steps.detail = f"step {step} of {first_report}"
@@ -220,6 +231,21 @@ class Trainer:
                 batches.close()
                 run.goodput.enter("evaluate")
         return step
+
+    def _enter_stage(self, step: int) -> None:
+        """Continue with the stage that starts after `step`. Collective if its batches have another shape."""
+        run = self.run
+        stage_program = run.get_stage(step)
+        run.progress.print(f"step {step}: {stage_program.label} begins")
+        if not run.use_program(stage_program.program):
+            return
+        with run.goodput.during("compile"):
+            # The step is compiled already; see `_check_memory`.
+            run.program.backend.compile()
+            distributed.barrier("compiled a stage")
+            if run.data.validation_names:
+                with phase("compiling the evaluation", patience=SHORT):
+                    run.program.compile_evaluation(run.state)
 
     def _with_votes(self, metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Add this process's votes on stopping and saving to the metrics of the step.

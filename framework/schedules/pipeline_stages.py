@@ -1,6 +1,14 @@
 """The computation of one tick of a pipeline: all stages at once, forward and backward, and what surrounds the stack.
 
 Arrays have a leading axis of stages, sharded over the mesh axis pipe: see `framework.schedules.pipeline`.
+
+A tick is a `vmap` over that axis with `spmd_axis_name`, which adds it to the layers' sharding constraints and to their
+`shard_map`s. A `shard_map` over pipe around the layers would need nested ones. The pipeline differentiates by itself
+what a tick runs backward (`jax.vjp` inside the `vmap`), because differentiating the loops would save all microbatches.
+
+Ticks that only run forward, that run both ways, and that only run backward have loops of their own: in one loop, every
+tick would take as long as both passes. All devices run the same program, so work that is not valid is computed and
+masked: zeros go in, and `where` comes after, so no NaN of a stage without work reaches a sum.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +41,8 @@ def load_config(
     spec: str | Path,
     overrides: Mapping[str, Any] | None = None,
     *,
-    data: str | Path | None = None,
+    data: str | Path | Sequence[str | Path] | None = None,
+    data_weights: Sequence[float] | None = None,
     shape_only: bool = False,
 ) -> Config:
     """Load a new config. Its fields can be changed like attributes: `config.trainer.max_steps = 5`.
@@ -50,7 +51,9 @@ def load_config(
         spec: name of a config, path/to/file.py:NAME, hf:DIR or hf:ORG/NAME, or the config.json that a run has stored.
         overrides: {dotted path: value}, applied in order. Strings are parsed like command-line values; any other value
             is set unchanged.
-        data: file, folder, glob or URL to train on instead of the config's own data; a part of it is held out.
+        data: file, folder, glob or URL to train on instead of the config's own data, or several to mix; a part of each
+            is held out.
+        data_weights: a weight for each of several `data`; None weights all equally.
         shape_only: the model's shape is sufficient, as for a plan: a well-known hf:ORG/NAME needs no files from
             the Hub.
 
@@ -66,11 +69,25 @@ def load_config(
         named = configs.load(spec, notes.append, shape_only=shape_only)
     changes = {named.current_path(path): value for path, value in (overrides or {}).items()}
     if data is not None:
-        named, data_notes = with_data(named, str(data), list(changes))
+        paths = [str(data)] if isinstance(data, str | Path) else [str(path) for path in data]
+        weights = None if data_weights is None else ",".join(map(str, data_weights))
+        named, data_notes = with_data(named, paths, changes, weights=weights, image_size=changes.get("data.image_size"))
         notes += data_notes
     config = named.copy()
     override(config, changes)
     return _with_origin(config, _Origin(spec, named, tuple(changes), tuple(notes)))
+
+
+def attach_origin(config: Config, spec: str, named: Config, overridden: Sequence[str]) -> Config:
+    """Return a copy of a config that a command line has loaded; the copy remembers its origin, as from `load_config`.
+
+    Args:
+        config: the config with its overrides.
+        spec: its name.
+        named: the config without overrides.
+        overridden: dotted paths of the overrides.
+    """
+    return _with_origin(config.copy(), _Origin(spec, named, tuple(overridden), ()))
 
 
 def override(config: Config, overrides: Mapping[str, Any]) -> None:

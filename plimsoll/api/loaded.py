@@ -130,6 +130,8 @@ def _load_run_config(workdir: Path, checkpointer: Any, step: int | None, log: Lo
 
     The manifest's digest covers the former. config.json belongs to the last start, and may have been edited since.
     """
+    from plimsoll.framework.program.stages import with_stage_at
+
     config = stored_config.read(workdir, log)
     steps = checkpointer.steps() if step is None else [step]
     for saved_step in reversed(steps):
@@ -139,7 +141,7 @@ def _load_run_config(workdir: Path, checkpointer: Any, step: int | None, log: Lo
             # `restore` reports the problem.
             continue
         if "config" not in extra:
-            return config
+            return with_stage_at(config, saved_step)
         saved = stored_config.read_from_checkpoint(
             extra["config"], f"the checkpoint of step {saved_step}", lambda line: None
         )
@@ -147,8 +149,8 @@ def _load_run_config(workdir: Path, checkpointer: Any, step: int | None, log: Lo
             log(
                 f"{workdir / 'config.json'} differs from the config saved at step {saved_step}, which is used: {change}"
             )
-        return saved
-    return config
+        return with_stage_at(saved, saved_step)
+    return with_stage_at(config, None)
 
 
 def _build_experiment(config: Config, workdir: Path, *, averaged: bool, text: bool) -> Any:

@@ -135,6 +135,7 @@ FIELDS: dict[str, Any] = {
 BLOCK = config_for(Block, attention=config_for(Attention, num_heads=2), mlp=config_for(MLP, hidden=16))
 SCHEDULES = ("warmup_cosine", "warmup_linear", "warmup_stable_decay")
 SPECIAL: dict[str, dict[str, Any]] = {
+    "ImageFiles": {"image_size": 8},
     "ImagePipeline": {"source": config_for(images.DigitsSource)},
     "Rollouts": {"reward": "plimsoll.framework.batch_transforms.rewards.exact"},
     "Prompts": {"source": config_for(prompts.Arithmetic), "answer_tokens": 4, "global_batch_size": 16},

@@ -77,10 +77,10 @@ def test_detection_uses_the_text_column(tmp_path: Path) -> None:
 
 def test_data_that_is_given_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = write(tmp_path / "a.csv")
-    argv = ["--config=nanogpt-cpu", f"--data={path}", "--data=b", f"--workdir={tmp_path}/run", "--dry_run"]
+    argv = ["--config=nanogpt-cpu", f"--data={path}", f"--data={path}", f"--workdir={tmp_path}/run", "--dry_run"]
     assert train.main(argv) == ExitCode.USAGE
     error = capsys.readouterr().err
-    assert f"--data is given twice: '{path}' and 'b'" in error
+    assert f"--data={path} is given twice" in error
     assert error.count("\n") == 1
 
 

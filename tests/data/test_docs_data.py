@@ -33,7 +33,8 @@ def test_python_blocks_run():
     blocks = [block for kind, block in BLOCKS if kind == "python" and not block.startswith("# ")]
     for block in blocks:
         exec(compile(block, "docs/data.md", "exec"), space)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
+    assert list(space["stages"]) == ["20000", "30000"]
     assert space["images"].dtype == "uint8"
     assert space["counted"] > 1000
     assert all(space["chat_data"].tokenizer.decode([token]) in "0123456789" for token in space["answers"])
@@ -54,7 +55,7 @@ def test_the_added_source_feeds_a_pipeline(page_files: Path):
 
 _BASES = {
     "DataSource", "ExampleSource", "Tokenizer", "TextBudget", "LeafSource", "ImageSource", "ImagePipeline",
-    "ImageReport", "Levels",
+    "ImageReport", "Images", "Levels",
 }  # fmt: skip
 
 

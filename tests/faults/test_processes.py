@@ -1,7 +1,7 @@
 """Faults in multi-process runs, with real processes and real signals.
 
 Test numbers are rows of the table in docs/faults.md. `pytest -rP tests/faults/test_processes.py | grep measured`
-prints the times in that table.
+prints the times in docs/benchmarks/endurance.md.
 """
 
 import json
@@ -33,7 +33,7 @@ GONE = (5, -signal.SIGABRT)  # exit codes after another process has died: ours, 
 
 
 def print_times(row: int, **seconds: float) -> None:
-    """Print times for the table in docs/faults.md."""
+    """Print times for the table in docs/benchmarks/endurance.md."""
     print(f"measured: row {row}: {', '.join(f'{name} {value:.2f} s' for name, value in seconds.items())}")
 
 

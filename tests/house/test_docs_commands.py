@@ -32,7 +32,6 @@ PUBLISHED = (
 )
 
 QUICK = (
-    Recipe("README.md", ("plimsoll plan --config=hf:meta-llama",)),
     Recipe(
         "docs/configs.md",
         (
@@ -74,22 +73,54 @@ QUICK = (
 WHOLE = (
     Recipe(
         "README.md",
-        ("make train", "plimsoll configs list", "make lint"),
+        ("plimsoll plan --config=hf:Qwen/Qwen3-8B",),
+        setup=PUBLISHED,
+        replaced={"--data=my_folder/": f"--data=raw/ {STEPS}", "--config=lora:DIR": f"--config=lora:DIR {STEPS}"},
+        has_outputs=True,
+    ),
+    Recipe(
+        "docs/coming_from/axlearn.md",
+        ("plimsoll configs show llama2-7b",),
+        replaced={"--config=stdlib-tiny": f"--config=stdlib-tiny {FEW}"},
+        prints=(r"step +2/2\b", "kind: JobSet"),
+    ),
+    Recipe(
+        "docs/coming_from/litgpt.md",
+        ("plimsoll train --config=stdlib-tiny",),
+        setup=(*PUBLISHED, "cp README.md raw/notes.txt"),
+        replaced={
+            "--config=stdlib-tiny": f"--config=stdlib-tiny {STEPS}",
+            "--config=lora:DIR": f"--config=lora:DIR {STEPS}",
+        },
+        prints=("raw/notes.txt: .* bits per byte", "merged: LlamaForCausalLM"),
+    ),
+    Recipe(
+        "docs/coming_from/maxtext.md",
+        ("plimsoll configs diff",),
         setup=PUBLISHED,
         replaced={
-            **NO_MAKE,
-            "--data=my_folder/": f"--data=raw/ {STEPS}",
-            "--config=nanogpt-cpu": f"--config=nanogpt-cpu {FEW}",
-            "--config=digits-glow": f"--config=digits-glow {STEPS}",
-            # Fewer pairs, because the reference model scores all of them.
-            "--config=dpo-tiny": f"--config=dpo-tiny {STEPS} --config.data.source.every=200",
-            "--config=lora:DIR": f"--config=lora:DIR {STEPS}",
-            # The server and the service would wait for a user.
-            "--web ": "",
-            "--wandb=my_project": "",
-            "--seeds 0:200": "--seeds 0:1",
-            "tools/mutate.py": "tools/mutate.py --help",
+            "--config=stdlib-tiny": f"--config=stdlib-tiny {FEW}",
+            "--config=hf:DIR": f"--config=hf:DIR {STEPS} --config.data.seq_len=64",
         },
+        prints=("exported: ", "kind: JobSet"),
+    ),
+    Recipe(
+        "docs/coming_from/torchtitan.md",
+        ("plimsoll plan --config=llama3-8b",),
+        setup=PUBLISHED,
+        replaced={
+            "--config=stdlib-tiny": f"--config=stdlib-tiny {FEW}",
+            "--config=hf:DIR": f"--config=hf:DIR {STEPS} --config.data.seq_len=64",
+            "/shared/runs": "shared/runs",
+        },
+        prints=("verdict", "exported: ", "#SBATCH"),
+    ),
+    Recipe(
+        "docs/coming_from/trl.md",
+        ("plimsoll plan --config=qlora:Qwen/Qwen3-8B",),
+        setup=PUBLISHED,
+        replaced={"--config=lora:DIR": f"--config=lora:DIR {STEPS}"},
+        prints=("adapter: LlamaForCausalLM", "merged: LlamaForCausalLM", "objective"),
     ),
     Recipe(
         "CONTRIBUTING.md",
@@ -144,6 +175,18 @@ WHOLE = (
         files={"my_rows.py": "# my_rows.py", "make_rows.py": "# make_rows.py"},
         prints=(r"data: JSON lines from raw/: 1 file, 5% held out",),
     ),
+    Recipe(
+        "docs/early_stopping.md",
+        ("plimsoll train --config=nanogpt-cpu",),
+        replaced={
+            "--config=nanogpt-cpu": f"--config=nanogpt-cpu {FEW}",
+            "eval_every=20": "eval_every=1",
+            "stop.target=3": "stop.target=100",
+            "keep_best=loss": "keep_best=loss; test $? -eq 8",
+            "--files README.md": "--files template.jinja",
+        },
+        prints=(r"step 1: stopped early: .*trainer\.stop\.target = 100", r"bits per byte"),
+    ),
     Recipe("docs/faults.md", ("pytest ",), replaced={"pytest ": "pytest --collect-only -q "}),
     Recipe(
         "docs/finetune.md",
@@ -184,7 +227,7 @@ WHOLE = (
     ),
     Recipe(
         "docs/flows.md",
-        ("plimsoll train --config=digits-glow",),
+        ("plimsoll train --config=digits-glow --workdir",),
         replaced={"--config=digits-glow": f"--config=digits-glow {STEPS}"},
     ),
     Recipe(
@@ -237,6 +280,24 @@ WHOLE = (
         prints=("AdaLomo|apollo",),
     ),
     Recipe(
+        "docs/own_loss_and_metric.md",
+        ("plimsoll train --config=my_loss.py:focal",),
+        replaced={
+            "--config=my_loss.py:focal --workdir=runs/focal --config.trainer.max_steps=20": (
+                f"--config=my_loss.py:focal --workdir=runs/focal {FEW}"
+            ),
+            "eval_every=10": "eval_every=2",
+        },
+        files={"my_loss.py": "class FocalLoss"},
+        prints=(r"step 2: eval/stdlib/loss [\d.]+, eval/stdlib/entropy [\d.]+, eval/stdlib/top5 0\.\d+",),
+    ),
+    Recipe(
+        "docs/performance.md",
+        ("plimsoll plan --config=gpt2-124m",),
+        prints=(r"a step .* tokens a second, .* \(MFU\)", r"tokens per second "),
+    ),
+    Recipe("docs/profiling.md", ("plimsoll profile",), prints=("by layer and phase", "stack/mlp")),
+    Recipe(
         "docs/preferences.md",
         ("python -c",),
         replaced={"--workdir=runs/task": f"--workdir=runs/task {STEPS}"},
@@ -255,6 +316,19 @@ WHOLE = (
         ("plimsoll plan --config=llama3-70b --target=2xv5e-256",),
         prints=(r"mesh.model=8 mesh.seq=2 learner.accumulate=4",),
     ),
+    Recipe(
+        "docs/sweeps.md",
+        ("plimsoll sweep",),
+        replaced={
+            "--config=nanogpt-cpu": "--config=nanogpt-cpu --config.data.source.share=0.05",
+            "3e-4,1e-3,3e-3": "3e-4,1e-3",
+            "max_steps=50": "max_steps=2",
+            "eval_every=25": "eval_every=2",
+            "eval_batches=4": "eval_batches=1",
+            "runs/rates/002": "runs/rates/001",
+        },
+        prints=(r"best: 00\d peak_value=", r"curves: .*compare\.png"),
+    ),
     Recipe("docs/tour.md", ("python -m pytest",), prints=(r"\d+ passed",)),
 )
 
@@ -266,6 +340,12 @@ def conversation(number: int) -> str:
     return json.dumps({"messages": [question, answer]}) + "\n"
 
 
+def pair(number: int) -> str:
+    """Return one line of pairs.jsonl."""
+    answers = {"chosen": f"It is {number + 1} less one.", "rejected": "No idea."}
+    return json.dumps({"prompt": f"What is {number}?", **answers}) + "\n"
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with the data that the pages assume."""
@@ -274,6 +354,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "raw/a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     (tmp_path / "chats.jsonl").write_text("".join(conversation(i) for i in range(200)))
+    (tmp_path / "pairs.jsonl").write_text("".join(pair(i) for i in range(200)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # the GPUs that --gpus=all finds
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -55,6 +55,7 @@ EXTRAS = {
     "autotune": "",
     "largest": "autotune",
     "scaling": "largest",
+    "other_frameworks": "",
 }
 
 

@@ -1,10 +1,11 @@
-"""The documentation pages as a reader sees them: links lead to a file and a heading, and tables have headings."""
+"""The documentation pages as a reader sees them: links lead to a file and a heading, tables have headings."""
 
 import re
 from pathlib import Path
 
 import pytest
 
+import plimsoll as pl
 from tests.support.pages import PAGES
 from tests.support.runs import ROOT
 
@@ -38,3 +39,21 @@ def test_tables_have_headings(name: str) -> None:
         if _RULE.fullmatch(line):
             heading = lines[index - 1]
             assert heading.count("|") == line.count("|"), f"{name}:{index + 1}: the table has no row of headings"
+
+
+_FIELD = re.compile(r"`((?:data|mesh|memory|model|learner|trainer)\.[\w.]+|batch_transform)(?:=([^`]+))?`")
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name.startswith("docs/coming_from/")])
+def test_fields_that_replace_those_of_others_exist(name: str) -> None:
+    """The last column of a table of docs/coming_from/ has our fields; the first has those of the other framework."""
+    # Preferences have an objective and a batch transform; adapters and a published tokenizer are added.
+    config = pl.load_config("dpo-tiny", {"model.lora": "LoRA", "data.tokenizer": "PretrainedTokenizer"})
+    rows = [line.split("|") for line in (ROOT / name).read_text().splitlines() if line.startswith("| ")]
+    fields = [match.groups() for row in rows for match in _FIELD.finditer(row[-2])]
+    assert len(fields) >= 8
+    for path, value in fields:
+        if value is None:
+            config.get_path(path)
+        else:
+            config.copy().override(path, value)

@@ -26,6 +26,25 @@ def test_version_has_one_source_and_the_others_agree() -> None:
     assert versions[0] == plimsoll.__version__
 
 
+def test_badges_of_the_readme_agree_with_the_metadata() -> None:
+    versions = re.findall(r"Programming Language :: Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
+    (oldest, next_minor) = next(
+        re.fullmatch(r"jax>=([\d.]+),<0\.(\d+)", one).groups()  # pyright: ignore
+        for one in PROJECT["dependencies"]
+        if one.startswith("jax>")
+    )
+    badges = {
+        "license": f"license: {PROJECT['license']}",
+        "python": f"Python: {' | '.join(versions)}",
+        "jax": f"jax: {oldest} to 0.{int(next_minor) - 1}",
+    }
+    for name, text in badges.items():
+        image = (ROOT / f"docs/images/badge_{name}.svg").read_text()
+        assert f"<title>{text}</title>" in image
+        # What is drawn is what is said.
+        assert ": ".join(re.findall(r"<text [^>]*>([^<]+)<", image)) == text
+
+
 def test_version_is_printed_without_slow_imports() -> None:
     code = (
         "import sys; sys.argv = ['plimsoll', '--version']; from plimsoll.__main__ import main; assert main() == 0; "

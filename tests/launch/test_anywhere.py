@@ -101,6 +101,7 @@ VERBS = {
     "tpu_vm": ["run", *SHORT, "--workdir=gs://bucket/a", *PLACE, "--dry_run"],
     "compare": ["run", "two"],
     "calibrate": ["--help"],
+    "ladder": ["--help"],
     "mup": ["--help"],
     "profile": ["--help"],
     "sweep": ["--help"],

@@ -1,9 +1,11 @@
 """A preference loss that does not match its data or has no meaning fails with one line, before any compilation."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from plimsoll.framework.config import ConfigError, config_for
+from plimsoll.framework.layers.objective import Objective
 from plimsoll.framework.learner.learner import Learner
 from plimsoll.framework.objectives.kto import KTO
 from plimsoll.framework.objectives.preferences import DPO, SimPO
@@ -12,6 +14,7 @@ from plimsoll.framework.program.options import TrainerOptions
 from plimsoll.framework.program.program import Program
 from tests.support import small
 from tests.support.exact import OPTIMIZERS
+from tests.support.preferences import random_batch
 from tools.peers.preference_rows import GivenBatches
 
 
@@ -57,3 +60,45 @@ def test_values_outside_their_range_are_refused(objective, field, value):
 def test_z_loss_is_refused_without_next_token_loss():
     with pytest.raises(ValueError, match="z_loss"):
         program(config_for(SimPO), [], head__z_loss=1e-3)
+
+
+class PerToken(Objective):
+    """An objective that forgets to sum."""
+
+    arrays = ("ends",)
+
+    def loss(self, head, weights, x_BSD, ctx):
+        return head.log_probs(weights, x_BSD, ctx), {}
+
+    def summary(self, totals):
+        return totals
+
+
+class WithoutSummary(Objective):
+    """An objective that evaluations cannot report."""
+
+    arrays = ("ends",)
+
+    def loss(self, head, weights, x_BSD, ctx):
+        return jnp.zeros(()), {}
+
+
+def test_other_class_is_refused_as_objective():
+    with pytest.raises(
+        ConfigError, match=r"objective: expected a subclass of plimsoll.Objective, given TrainerOptions"
+    ):
+        program(config_for(TrainerOptions, max_steps=1), [])
+
+
+def test_objective_without_summary_is_refused():
+    with pytest.raises(ConfigError, match=r"objective: WithoutSummary does not define the method 'summary'"):
+        program(config_for(WithoutSummary), [])
+
+
+def test_loss_that_is_no_scalar_is_refused_when_traced():
+    built = program(config_for(PerToken), [])
+    message = r"model.head.objective: PerToken.loss returned a loss of shape \(4, 16\); expected scalars"
+    batch = random_batch("simpo", (4, 16), small.VOCAB, 0)
+    del batch["reference"]
+    with pytest.raises(ConfigError, match=message):
+        built.step(built.init(), built.put(batch))

@@ -122,7 +122,7 @@ def test_optimizer_state_in_host_memory_is_counted_there():
 
 @pytest.mark.pairs
 def test_estimate_matches_the_compiler_for_llama2_7b():
-    """Llama 2 7B on eight chips: the real compiler needs 12.32 GiB (docs/plan.md) of the device's 15.75."""
+    """Llama 2 7B on eight chips: the real compiler needs 12.32 GiB of 15.75 (docs/benchmarks/plan_examples.md)."""
     settings = ["memory.remat=full", "data.global_batch_size=8", "memory.optimizer_state=pinned_host"]
     assert estimate_on(load("llama2-7b", *settings), 8, "v5e").peak_bytes == pytest.approx(12.32 * 2**30, rel=0.2)
 

@@ -50,6 +50,25 @@ def test_a_wider_model_follows_table_8():
         assert deviation / deviations[0][path] == pytest.approx(expected, rel=0.1), path
 
 
+def test_widths_of_mlps_are_rounded_by_two_percent_at_most():
+    """A multiple of 256 is convenient for large models, but would be twice the width of a small one."""
+    for heads in (1, 3, 5):
+        wide = pl.widen(pl.load_config("nanogpt-cpu"), heads)
+        assert wide.model.stack.pattern[0].mlp.hidden == 4 * wide.model.dim == 128 * heads
+    large = pl.load_config("qwen2.5-0.5b")
+    hidden = pl.widen(large, 16).model.stack.pattern[0].mlp.hidden
+    exact = large.model.stack.pattern[0].mlp.hidden * 16 / 14
+    assert hidden % 128 == 0
+    assert abs(hidden / exact - 1) <= 0.02
+
+
+def test_heads_that_share_keys_and_values_must_divide():
+    with pytest.raises(pl.ConfigError, match="heads=15: the heads that share keys and values do not divide"):
+        pl.widen(pl.load_config("qwen2.5-0.5b"), 15)
+    with pytest.raises(pl.ConfigError, match="heads=0: expected at least 1"):
+        pl.widen(load(), 0)
+
+
 def test_head_channels_that_grow_change_the_logits_of_attention():
     base = load()
     wide = load(**{"model.dim": 128, "model.stack.pattern.0.mlp.hidden": 512})

@@ -10,7 +10,7 @@ import plimsoll
 from plimsoll.framework.config.components import find_components
 from plimsoll.launch.__main__ import verbs
 from tests.support.runs import ROOT
-from tools import docs_site
+from tools import docs_site, site_check
 
 PAGES = docs_site.write_pages()
 
@@ -54,6 +54,20 @@ def test_reference_has_every_name() -> None:
 )
 def test_pages_are_rewritten_for_the_site(source: str, markdown: str, expected: str) -> None:
     assert docs_site.rewrite(markdown, source, "URL") == expected
+
+
+def test_pages_of_the_search_exist() -> None:
+    """Weights, words and expected results of the search name pages of the site."""
+    files = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} | {*PAGES}
+    assert {*docs_site.SEARCH_WORDS} <= files
+    assert {page.rstrip("/") + ".md" for page in site_check.QUERIES.values()} <= files
+    assert all(any(file.startswith(start) for file in files) for start in docs_site.SEARCH_WEIGHTS)
+
+
+def test_link_by_file_name_gets_the_label_of_the_page() -> None:
+    markdown = "[docs/plan.md](docs/plan.md#a) [memory.md](docs/memory.md) [plans](docs/plan.md)"
+    expected = "[A run](plan.md#a) [memory.md](memory.md) [plans](plan.md)"
+    assert docs_site.rewrite(markdown, "README.md", "URL", {"plan.md": "A run"}) == expected
 
 
 def test_link_to_a_file_is_text_if_the_repository_is_unknown() -> None:

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from plimsoll.extras.other_frameworks.mapping import LOW_PRECISION_TARGETS, REMAT, get_precision_overrides
 from plimsoll.framework.families.published import load_published_models
 from tools.bench.public_record import PublicFact, Settings
 
@@ -33,27 +34,6 @@ _MEMORY_GIB = {"H100 96 GB HBM2e, 500 W": 86.1}
 # Sources whose rows are those of a group of devices that shard rows or tensors. Others count the rows of a device.
 _COUNT_ROWS_OF_A_GROUP = ("pytorch/torchtitan",)
 _NOT_OURS = {"ZeRO-2": "gradients and state are cut, weights are not"}
-# Maps the source's words for what a layer saves to memory.remat.
-_REMAT = {
-    "full (each layer)": "full",
-    "none": "none",
-    # torchtitan saves attention, and the first, third, fifth and seventh of a layer's products.
-    "selective (torchtitan)": "save:query,value,attention,mlp_gate,mlp_down",
-    # MaxText's policies, by their names in src/maxtext/layers/decoders.py.
-    "minimal": "save:query,key,value,output,mlp_gate,mlp_up,mlp_down",
-    "minimal_flash": "save:query,key,value,attention,output,mlp_gate,mlp_up,mlp_down",
-    "minimal_with_context": "save:query,key,value,attention,output,mlp_gate,mlp_up,mlp_down",
-    "save_dot_except_mlpwi": "save:query,key,value,output,mlp_down",
-    "qkv projections in host memory, the rest again": "offload:query,key,value",
-    # MaxText's custom policy, by the tensors that a recipe names, without mlpwo: the backward pass does not need the
-    # result of the down projection.
-    "custom: layer inputs in host memory": "offload",
-    "custom: layer inputs and qkv projections in host memory": "offload:input,query,key,value",
-    "custom: layer inputs, qkv and output projections in host memory": "offload:input,query,key,value,output",
-    "custom: layer inputs, qkv projections and attention saved": "save:query,key,value,attention",
-    "custom: key and value saved, layer inputs in host memory": "save:key,value;offload:input",
-    "results of products saved": "save:query,key,value,attention,output,mlp_gate,mlp_up",
-}
 # Maps the source's words for what is offloaded to the fields of `memory` that offload it.
 _OFFLOADED_FIELDS = {
     "each layer's input in host memory": ("activations",),
@@ -267,14 +247,7 @@ def _training(settings: Settings) -> dict[str, str]:
         overrides["model.stack.pattern.0.attention.kernel_dtype"] = "float32"
     if settings.loss == "whole":
         overrides["model.head.chunk_tokens"] = "0"
-    if settings.precision == "float32 weights, bfloat16 products":
-        # Float32 weights need no master copy.
-        overrides |= {"model.param_dtype": "float32", "learner.master_dtype": "none"}
-    if settings.precision == "all bfloat16":
-        overrides |= {"learner.master_dtype": "none", "learner.moment_dtype": "bfloat16"}
-        # Our adapters are in float32 and need no rounding.
-        if settings.method == "full":
-            overrides["learner.rounding"] = "stochastic"
+    overrides |= get_precision_overrides(settings.precision or "", is_full=settings.method == "full")
     if settings.optimizer and "8bit" in settings.optimizer:
         overrides |= {"learner.optimizer": "adamw8bit", "learner.optimizer.learning_rate": "1e-4"}
     if "backward" in f"{settings.update} {settings.optimizer}":
@@ -282,11 +255,11 @@ def _training(settings: Settings) -> dict[str, str]:
         overrides |= {"memory.update": "in_backward", "learner.clip": "none"}
     if "float8" in (settings.precision or ""):
         # All linear layers but the head, with a scale for each array, as torchao and Transformer Engine do by default.
-        overrides["model.precision"] = json.dumps({"attention|mlp": "fp8_tensor"})
+        overrides["model.precision"] = json.dumps({LOW_PRECISION_TARGETS: "fp8_tensor"})
     if settings.remat is not None:
-        if settings.remat not in _REMAT:
+        if settings.remat not in REMAT:
             raise NotPlannedError(f"what a layer keeps is not one of our policies: {settings.remat}")
-        overrides["memory.remat"] = _REMAT[settings.remat]
+        overrides["memory.remat"] = REMAT[settings.remat]
     return overrides | _offloading(settings)
 
 

@@ -1,6 +1,6 @@
 """Images as global batches of uint8 [B,H,W,C], with the same order and the same guarantees as text.
 
-`setup` reads a whole source into memory, and raises every data error; a training step only picks rows.
+`setup` reads or decodes whole sources, and raises every data error; a training step only picks rows.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import annotated_types
 import numpy as np
 
-from plimsoll.framework.config import Config, PositiveInt, Seed, component
+from plimsoll.framework.config import Config, PositiveInt, Seed, component, get_target
 from plimsoll.framework.data.batches import Pipeline, Shapes
 from plimsoll.framework.data.files import DataFile, compute_digest, find
 from plimsoll.framework.data.order import GlobalOrder
@@ -37,6 +37,19 @@ _CHANNELS = {"L": 1, "RGB": 3, "RGBA": 4}
 
 # Further errors that a damaged archive raises.
 _ZIP_ERRORS = (zipfile.BadZipFile, zlib.error)
+
+
+class Images(Protocol):
+    """Images uint8 [N,H,W,C], in memory or in a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """N, H, W, C."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
 
 
 class ImageSource(abc.ABC):
@@ -57,6 +70,15 @@ class ImageSource(abc.ABC):
         Raises:
             ValueError, FileNotFoundError: a file is not usable. The message names it.
         """
+
+    def open(self, cache: Path, *, write: bool) -> Images:
+        """Returns all images; by default, those of `load`.
+
+        Args:
+            cache: folder where a source may store decoded images.
+            write: whether this process writes there.
+        """
+        return self.load()
 
 
 @component
@@ -183,17 +205,18 @@ def _read_npz(file: DataFile) -> Iterator[np.ndarray]:
 
 
 class ImageReport(NamedTuple):
-    """One row of the startup table: "train" or a validation set's name, its source and images."""
+    """One row of the startup table: "train" or a validation set's name, its source, images and their hash."""
 
     name: str
     source: ImageSource
-    images: np.ndarray
+    images: Images
+    digest: str
 
     def __str__(self) -> str:
         kind = type(self.source).__name__
         size = _format_shape(self.images.shape[1:])
-        digest = _digest(self.images)
-        return f"{kind}: {len(self.images):,} images of {size}, {self.source.levels} levels, sha256 {digest[:12]}"
+        count = f"{len(self.images):,} images of {size}, {self.source.levels} levels"
+        return f"{kind}: {count}, sha256 {self.digest[:12]}"
 
 
 @component
@@ -208,7 +231,9 @@ class ImagePipeline(Pipeline):
         global_batch_size: B, images per step over all processes and devices.
         seed: seed for the order of the training images, which are reshuffled each epoch, and for flips.
         flip: mirror half of the training images, left to right.
+        image_size: height and width that the images of an ImageFiles source are resized to.
         prefetch: number of batches prepared in the background.
+        cache_dir: folder for decoded images; None uses the workdir. A shared folder saves work across runs.
     """
 
     item = "image"
@@ -224,19 +249,22 @@ class ImagePipeline(Pipeline):
         global_batch_size: PositiveInt,
         seed: Seed = 0,
         flip: bool = False,
+        image_size: PositiveInt | None = None,
         prefetch: PositiveInt = 2,
+        cache_dir: str | None = None,
     ):
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.flip = flip
         self.prefetch = prefetch
         # Training first, then validation sets by name. No validation set may be called "train".
-        self.sources: dict[str, ImageSource] = {"train": source.instantiate()}
+        self.cache_dir = cache_dir
+        self.sources: dict[str, ImageSource] = {"train": _build_source("train", source, image_size)}
         for name, config in validation.items():
             if not re.fullmatch(r"[\w-]+", name) or name == "train":
                 label = f"data.validation.{name}"
                 raise ValueError(f"{label}: expected a name of letters, digits, _ and -, and not 'train'")
-            self.sources[name] = config.instantiate()
+            self.sources[name] = _build_source(name, config, image_size)
         for name, configured in self.sources.items():
             if not isinstance(configured, ImageSource):
                 kind = type(configured).__name__
@@ -244,8 +272,9 @@ class ImagePipeline(Pipeline):
         # Pixels have values 0 to levels - 1.
         self.levels = self.sources["train"].levels
         self.validation_names = list(self.sources)[1:]
-        # Images uint8 [N,H,W,C] by source, read by `setup`.
-        self.images: dict[str, np.ndarray] = {}
+        # Images uint8 [N,H,W,C] by source, and their hashes; read by `setup`.
+        self.images: dict[str, Images] = {}
+        self._digests: dict[str, str] = {}
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -260,20 +289,24 @@ class ImagePipeline(Pipeline):
     def setup(
         self, workdir: str | Path, *, is_primary: bool = True, barrier: Callable[[], object] = lambda: None
     ) -> None:
-        """Reads all images. It writes nothing, so every process does the same.
+        """Reads all images, or decodes them into files.
 
         Args:
-            workdir: not used.
-            is_primary: not used.
+            workdir: a local folder for decoded images.
+            is_primary: True in the one process that writes.
             barrier: waits for all processes; called once.
 
         Raises:
             FileNotFoundError, PermissionError, ValueError: the data is not usable. The message begins with the config
                 path.
         """
+        cache = Path(workdir) / "data" if self.cache_dir is None else Path(self.cache_dir).expanduser()
+        if not is_primary:
+            # The other processes can open files only after the primary one has written them.
+            barrier()
         for name, source in self.sources.items():
             with prefix_errors(_label(name)):
-                images = source.load()
+                images = source.open(cache, write=is_primary)
                 shape = images.shape[1:]
                 if source.levels != self.levels or shape != self.image_shape:
                     source_sizes = [*shape, source.levels]
@@ -282,6 +315,7 @@ class ImagePipeline(Pipeline):
                 if not len(images):
                     raise ValueError("no images")
             self.images[name] = images
+            self._digests[name] = _digest(images)
         self._num_rows = len(self.images["train"])
         if self._num_rows < (1 if self.allows_small_data else self.global_batch_size):
             raise ValueError(
@@ -289,15 +323,23 @@ class ImagePipeline(Pipeline):
                 f"data.global_batch_size={self.global_batch_size}"
             )
         self._order = GlobalOrder([self._num_rows], [1.0], self.seed)
-        # No process reads files that another one wrote, but every pipeline calls the barrier once.
-        barrier()
+        if is_primary:
+            barrier()
+
+    def warnings(self) -> list[str]:
+        """See `Pipeline`."""
+        return [
+            f"{_label(name)}: {warning}"
+            for name, images in self.images.items()
+            for warning in getattr(images, "warnings", ())
+        ]
 
     def fingerprint(self) -> str:
         """Returns the sha256 of everything that determines the training batches.
 
         Resuming with another fingerprint would change the data. It does not depend on the number of processes.
         """
-        facts = [_FINGERPRINT, _digest(self.images["train"]), self.global_batch_size, self.seed, self.flip]
+        facts = [_FINGERPRINT, self._digests["train"], self.global_batch_size, self.seed, self.flip]
         return compute_digest(facts)
 
     def training_row(self, sequence: int, source: int, index: int) -> Batch:
@@ -328,7 +370,7 @@ class ImagePipeline(Pipeline):
         """Returns the rows of the startup table: the contents of the training set and of each validation set."""
         report = []
         for name, images in self.images.items():
-            report.append(ImageReport(name, self.sources[name], images))
+            report.append(ImageReport(name, self.sources[name], images, self._digests[name]))
         return report
 
 
@@ -337,7 +379,23 @@ def _label(name: str) -> str:
     return "data.source" if name == "train" else f"data.validation.{name}"
 
 
-def _digest(images: np.ndarray) -> str:
+def _build_source(name: str, config: Config, image_size: int | None) -> ImageSource:
+    """Builds a source, with the size that its images are resized to if it takes one."""
+    if config.takes("image_size"):
+        with prefix_errors(_label(name)):
+            return config.instantiate(image_size=image_size)
+    if image_size is not None:
+        raise ValueError(
+            f"data.image_size = {image_size}: a {get_target(config).__name__} has images of its own size; expected "
+            "--data=FOLDER, or data.source=ImageFiles"
+        )
+    return config.instantiate()
+
+
+def _digest(images: Images) -> str:
+    if not isinstance(images, np.ndarray):
+        # Decoded files have their hash.
+        return images.sha256  # pyright: ignore[reportAttributeAccessIssue]
     # Include the shape: the same bytes may be images of another size.
     content = repr(images.shape).encode() + images.tobytes()
     return hashlib.sha256(content).hexdigest()

@@ -10,6 +10,7 @@ many parameters as the next width.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -69,26 +70,38 @@ class SizeFamily:
     Attributes:
         config: config of the known size.
         widest: the largest width, as a multiple of the known one.
+        tolerance: largest relative change of a width by rounding it to a convenient multiple; more takes a smaller
+            multiple.
     """
 
     config: Config
     widest: int = _WIDEST
+    tolerance: float = math.inf
     title: ClassVar[str] = "largest model that fits"
     columns: ClassVar[tuple[str, ...]] = ("parameters", "layers", "heads")
 
     @staticmethod
-    def derive(config: Config) -> SizeFamily:
-        """Return the family of a config. Raises ConfigError if its layers are not Blocks with the same head count."""
+    def derive(config: Config, purpose: str = "--largest", tolerance: float = math.inf) -> SizeFamily:
+        """Return the family of a config.
+
+        Args:
+            config: config of the known size.
+            purpose: what needs the family, for errors.
+            tolerance: largest relative change of a width by rounding.
+
+        Raises:
+            ConfigError: its layers are not Blocks with the same number of heads.
+        """
         model = config.model
         has_stack = model.takes("stack") and model.takes("dim")
         pattern: Sequence[Any] = model.stack.pattern if has_stack else []
         if not pattern or not all(_is_block(layer) for layer in pattern):
-            raise ConfigError("--largest requires a language model whose layers are Blocks with attention and an MLP")
-        family = SizeFamily(config)
+            raise ConfigError(f"{purpose} requires a language model whose layers are Blocks with attention and an MLP")
+        family = SizeFamily(config, tolerance=tolerance)
         heads = {attention.num_heads for attention in family._attentions}
         if len(heads) > 1:
             raise ConfigError(
-                f"--largest: the pattern's layers have {sorted(heads)} heads; expected the same number in each"
+                f"{purpose}: the pattern's layers have {sorted(heads)} heads; expected the same number in each"
             )
         return family
 
@@ -165,19 +178,20 @@ class SizeFamily:
         if size.heads != known_heads:
             for _, part in model.walk():
                 if isinstance(part, Config):
-                    _scale_layer(part, size.heads, known_heads)
+                    _scale_layer(part, size.heads, known_heads, self.tolerance)
             channels, remainder = divmod(model.dim, known_heads)
             # Without a head dimension of their own, heads share the width.
-            model.dim = _scale(model.dim, _DIM, size.heads / known_heads) if remainder else channels * size.heads
+            ratio = size.heads / known_heads
+            model.dim = _scale(model.dim, _DIM, ratio, self.tolerance) if remainder else channels * size.heads
         model.stack.num_layers = size.layers
         return scaled
 
 
-def _scale_layer(layer: Config, heads: int, known_heads: int) -> None:
+def _scale_layer(layer: Config, heads: int, known_heads: int, tolerance: float) -> None:
     """Change the heads of attention, and the width of an MLP or of experts, by heads / known_heads."""
     ratio = heads / known_heads
     if layer.takes("hidden"):
-        layer.hidden = _scale(layer.hidden, _HIDDEN, ratio)
+        layer.hidden = _scale(layer.hidden, _HIDDEN, ratio, tolerance)
     # Projections have a field of this name too, which attention sets.
     if not layer.takes("num_heads") or layer.num_heads is None:
         return
@@ -189,10 +203,18 @@ def _scale_layer(layer: Config, heads: int, known_heads: int) -> None:
     layer.num_heads = max(round(scaled_heads / step), 1) * step
 
 
-def _scale(width: int, step: int, ratio: float) -> int:
-    """Return the width times `ratio`, rounded to a multiple of `step`, or of the largest power of two in the width."""
+def _scale(width: int, step: int, ratio: float, tolerance: float) -> int:
+    """Return the width times `ratio`, rounded to a multiple of `step`, or of the largest power of two in the width.
+
+    Where that would change it by more than the relative `tolerance`, it is rounded to a multiple of a smaller power.
+    """
     step = min(step, width & -width)
-    return max(round(width * ratio / step), 1) * step
+    exact = width * ratio
+    while True:
+        rounded = max(round(exact / step), 1) * step
+        if step == 1 or abs(rounded / exact - 1) <= tolerance:
+            return rounded
+        step //= 2
 
 
 def _count_shared_heads(attention: Config) -> int | None:

@@ -38,6 +38,8 @@ _UNCHANGED = (muon, optax.contrib.muon)
 _RATE_FIELDS = ("value", "init_value", "peak_value", "end_value")
 # All widths have to grow alike, to this relative difference: published families round the width of their MLPs.
 _TOLERANCE = 0.1
+# A new width of an MLP is a multiple of a large power of two, if that changes it by at most this.
+_ROUNDING = 0.02
 
 
 def apply_mup(config: Config, base: Config) -> Config:
@@ -78,10 +80,19 @@ def widen(config: Config, heads: int, *, mup: bool = True) -> Config:
         mup: parametrize the model by muP relative to `config`, see `apply_mup`. Otherwise only the sizes change.
 
     Raises:
-        ConfigError: the layers are not Blocks with the same number of heads, or as in `apply_mup`.
+        ConfigError: the layers are not Blocks with the same number of heads, heads that share keys and values do not
+            divide this number, or as in `apply_mup`.
     """
-    family = SizeFamily.derive(config)
+    if heads < 1:
+        raise ConfigError(f"heads={heads}: expected at least 1")
+    family = SizeFamily.derive(config, "a change of width", _ROUNDING)
     scaled = family.scale_config(Size(heads, family.known.layers))
+    nearest = SizeFamily(scaled).known.heads
+    if nearest != heads:
+        raise ConfigError(
+            f"heads={heads}: the heads that share keys and values do not divide this number; the nearest that works "
+            f"is {nearest}"
+        )
     return apply_mup(scaled, config) if mup else scaled
 
 

@@ -1,0 +1,204 @@
+"""GRPO in one line: --config=grpo:DIR, --data with prompts, --reward; reward functions of TRL's form; user errors."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from plimsoll import configs
+from plimsoll.configs.data_flag import with_data
+from plimsoll.framework.batch_transforms.reward_function import RewardFunction
+from plimsoll.launch import train
+from tests.support import pretrained, small
+from tests.support.runs import rows
+
+REWARDS = '''
+import re
+
+def share(completions, letter, **kwargs):
+    """TRL's form: columns as lists by keyword; a conversation's completion is a list of messages."""
+    texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+    return [text.count(one) / max(len(text), 1) for text, one in zip(texts, letter)]
+
+def named(prompts, answers, letter):
+    assert all(isinstance(prompt, str) for prompt in prompts)
+    return [float(one in answer) for answer, one in zip(answers, letter)]
+
+def plain(a, b, c):
+    assert [row["prompt"] for row in c] == a
+    return [len(answer) for answer in b]
+
+def everything(prompts, completions, **kwargs):
+    assert sorted(kwargs) == ["letter", "n"], sorted(kwargs)
+    return kwargs["n"]
+
+def chats(prompts, completions, **kwargs):
+    assert prompts[0][-1]["role"] == "user"
+    assert [one["role"] for one in completions[0]] == ["assistant"]
+    return [len(one[0]["content"]) for one in completions]
+
+def fails(completions, n, **kwargs):
+    return [1 / (number - 2) for number in n]
+
+def fails_together(completions, **kwargs):
+    assert len(completions) < 2
+    return [0.0]
+
+def nothing(completions, **kwargs):
+    pass
+
+def short(completions, **kwargs):
+    return [1.0]
+
+def nan(completions, **kwargs):
+    return [float("nan")] * len(completions)
+
+def some_none(completions, **kwargs):
+    return [1.0, None]
+
+def scalar(completions, **kwargs):
+    return 1.0
+
+def needs(completions, ground_truth):
+    return [0.0] * len(completions)
+'''
+ROWS = [{"prompt": "a", "letter": "x", "n": 1}, {"prompt": "b", "letter": "y", "n": 2}]
+CHATS = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
+
+
+@pytest.fixture
+def rewards(tmp_path: Path) -> Path:
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    return tmp_path / "my_rewards.py"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "expected"),
+    [
+        ("share", ROWS, [1.0, 0.5]),
+        ("share", CHATS, [1.0, 0.5]),
+        ("named", ROWS, [1.0, 1.0]),
+        ("plain", ROWS, [1, 2]),
+        ("everything", ROWS, [1, 2]),
+        ("chats", CHATS, [1, 2]),
+    ],
+)
+def test_a_reward_function_gets_the_arguments_that_it_names(name: str, data: list, expected: list, rewards: Path):
+    assert RewardFunction(f"{rewards}:{name}")(["a", "b"], ["x", "zy"], data) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fails", r"line \d+: ZeroDivisionError: .* \(file.jsonl, line 2, for the answer 'zy' to 'b'\)"),
+        ("fails_together", r"line \d+: AssertionError: .*\Z"),
+        ("nothing", r"expected a list of 2 numbers, given None; does it end with a return\?"),
+        ("short", r"expected 2 rewards, one for each answer, given 1"),
+        ("nan", r"expected finite numbers, given nan for the answer 'x' to 'a'"),
+        ("some_none", r"expected finite numbers, given None for the answer 'zy' to 'b'"),
+        ("scalar", r"expected a list of 2 numbers, given 1.0"),
+        ("needs", r"the function needs ground_truth, but the rows have only letter, n"),
+    ],
+)
+def test_a_wrong_reward_is_one_line_with_its_row(name: str, message: str, rewards: Path):
+    locations = ["file.jsonl, line 1", "file.jsonl, line 2"]
+    with pytest.raises(ValueError, match=message) as raised:
+        RewardFunction(f"{rewards}:{name}")(["a", "b"], ["x", "zy"], ROWS, locations)
+    assert "\n" not in str(raised.value)
+    assert str(raised.value).startswith(f"batch_transform.reward = {rewards}:{name}: ")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A language model directory with a small Llama and a tokenizer with a chat template."""
+    from plimsoll.framework import families
+    from plimsoll.framework.weights.export import export_model
+
+    folder = tmp_path_factory.mktemp("base") / "model"
+    config = small.llama(vocab_size=400)
+    program = small.program(small.experiment(config))
+    facts, family = families.export_config(config)
+    facts |= {"max_position_embeddings": 128}
+    export_model(folder, program.experiment.language_model, program.init().parameter, family, facts)
+    return pretrained.write(folder, "llama3")
+
+
+def write_prompts(path: Path, count: int, chats: bool = False) -> Path:
+    lines = []
+    for number in range(count):
+        prompt = f"{number}:"
+        content = {"messages": [{"role": "user", "content": prompt}]} if chats else {"prompt": prompt}
+        lines.append(json.dumps({**content, "letter": "e", "n": number}) + "\n")
+    path.write_text("".join(lines))
+    return path
+
+
+SMALL = [
+    "--config.data.seq_len=32",
+    "--config.data.answer_tokens=8",
+    "--config.trainer.max_epochs=null",
+    "--config.trainer.log_every=1",
+]
+
+
+def test_the_reward_rises_in_a_short_run(base: Path, rewards: Path, tmp_path: Path, capsys):
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 60)
+    argv = [f"--config=grpo:{base}", f"--data={prompts}", f"--reward={rewards}:share", f"--workdir={tmp_path}/run"]
+    rate = "--config.learner.optimizer.learning_rate.peak_value=0.02"
+    assert train.main([*argv, *SMALL, rate, "--config.trainer.max_steps=30"]) == 0
+    found = [row["train/head/reward"] for row in rows(tmp_path / "run") if "train/head/reward" in row]
+    assert sum(found[-5:]) / 5 > 3 * sum(found[:3]) / 3
+    out = capsys.readouterr().out
+    assert "prompts from" in out
+    # A stored config names no code.
+    again = [f"--config={tmp_path}/run/config.json", f"--workdir={tmp_path}/again", "--config.trainer.max_steps=1"]
+    assert train.main(again) == 2
+    assert "batch_transform.reward is None; expected the function" in capsys.readouterr().err
+
+
+def test_adapters_and_few_conversations_shrink_the_batch(base: Path, rewards: Path, tmp_path: Path, capsys):
+    prompts = write_prompts(tmp_path / "chats.jsonl", 3, chats=True)
+    argv = [f"--config=lora-grpo:{base}", f"--data={prompts}", f"--reward={rewards}:chats", f"--workdir={tmp_path}/run"]
+    more = ["--config.data.seq_len=64", "--config.trainer.max_steps=1", "--config.mesh.fsdp=1", "--config.mesh.data=-1"]
+    assert train.main([*argv, *SMALL, *more]) == 0
+    out = capsys.readouterr().out
+    # One of the three is held out; eight answers to each of the others.
+    assert "2 prompts from" in out
+    assert "data.global_batch_size 64 -> 16" in out
+    config = configs.load(f"lora-grpo:{base}")
+    assert config.model.lora.dropout == 0
+
+
+def test_one_prompt_is_enough(base: Path, tmp_path: Path):
+    prompts = write_prompts(tmp_path / "one.jsonl", 1)
+    config, (line,) = with_data(configs.load(f"grpo:{base}"), str(prompts), [])
+    assert line.endswith("1 prompts from " + str(prompts) + ", too few to hold some out")
+    assert config.data.validation == {}
+    assert len(list(config.data.source.instantiate().rows())) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "message"),
+    [
+        ('{"prompt": "a"}', [], "batch_transform.reward is None"),
+        ('{"text": "a"}', ["--reward={r}:share"], 'line 1 (byte 0): expected a row with a field "prompt"'),
+        ('{"messages": "a"}', ["--reward={r}:share"], 'field "messages": expected a list of messages, given str'),
+        ("no JSON", ["--reward={r}:share"], "not JSON"),
+        ('{"prompt": "a"}', ["--reward={r}:shares"], "expected a function of my_rewards.py: share"),
+        ('{"prompt": "a"}', ["--reward=gone.py:share"], "gone.py does not exist"),
+        ('{"prompt": "a"}', ["--reward={r}:share", "--data_weights=1"], "prompts have no weights"),
+    ],
+)
+def test_user_errors_are_one_line(content: str, flags: list[str], message: str, base, rewards, tmp_path: Path, capsys):
+    (tmp_path / "p.jsonl").write_text(content + "\n")
+    argv = [f"--config=grpo:{base}", f"--data={tmp_path}/p.jsonl", f"--workdir={tmp_path}/run"]
+    assert train.main([*argv, *(flag.replace("{r}", str(rewards)) for flag in flags)]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert "\n" not in error
+
+
+def test_prompts_of_several_files_are_all_read(base: Path, tmp_path: Path):
+    files = [str(write_prompts(tmp_path / f"{name}.jsonl", 5)) for name in "ab"]
+    config, _ = with_data(configs.load(f"grpo:{base}"), files, [])
+    assert len(list(config.data.source.instantiate().rows())) == 10
