@@ -14,9 +14,11 @@ import re
 import sys
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 from plimsoll.extras.autotune.settings import TunedSettings
+from plimsoll.extras.other_frameworks.foreign_run import ForeignRun
 from plimsoll.framework.plan import plan_report
 from plimsoll.framework.plan.plan_report import BatchReport, HostReport, PlanReport
 from plimsoll.framework.plan.throughput_curve import ThroughputCurve
@@ -47,12 +49,19 @@ def build_schema() -> dict[str, Any]:
         host["required"].append(name)
     curve: dict[str, Any] = {"anyOf": [{"$ref": "#/$defs/ThroughputCurve"}, {"type": "null"}]}
     curve["description"] = "Rates at larger batches; null if the rates of the device are unknown."
+    foreign = _describe_record(ForeignRun, definitions)
+    foreign["properties"] |= {
+        "files": {"type": "array", "items": {"type": "string"}, "description": "The files that were read."},
+        "command": {"type": "string", "description": "Our command that comes nearest."},
+    }
+    foreign["required"] += ["files", "command"]
     version = {"const": plan_report.SCHEMA_VERSION, "description": "Version of this schema."}
     report["properties"] = {
         "schema_version": version,
         **report["properties"],
         "auto": {"$ref": "#/$defs/TunedSettings", "description": "With --auto: the chosen settings."},
         "throughput_curve": curve,
+        "from": {"$ref": "#/$defs/ForeignRun", "description": "With --from: the run of the other framework."},
     }
     report["required"].insert(0, "schema_version")
     definitions["Frontier"] = _describe_frontier(version, curve, definitions)
@@ -168,7 +177,7 @@ def _describe_type(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         return {"anyOf": schemas}
     if origin is typing.Literal:
         return {"enum": list(arguments)}
-    if origin is dict:
+    if origin in (dict, Mapping):
         return {"type": "object", "additionalProperties": _describe_type(arguments[1], definitions)}
     if origin in (list, tuple):
         return {"type": "array", "items": _describe_type(arguments[0], definitions)}

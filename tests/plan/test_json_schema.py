@@ -26,6 +26,14 @@ def step():
     square = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     return (lambda x: x @ x), (square,)
 """
+JOB = """
+[model]
+name = "llama3"
+flavor = "debugmodel"
+[training]
+local_batch_size = 1
+seq_len = 64
+"""
 # {mode: (flags, exit code)}
 MODES: dict[str, tuple[list[str], int]] = {
     "estimate": ([*ESTIMATE, "--target=4090"], ExitCode.DONE),
@@ -38,6 +46,7 @@ MODES: dict[str, tuple[list[str], int]] = {
     "compare": ([*ESTIMATE, "--target=4090", "--compare=memory.remat=none,full"], ExitCode.DONE),
     "auto": ([*ESTIMATE, "--target=4090", "--auto", "--config.data.global_batch_size=1"], ExitCode.DONE),
     "function": (["--function=step.py:step", "--target=cpu:1"], ExitCode.DONE),
+    "from": (["--from", "job.toml", "--target=4090"], ExitCode.DONE),
     "functions": (["--function=step.py:step", "--target=cpu:1,cpu:2"], ExitCode.DONE),
 }
 
@@ -48,10 +57,11 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_text(tmp_path / "text")
     Path("step.py").write_text(FUNCTION)
+    Path("job.toml").write_text(JOB)
 
 
 # Keys that only these modes fill; the frontiers of test_largest.py are checked there.
-FILLED = {"smaller batch": "smaller_batch", "would fit": "suggestions", "auto": "auto"}
+FILLED = {"smaller batch": "smaller_batch", "would fit": "suggestions", "auto": "auto", "from": "from"}
 
 
 def check(content: Any) -> None:
