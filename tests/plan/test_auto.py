@@ -39,6 +39,7 @@ from plimsoll.framework.layers.linear import Linear
 from plimsoll.framework.layers.low_precision import RECIPES
 from plimsoll.framework.objectives.kto import KTO
 from plimsoll.framework.plan import targets
+from plimsoll.framework.plan.device_trace import TraceCache
 from plimsoll.framework.plan.estimate import estimate
 from plimsoll.framework.plan.step_time.estimated_time import estimate_time
 from plimsoll.framework.plan.suggest import estimate_for_target
@@ -66,9 +67,9 @@ def small_llama(layers: int = 4) -> Config:
 
 
 @cache
-def traces(config_text: str, target: str) -> dict[Any, Any]:
-    """Return a dict of traces shared by all searches of a config on a target; tracing takes most of a search's time."""
-    return {}
+def traces(config_text: str, target: str) -> TraceCache:
+    """Return traces shared by all searches of a config on a target; tracing takes most of a search's time."""
+    return TraceCache()
 
 
 def tuner(config: Config, target: str, device_mib: int, host_bytes: int = 2**40, **options: Any) -> Tuner:
