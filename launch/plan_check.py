@@ -23,7 +23,14 @@ from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.framework.terminal.phases import phase
 from plimsoll.framework.terminal.tables import TableSection, human_bytes, human_duration
 from plimsoll.launch import cli
-from plimsoll.launch.plan_common import TablePrinter, make_report, resolve_target, start_cpus
+from plimsoll.launch.plan_common import (
+    TablePrinter,
+    get_largest_stage,
+    make_report,
+    resolve_target,
+    split_stages,
+    start_cpus,
+)
 
 # The first line of the comment, by which the GitHub Action finds its own comment to update it.
 MARKER = "<!-- plimsoll plan --check -->"
@@ -213,7 +220,8 @@ def _plan_runs(runs: Sequence[CheckedRun], fresh: bool, build_parser: Callable[[
     for run in runs:
         try:
             command = build_parser().parse([*run.list_flags(), *(["--fresh"] if fresh else [])])
-            commands.append((run, command, resolve_target(command.args, run.target)))
+            target = resolve_target(command.args, run.target)
+            commands.append((run, get_largest_stage(split_stages(command, target.name)), target))
         except (ValueError, OSError) as error:
             results.append(CheckResult(run.name, run.must_fit, str(error)))
     start_cpus(target for _, _, target in commands)
