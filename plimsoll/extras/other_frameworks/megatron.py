@@ -82,8 +82,7 @@ def read_nemo(values: Mapping[str, Any]) -> dict[str, Any]:
                 for key, value in part.items()
                 if not isinstance(value, (dict, list))
             }
-    model = values.get("model") or {}
-    trainer = values.get("trainer") or {}
+    model, trainer = (part if isinstance(part, dict) else {} for part in (values.get("model"), values.get("trainer")))
     if isinstance(trainer.get("devices"), int):
         arguments["nproc_per_node"] = trainer["devices"]
     if isinstance(trainer.get("num_nodes"), int):
@@ -91,7 +90,7 @@ def read_nemo(values: Mapping[str, Any]) -> dict[str, Any]:
     precision = str(trainer.get("precision", ""))
     if "bf16" in precision:
         arguments["bf16"] = True
-    optimizer = model.get("optim", {}).get("name", "") if isinstance(model, dict) else ""
+    optimizer = (model.get("optim") or {}).get("name", "")
     if optimizer in ("distributed_fused_adam", "mcore_distributed_optim"):
         arguments["use_distributed_optimizer"] = True
     activation = str(arguments.pop("activation", ""))
