@@ -208,6 +208,7 @@ def test_maxtext_yaml_with_a_base(tmp_path: Path):
         ("flavor.toml", '[model]\nname = "llama3"\nflavor = "9B"\n[training]\n', "known: llama3 1B"),
         ("nan.toml", '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nseq_len = nan\n', "expected a number"),
         ("infinite.yaml", "model_name_or_path: gpt2\nper_device_train_batch_size: .inf\n", "expected a number"),
+        ("length.yaml", "model_name_or_path: gpt2\nmax_length: long\n", "max_length = 'long'; expected a number"),
         ("flag.json", '{"zero_optimization": {"stage": 2}, "bf16": true}', "expected a section of settings"),
         ("word.json", '{"zero_optimization": {"stage": 2, "offload_param": "cpu"}}', "expected a section of settings"),
         ("bucket.json", '{"zero_optimization": {"stage": 2, "reduce_bucket_size": "big"}}', "expected a number"),

@@ -164,8 +164,6 @@ def read(values: Mapping[str, Any], source: str, devices: int | None) -> Foreign
     )
     if accumulate < stages and stages > 1:
         settings.note(f"{accumulate} microbatches do not fill a pipeline of {stages} stages")
-    overrides: dict[str, str] = {}
-    offloaded = _read_offloading(settings)
     return ForeignRun(
         framework=NAME,
         model=model,
@@ -177,11 +175,10 @@ def read(values: Mapping[str, Any], source: str, devices: int | None) -> Foreign
         precision=precision,
         optimizer=_read_optimizer(settings),
         stored=stored,
-        offloaded=offloaded,
+        offloaded=_read_offloading(settings),
         # Logits in 16 bits, the softmax in float32, and its gradient in 16 bits; the fused loss works in place.
         logit_bytes=6 if settings.flag("cross_entropy_loss_fusion") else 8,
         low_precision=_read_fp8(settings),
-        overrides=overrides,
         read=settings.read,
         skipped=settings.skipped,
         unknown=settings.unknown,
