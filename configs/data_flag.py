@@ -61,6 +61,8 @@ def with_data(
             raise ConfigError(f"--data_weights={weights}: prompts have no weights; all --data are read in turn")
         return config, _set_prompts(config, paths)
     if data_class is not None and data_class.__name__ == "ImagePipeline":
+        if weights is not None:
+            raise ConfigError(f"--data_weights={weights}: images have no weights; they come from one folder")
         return config, _set_images(config, paths, overridden, image_size)
     if data_class is not DataPipeline:
         raise ConfigError("--data works only with configs that train on text or images; set config.data.* instead")

@@ -324,7 +324,7 @@ def _list_stage_overrides(args: argparse.Namespace, named: Config) -> list[tuple
     overrides = []
     steps = set()
     for text in getattr(args, "data_at", None) or []:
-        match = re.fullmatch(r"(0|[1-9][0-9_]*):(\w+)=(.+)", text)
+        match = re.fullmatch(r"(0|[1-9][0-9]*(?:_[0-9]+)*):(\w+)=(.+)", text)
         if match is None or match[2] not in _STAGE_FIELDS:
             fields = ", ".join(_STAGE_FIELDS)
             raise UsageError(
@@ -333,7 +333,9 @@ def _list_stage_overrides(args: argparse.Namespace, named: Config) -> list[tuple
         if "data" not in named or not named.data.takes("stages"):
             raise UsageError(f"--data_at={text}: only data of text has stages (docs/data.md)")
         step = str(int(match[1]))
-        if step not in steps and step not in named.data.stages:
+        # --data replaces the stages of the config.
+        is_new = getattr(args, "data", None) is not None or step not in named.data.stages
+        if step not in steps and is_new:
             overrides.append((f"data.stages.{step}", "plimsoll.DataStage"))
         steps.add(step)
         overrides.append((f"data.stages.{step}.{match[2]}", match[3]))

@@ -34,7 +34,8 @@ from plimsoll.launch.plan_common import (
     TablePrinter,
     check_files,
     collect_garbage_rarely,
-    get_longest_stage,
+    describe_shape,
+    get_largest_stage,
     iter_comparisons,
     make_report,
     resolve_target,
@@ -189,12 +190,13 @@ def _run(argv: list[str]) -> int:
     jax.config.update("jax_enable_compilation_cache", False)
     for note in command.notes:
         print(note, file=sys.stderr)
-    stage_commands = split_stages(command)
+    # A search over several targets compares the stages by the rules of the first one.
+    stage_commands = split_stages(command, resolve_target(args, names[0] if names else "local").name)
     is_search = args.largest or args.longest or args.smallest or args.auto or args.compare or len(names) > 1
     if len(stage_commands) > 1 and is_search:
         # A search compares settings, and settings that fit the largest stage fit all.
-        command = get_longest_stage(stage_commands)
-        print(f"planning the stage with the longest sequences: {command.overrides[-2][1]} tokens", file=sys.stderr)
+        command = get_largest_stage(stage_commands)
+        print(f"planning the largest stage: {describe_shape(command)}", file=sys.stderr)
         stage_commands = [command]
     if args.largest or args.longest:
         return plan_largest(command, names)
@@ -250,8 +252,10 @@ def _plan_one_target(command: cli.Command, name: str, stage_commands: list[cli.C
     if has_stages:
         # A run needs all of its stages.
         fits = all(plan_report.fits for plan_report in reports)
-        largest = max(reports, key=lambda one: (not one.fits, one.device_peak_bytes))
-        print(f"largest stage: {largest.settings[-2]}, which {'fits' if largest.fits else 'does not fit'}")
+        pairs = zip(reports, commands, strict=True)
+        largest, stage_command = max(pairs, key=lambda pair: (not pair[0].fits, pair[0].device_peak_bytes))
+        verdict = "fits" if largest.fits else "does not fit"
+        print(f"largest stage: {describe_shape(stage_command)}, which {verdict}")
         return ExitCode.DONE if fits else ExitCode.TOO_BIG
     fits = any(plan_report.fits for plan_report in reports)
     return ExitCode.DONE if fits else ExitCode.TOO_BIG

@@ -23,7 +23,14 @@ from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.framework.terminal.phases import phase
 from plimsoll.framework.terminal.tables import TableSection, human_bytes, human_duration
 from plimsoll.launch import cli
-from plimsoll.launch.plan_common import TablePrinter, make_report, resolve_target, start_cpus
+from plimsoll.launch.plan_common import (
+    TablePrinter,
+    get_largest_stage,
+    make_report,
+    resolve_target,
+    split_stages,
+    start_cpus,
+)
 
 # The first line of the comment, by which the GitHub Action finds its own comment to update it.
 MARKER = "<!-- plimsoll plan --check -->"
@@ -139,13 +146,14 @@ def read_runs(path: Path) -> list[CheckedRun]:
     """
     try:
         content = tomllib.loads(path.read_text("utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise cli.UsageError(f"{path}: {error}") from None
+    # An UnicodeDecodeError is a ValueError, too.
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise cli.UsageError(f"{path}: not valid TOML: {error}") from None
     for name in content:
         if name != "run":
             raise cli.UsageError(f"{path}: unknown table {name!r}{did_you_mean(name, ['run'])}")
     entries = content.get("run", [])
-    if not isinstance(entries, list) or not entries:
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise cli.UsageError(f"{path}: expected at least one [[run]] with config and target")
     runs = []
     for index, entry in enumerate(entries):
@@ -212,7 +220,8 @@ def _plan_runs(runs: Sequence[CheckedRun], fresh: bool, build_parser: Callable[[
     for run in runs:
         try:
             command = build_parser().parse([*run.list_flags(), *(["--fresh"] if fresh else [])])
-            commands.append((run, command, resolve_target(command.args, run.target)))
+            target = resolve_target(command.args, run.target)
+            commands.append((run, get_largest_stage(split_stages(command, target.name)), target))
         except (ValueError, OSError) as error:
             results.append(CheckResult(run.name, run.must_fit, str(error)))
     start_cpus(target for _, _, target in commands)
@@ -250,8 +259,8 @@ def _list_rows(results: Sequence[CheckResult], base: Mapping[str, CheckResult] |
         cells = {
             "run": result.name,
             "batch": _format_batch(before, now),
-            "base": "-" if before is None else human_bytes(_count_bytes(before)),
-            "now": "-" if now is None else human_bytes(_count_bytes(now)),
+            "base": "-" if before is None else human_bytes(before.needed_bytes),
+            "now": "-" if now is None else human_bytes(now.needed_bytes),
             "change": _format_change(before, now),
             "limit": "-" if now is None or now.device_limit_bytes is None else human_bytes(now.device_limit_bytes),
             "step time": _format_time(before, now),
@@ -259,12 +268,6 @@ def _list_rows(results: Sequence[CheckResult], base: Mapping[str, CheckResult] |
         }
         rows.append([cells[name] for name in rows[0]])
     return rows
-
-
-def _count_bytes(report: PlanReport) -> int:
-    """Return the most bytes that a device needs in any phase of the run."""
-    peaks = [phase_report.device_peak_bytes for phase_report in report.phases.values()]
-    return max([report.device_allocated_bytes, *peaks])
 
 
 def _format_batch(before: PlanReport | None, now: PlanReport | None) -> str:
@@ -281,11 +284,11 @@ def _format_batch(before: PlanReport | None, now: PlanReport | None) -> str:
 def _format_change(before: PlanReport | None, now: PlanReport | None) -> str:
     if before is None or now is None:
         return "-"
-    difference = _count_bytes(now) - _count_bytes(before)
+    difference = now.needed_bytes - before.needed_bytes
     if not difference:
         return "none"
     sign = "+" if difference > 0 else "-"
-    share = abs(difference) / max(_count_bytes(before), 1)
+    share = abs(difference) / max(before.needed_bytes, 1)
     return f"{sign}{human_bytes(abs(difference))} ({sign}{share:.1%})"
 
 

@@ -54,14 +54,16 @@ def iter_comparisons(compare: Sequence[str]) -> Iterator[tuple[tuple[str, str], 
     return itertools.product(*values_by_path)
 
 
-def split_stages(command: cli.Command) -> list[cli.Command]:
+def split_stages(command: cli.Command, target_name: str) -> list[cli.Command]:
     """Return the command for each shape of a batch that the stages of the data have; without stages, itself.
 
-    The last two overrides are those of data.seq_len and data.global_batch_size.
+    Args:
+        command: the command line.
+        target_name: name of the target, whose rules may change the data.
     """
     from plimsoll.framework.program.stages import list_shapes
 
-    data = command.config.data
+    data = command.resolve(target_name)[0].data
     if not data.takes("stages") or not data.stages:
         return [command]
     commands = []
@@ -77,11 +79,22 @@ def split_stages(command: cli.Command) -> list[cli.Command]:
     return commands
 
 
-def get_longest_stage(stage_commands: Sequence[cli.Command]) -> cli.Command:
-    """Return the command of the stage with the longest sequences, and of these with the largest batch."""
+def get_largest_stage(stage_commands: Sequence[cli.Command]) -> cli.Command:
+    """Return the command of the stage with the most tokens per step, and of these with the longest sequences."""
     if len(stage_commands) == 1:
         return stage_commands[0]
-    return max(stage_commands, key=lambda one: (one.config.data.seq_len, one.config.data.global_batch_size))
+
+    def count(command: cli.Command) -> tuple[int, int]:
+        data = command.config.data
+        return data.seq_len * data.global_batch_size, data.seq_len
+
+    return max(stage_commands, key=count)
+
+
+def describe_shape(command: cli.Command) -> str:
+    """Return the shape of the batches of one stage as text."""
+    data = command.config.data
+    return f"{data.global_batch_size:,} sequences of {data.seq_len:,} tokens"
 
 
 def resolve_target(args: Any, name: str) -> Any:

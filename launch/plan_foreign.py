@@ -117,7 +117,7 @@ def _split(
         if takes_files and not token.startswith("--") and (not files or Path(token).is_file()):
             files.append(Path(token).expanduser())
             continue
-        takes_files = takes_files and token.startswith("--") is False
+        takes_files = takes_files and not token.startswith("--")
         theirs.append(token)
     if not files:
         raise cli.UsageError("--from needs a file: --from FILE [ARGS...]")
@@ -146,6 +146,9 @@ def read_for_target(paths: Sequence[Path], words: Sequence[str], name: str) -> t
         run = read_run(paths, words, None if is_open else machine.num_devices)
     except ForeignConfigError as error:
         raise cli.UsageError(str(error)) from None
+    except RecursionError:
+        # An alias of YAML may be a section that contains itself.
+        raise cli.UsageError(f"--from={paths[0]}: sections that are nested too deeply") from None
     if is_open and run.mesh.devices > 1:
         name = f"{name}x{run.mesh.devices}"
     return dataclasses.replace(run, machine=name), name
@@ -207,7 +210,7 @@ def plan_run(
     report = adjust_report(report, run, config, machine, last_stage=last_stage)
     if not run.offloaded:
         # The memory of hosts is that of our program: its compiler, its checkpoints.
-        device_fits = not report.message and (limit is None or _needed_bytes(report) <= limit)
+        device_fits = not report.message and (limit is None or report.needed_bytes <= limit)
         notes = [note for note in report.notes if not note.startswith("saves go through")]
         report = dataclasses.replace(report, host=None, fits=device_fits, notes=notes)
     # The flags are in the table of the run.
@@ -216,11 +219,6 @@ def plan_run(
         # It is a setting of JAX.
         report = dataclasses.replace(report, device_memory_fraction=None)
     return ForeignPlan(run, command, machine, report)
-
-
-def _needed_bytes(report: PlanReport) -> int:
-    """Return the bytes of the phase that needs the most."""
-    return max([report.device_allocated_bytes, *(phase.device_peak_bytes for phase in report.phases.values())])
 
 
 def _describe(plan: ForeignPlan, paths: Sequence[Path]) -> Any:

@@ -61,7 +61,8 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
     cli.prepare_jax()
     import argparse
 
-    from plimsoll.launch.plan_common import get_longest_stage, resolve_target, split_stages
+    from plimsoll.framework.program.stages import with_largest_stage
+    from plimsoll.launch.plan_common import resolve_target
 
     arguments = argparse.Namespace(host_memory_gib=job["host_memory_gib"])
     target = resolve_target(arguments, "local")
@@ -76,8 +77,7 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
     for label, overrides in job["overrides"].items():
         command = cli.Command(arguments, job["spec"], named, [tuple(pair) for pair in overrides])
         try:
-            command = get_longest_stage(split_stages(command))
-            config, _ = command.resolve(target.name)
+            config = with_largest_stage(command.resolve(target.name)[0])
             run_limit = target.get_config_limit_bytes(config) if limit is None else limit
             report = get_report(
                 job["spec"], config, target, run_limit, name="", estimate=True, phases=True, fresh=False, suggests=False

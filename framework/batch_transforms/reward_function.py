@@ -7,9 +7,9 @@ It has one of two forms, which the names of its parameters tell apart:
 
 In the first form, `prompts` are strings (for a list of messages, the text of the last one), `answers` the model's
 output up to the token that ends an answer, and `rows` the complete rows of the data. A function with a parameter
-`completions` has the second form, and so has one with `answers` but without `rows`: each column is a list, and if the
-prompt of a row is a list of messages, the prompt and its completion are passed as such lists. The function returns one
-finite number per answer. It runs in the training process.
+`completions` has the second form, and so has one with `answers` (the model's) but without `rows`: each column is a
+list, and if the prompt of a row is a list of messages, the prompt and its completion are passed as such lists. The
+function returns one finite number per answer. It runs in the training process.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 Rows = list[dict[str, Any]]
 Function = Callable[..., Sequence[float]]
-# Names of the second parameter of a function that takes columns by keyword.
-_ANSWER_NAMES = ("completions", "answers")
 
 
 class RewardFunction:
@@ -61,6 +59,8 @@ class RewardFunction:
         call = self._bind(function, rows)
         try:
             result = call(list(prompts), list(answers), list(rows))
+            # The code of a generator runs here.
+            result = list(result) if isinstance(result, Iterator) else result
         except Exception as error:
             # One line, because it ends the run; the chained exception has the traceback.
             reason = " ".join(str(error).split())
@@ -82,12 +82,14 @@ class RewardFunction:
         except (TypeError, ValueError):
             # Some callables of C code have no signature.
             return function
-        takes_columns = "completions" in parameters or ("answers" in parameters and "rows" not in parameters)
+        # With a parameter `completions`, `answers` is a column of the rows like any other.
+        answer_name = "completions" if "completions" in parameters else "answers"
+        takes_columns = answer_name in parameters and (answer_name == "completions" or "rows" not in parameters)
         if not takes_columns:
             return function
         takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         columns = list(dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "prompts")))
-        given = {"prompts", *_ANSWER_NAMES, *columns}
+        given = {"prompts", answer_name, *columns}
         missing = [
             name
             for name, one in parameters.items()
@@ -102,14 +104,13 @@ class RewardFunction:
             )
 
         def call(prompts: list[str], answers: list[str], rows: Rows) -> Any:
-            chats = [isinstance(row.get("prompt"), list) for row in rows]
-            messages = [[{"role": "assistant", "content": answer}] for answer in answers]
-            completions = [
-                pair[not is_chat] for is_chat, pair in zip(chats, zip(messages, answers, strict=True), strict=True)
-            ]
+            completions: list[str | list[dict[str, str]]] = []
+            for row, answer in zip(rows, answers, strict=True):
+                is_chat = isinstance(row.get("prompt"), list)
+                completions.append([{"role": "assistant", "content": answer}] if is_chat else answer)
             arguments: dict[str, Any] = {name: [row.get(name) for row in rows] for name in columns}
             arguments["prompts"] = [row.get("prompt", prompt) for row, prompt in zip(rows, prompts, strict=True)]
-            arguments |= {name: completions for name in _ANSWER_NAMES if name in parameters}
+            arguments[answer_name] = completions
             return function(**{name: value for name, value in arguments.items() if takes_all or name in parameters})
 
         return call
@@ -151,7 +152,7 @@ class RewardFunction:
         for number, value in enumerate(values):
             try:
                 reward = float(value)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 reward = math.nan
             if not math.isfinite(reward):
                 raise ValueError(

@@ -152,14 +152,18 @@ class GlobalOrder:
         """Returns the number of sequences drawn from each source up to here, with `num_sequences` of this order."""
         positions = list(self._starts)
         remaining = set(self._sources)
-        sequence = num_sequences
-        # The last sequence of a source has its count, and is at most about 1 / weight sequences back.
-        while remaining and sequence > 0:
+        num_remaining = sequence = num_sequences
+        # The last sequence of a source has its count, and is at most about 1 / weight sequences back. The other counts
+        # determine the last one, whose weight may be tiny.
+        while len(remaining) > 1 and sequence > 0:
             sequence -= 1
             source, drawn = self._draw(sequence)
             if source in remaining:
                 remaining.remove(source)
                 positions[source] += drawn + 1
+                num_remaining -= drawn + 1
+        if len(remaining) == 1:
+            positions[remaining.pop()] += num_remaining
         return positions
 
 

@@ -344,6 +344,11 @@ class PlanReport:
     suggestions: list[Suggestion] = field(default_factory=list)
     smaller_batch: Suggestion | None = None
 
+    @property
+    def needed_bytes(self) -> int:
+        """The bytes of device memory, per device, of the phase that needs the most."""
+        return max([self.device_allocated_bytes, *(phase.device_peak_bytes for phase in self.phases.values())])
+
     def to_json(self) -> dict[str, Any]:
         """Return the report as `plimsoll plan --json` writes it."""
         keys = _ESTIMATED_KEYS if self.estimated else _COMPILED_KEYS

@@ -73,6 +73,19 @@ def list_shapes(stages: Sequence[Stage]) -> list[Stage]:
     return list(by_shape.values())
 
 
+def find_largest(stages: Sequence[Stage]) -> Stage:
+    """Return the stage whose step probably needs the most memory: most tokens, and of these the longest sequences."""
+    return max(stages, key=lambda stage: (stage.tokens_per_step, stage.seq_len))
+
+
+def with_largest_stage(config: Config) -> Config:
+    """Return the config of a run for a plan of one step: with the data of the largest stage, if there are several."""
+    if "data" not in config or not config.data.takes("stages") or not config.data.stages:
+        return config
+    stages = list_shapes(config.data.instantiate().stages)
+    return config if len(stages) == 1 else with_stage(config, find_largest(stages))
+
+
 def with_stage_at(config: Config, step: int | None) -> Config:
     """Return the config of a run for the use of its model: with the data of the stage that it has reached.
 

@@ -51,7 +51,7 @@ from plimsoll.framework.program.jit_step import JitStep
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.program.run_length import rate_notes, set_length
 from plimsoll.framework.program.small_data import fit_batch_to_data
-from plimsoll.framework.program.stages import StageProgram, build_stage_programs, list_shapes, with_stage
+from plimsoll.framework.program.stages import StageProgram, build_stage_programs, with_largest_stage, with_stage
 from plimsoll.framework.run import held_out_answers, offload_self_test, resuming
 from plimsoll.framework.run.best_metric import check_metrics
 from plimsoll.framework.run.hooks import Hook, NonFiniteError, build_user_hooks
@@ -84,17 +84,15 @@ def train(request: RunRequest, workdir: Workdir, pulse: Pulse) -> int:
     tuning: TuneResult | None = None
     lines = [*rule_lines]
     if config.memory.auto:
-        stages = list_shapes(request.experiment.data.stages)
-        if len(stages) > 1:
-            # Settings that fit the longest sequences fit all stages.
-            longest = max(stages, key=lambda stage: (stage.seq_len, stage.batch_size))
+        # Settings that fit the largest stage fit the others; `_check_memory` compiles all of them.
+        largest = with_largest_stage(config)
+        tuning = request.tune_memory(request, largest, workdir.path)
+        if largest is config:
+            config = tuning.config
+        else:
             data = config.data
-            tuning = request.tune_memory(request, with_stage(config, longest), workdir.path)
             config = tuning.config.copy()
             config.data = data
-        else:
-            tuning = request.tune_memory(request, config, workdir.path)
-            config = tuning.config
         lines += tuning.lines
     experiment: Experiment = config.instantiate() if lines else request.experiment
     hooks = build_user_hooks(experiment.trainer.hooks)

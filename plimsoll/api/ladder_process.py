@@ -161,7 +161,8 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
     """Plan the rungs of a job; returns the fields of PlannedRungs, or {"error": a line}."""
     try:
         return _plan(job)
-    except ValueError as error:
+    # An OSError comes from the data, such as a missing file; its message has no line break.
+    except (ValueError, OSError) as error:
         return {"error": str(error)}
 
 

@@ -20,6 +20,7 @@ from plimsoll.framework.families import is_approximate
 from plimsoll.framework.plan import report_tables, targets
 from plimsoll.framework.plan.build_report import get_report
 from plimsoll.framework.plan.plan_report import PlanReport
+from plimsoll.framework.program.stages import with_largest_stage
 from plimsoll.framework.terminal.phase_views import show_phases_on_terminal
 from plimsoll.framework.terminal.tables import render
 
@@ -73,7 +74,8 @@ def plan(
     """Plan a run for a target by compiling its step with the target's compiler, like `plimsoll plan`.
 
     Args:
-        config: config from `load_config`, or a spec that `load_config` accepts.
+        config: config from `load_config`, or a spec that `load_config` accepts. Of several stages of its data, the one
+            with the most tokens per step is planned.
         target: v5e-16, v5p-1024 (cores), 2xv5e-256, h200x8, 4090, cpu:8, local ...
         estimate: use only the analytical estimate, which takes seconds but is less exact.
         device_memory_gib: memory of each device in GiB (2^30 bytes), instead of the target's own.
@@ -96,6 +98,7 @@ def plan(
     if host_memory_gib is not None:
         machine = replace(machine, host_bytes=int(host_memory_gib * 2**30))
     resolved, rule_lines = request.resolve(machine.name)
+    resolved = with_largest_stage(resolved)
     if device_memory_gib is None:
         limit = machine.get_config_limit_bytes(resolved)
     else:

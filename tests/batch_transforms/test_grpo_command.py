@@ -44,6 +44,17 @@ def fails_together(completions, **kwargs):
     assert len(completions) < 2
     return [0.0]
 
+def graded(completions, answers, **kwargs):
+    """With completions, answers is a column of the data: the solutions."""
+    return [float(one == answer) for one, answer in zip(completions, answers)]
+
+def generated(completions, n, **kwargs):
+    for number in n:
+        yield 1 / (number - 2)
+
+def huge(completions, **kwargs):
+    return [10**400] * len(completions)
+
 def nothing(completions, **kwargs):
     pass
 
@@ -81,6 +92,7 @@ def rewards(tmp_path: Path) -> Path:
         ("plain", ROWS, [1, 2]),
         ("everything", ROWS, [1, 2]),
         ("chats", CHATS, [1, 2]),
+        ("graded", [{**row, "answers": "x"} for row in ROWS], [1.0, 0.0]),
     ],
 )
 def test_a_reward_function_gets_the_arguments_that_it_names(name: str, data: list, expected: list, rewards: Path):
@@ -92,6 +104,8 @@ def test_a_reward_function_gets_the_arguments_that_it_names(name: str, data: lis
     [
         ("fails", r"line \d+: ZeroDivisionError: .* \(file.jsonl, line 2, for the answer 'zy' to 'b'\)"),
         ("fails_together", r"line \d+: AssertionError: .*\Z"),
+        ("generated", r"line \d+: ZeroDivisionError: .*\Z"),
+        ("huge", r"expected finite numbers, given 1000"),
         ("nothing", r"expected a list of 2 numbers, given None; does it end with a return\?"),
         ("short", r"expected 2 rewards, one for each answer, given 1"),
         ("nan", r"expected finite numbers, given nan for the answer 'x' to 'a'"),

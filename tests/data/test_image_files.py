@@ -185,6 +185,7 @@ def test_a_few_images_are_enough(count: int, tmp_path: Path):
         (["--config.data.image_size=16"], "DigitsSource has images of its own size"),
         (["--data={tmp}/images", "--reward=f.py:g"], "the config learns from no rewards"),
         (["--data={tmp}/images", "--data_at=5:seq_len=4"], "only data of text has stages"),
+        (["--data={tmp}/images", "--data_weights=2"], "--data_weights=2: images have no weights"),
     ],
 )
 def test_user_errors_are_one_line(flags: list[str], message: str, folder: Path, tmp_path: Path, capsys):

@@ -10,8 +10,17 @@ from plimsoll import configs
 from plimsoll.configs.data_flag import with_data
 from plimsoll.framework.data.mixed_data import name_paths, parse_weights
 from plimsoll.framework.data.sources import Mixture
-from plimsoll.launch import train
+from plimsoll.launch import cli, train
 
+STAGED = """
+from plimsoll import DataStage, config_for
+from plimsoll.configs import load
+
+def staged():
+    config = load("nanogpt-cpu")
+    config.data.stages = {"5": config_for(DataStage, seq_len=32)}
+    return config
+"""
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 
 
@@ -65,6 +74,17 @@ def test_names_are_different_and_no_reserved_ones(paths: list[str], names: list[
 def test_weights_are_numbers_of_any_scale():
     assert parse_weights("0.75,.25", 2) == [0.75, 0.25]
     assert parse_weights("3e2,0,1", 3) == [300.0, 0.0, 1.0]
+
+
+def test_data_replaces_the_stages_of_a_config(files: Path):
+    (files / "mine.py").write_text(STAGED)
+    parser = cli.Parser("train", None)
+    parser.add_data()
+    flags = [f"--config={files}/mine.py:staged", "--data_at=5:global_batch_size=4"]
+    stage = parser.parse(flags).config.data.stages["5"]
+    assert (stage.seq_len, stage.global_batch_size) == (32, 4)
+    stage = parser.parse([*flags, f"--data={files}/a.txt"]).config.data.stages["5"]
+    assert (stage.seq_len, stage.global_batch_size) == (None, 4)
 
 
 @pytest.mark.parametrize(

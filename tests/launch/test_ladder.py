@@ -129,6 +129,7 @@ def test_schedules_follow_the_length(text: Path):
             ["--heads=2,4", "--config.learner.optimizer=optax.sgd", "--config.learner.optimizer.learning_rate=0.1"],
             "sgd",
         ),
+        (["--heads=2,4", "--data_at=5:global_batch_size=8"], "the data of this config changes at a step"),
         (["--heads=2,4", "--holdout"], "--holdout needs at least 3 rungs"),
         (["--heads=2,4", "--target=h100"], "--target requires --dry_run"),
         (["--heads=2,4", "--extrapolate_to=-1"], "--extrapolate_to=-1: expected FLOPs > 0"),

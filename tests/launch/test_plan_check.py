@@ -101,6 +101,7 @@ def test_a_run_that_cannot_be_planned_does_not_hide_the_others(capsys: pytest.Ca
 MISTAKES = [
     ("[[runs]]\n", "unknown table 'runs'; did you mean 'run'?"),
     ("", "expected at least one [[run]]"),
+    ("run = [1]\n", "expected at least one [[run]]"),
     ("[[run]]\nconfig = 'x'\n", "run 1: target is required"),
     ("[[run]]\nconfig = 'x'\ntarget = 'a,b'\n", "run 1: target: expected one target, given 'a,b'"),
     ("[[run]]\nconfig = 'x'\ntagret = 'a'\n", "run 1: unknown field 'tagret'; did you mean 'target'?"),

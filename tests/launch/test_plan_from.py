@@ -110,6 +110,13 @@ def test_wrong_command_lines(job: Path, words: list[str], message: str, capsys: 
     assert len(error.strip().splitlines()) == 1
 
 
+def test_a_section_that_contains_itself(tmp_path: Path, capsys: pytest.CaptureFixture):
+    path = tmp_path / "job.yaml"
+    path.write_text("model: &model\n  num_layers: 2\n  hidden_size: 64\n  num_attention_heads: 2\n  inner: *model\n")
+    assert plan.main(["--from", str(path), "--target=h100"]) == ExitCode.USAGE
+    assert capsys.readouterr().err == f"error: --from={path}: sections that are nested too deeply\n"
+
+
 def test_a_wrong_file_is_reported_before_jax_starts(tmp_path: Path):
     path = tmp_path / "pod.yaml"
     path.write_text("kind: Pod\n")

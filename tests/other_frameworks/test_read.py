@@ -206,6 +206,19 @@ def test_maxtext_yaml_with_a_base(tmp_path: Path):
         ("model.yaml", "model_name_or_path: someone/unknown\nmax_length: 8\n", "shape of the model 'someone/unknown'"),
         ("batch.yaml", "model_name_or_path: gpt2\nper_device_train_batch_size: x\n", "expected a number"),
         ("flavor.toml", '[model]\nname = "llama3"\nflavor = "9B"\n[training]\n', "known: llama3 1B"),
+        ("nan.toml", '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nseq_len = nan\n', "expected a number"),
+        ("infinite.yaml", "model_name_or_path: gpt2\nper_device_train_batch_size: .inf\n", "expected a number"),
+        ("length.yaml", "model_name_or_path: gpt2\nmax_length: long\n", "max_length = 'long'; expected a number"),
+        ("flag.json", '{"zero_optimization": {"stage": 2}, "bf16": true}', "expected a section of settings"),
+        ("word.json", '{"zero_optimization": {"stage": 2, "offload_param": "cpu"}}', "expected a section of settings"),
+        ("bucket.json", '{"zero_optimization": {"stage": 2, "reduce_bucket_size": "big"}}', "expected a number"),
+        ("size.yaml", "distributed_type: FSDP\nparallelism_config: {parallelism_config_tp_size: x}\n", "a number"),
+        ("fsdp.yaml", "distributed_type: FSDP\nfsdp_config: file.json\n", "expected a section of settings"),
+        ("date.yaml", "model_name_or_path: gpt2\nwhen: 2020-13-45\n", "not valid YAML: month must be in 1..12"),
+        ("deep.json", '{"a":' * 100_000, "nested too deeply"),
+        ("object.yaml", "!!python/object/apply:os.system [exit]\n", "could not determine a constructor for the tag"),
+        ("again.sh", "#!/bin/bash\n. ./again.sh\n", "more than 20 scripts source each other"),
+        ("doubled.sh", "#!/bin/bash\nA='a word'\n" + 'A="$A $A"\n' * 40, "the value of A has more than 65,536"),
     ],
 )
 def test_wrong_files_give_one_line(tmp_path: Path, name: str, text: str, message: str):
@@ -223,6 +236,13 @@ def test_wrong_files_that_are_not_there(tmp_path: Path):
         read_run([tmp_path / "missing.yaml"])
     with pytest.raises(ForeignConfigError, match="a folder"):
         read_run([tmp_path])
+
+
+def test_sourced_files_that_are_not_text(tmp_path: Path):
+    (tmp_path / "binary.sh").write_bytes(b"A=\xff\n")
+    (tmp_path / "run.sh").write_text("#!/bin/bash\n. ./binary.sh\n")
+    with pytest.raises(ForeignConfigError, match=r"binary\.sh cannot be read as text"):
+        read_run([tmp_path / "run.sh"])
 
 
 def test_variables_without_values_are_named(folder: Path):
@@ -263,6 +283,8 @@ case "$A" in
   *) WHICH=other ;;
 esac
 if [ -z "$UNSET" ]; then F=empty; fi
+grep -q yes <<< "yes"
+G=$((1 << 3))
 cat > file.json << EOF
 {"not": "read"}
 EOF

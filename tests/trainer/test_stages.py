@@ -11,8 +11,9 @@ import pytest
 from plimsoll.configs import load
 from plimsoll.framework.checkpoint.checkpointer import Checkpointer
 from plimsoll.framework.program.program import Program
-from plimsoll.framework.program.stages import build_stage_programs
+from plimsoll.framework.program.stages import build_stage_programs, with_largest_stage
 from plimsoll.launch import plan
+from plimsoll.launch.cli import Parser
 from tests.support.runs import CONFIG, losses, output, pair, rows, start, train
 from tests.support.tiny import tiny
 
@@ -186,7 +187,19 @@ def test_a_plan_covers_every_stage(flags: list[str], tmp_path: Path, capsys):
     out = capsys.readouterr().out
     assert "data.seq_len=16 data.global_batch_size=16" in out
     assert "data.seq_len=32 data.global_batch_size=8" in out
-    assert "largest stage: data.seq_len=" in out
+    assert "sequences of" in out.partition("largest stage: ")[2]
     reports = json.loads((tmp_path / "plan.json").read_text())
     assert [report["in_effect"]["data.seq_len"] for report in reports] == [16, 32]
     assert plan.main([*argv, "--device_memory_gib=0.0001", "--verdict_only"]) == 4
+    # The longest sequences do not need the most if their batch is small.
+    largest = [*argv, "--data_at=8:global_batch_size=64", "--data_at=9:seq_len=64", "--data_at=9:global_batch_size=1"]
+    capsys.readouterr()
+    assert plan.main([*largest, "--compare=memory.remat=none,full"]) == 0
+    assert "planning the largest stage: 64 sequences of 32 tokens\n" in capsys.readouterr().err
+    command = Parser("train", None)
+    command.add_data()
+    config = command.parse(
+        [word for word in largest if not word.startswith(("--target", "--estimate", "--json"))]
+    ).config
+    data = with_largest_stage(config).data
+    assert (data.seq_len, data.global_batch_size) == (32, 64)

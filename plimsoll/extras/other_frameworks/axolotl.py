@@ -182,8 +182,8 @@ def _read_sharding(settings: Settings, sharding: Sharding) -> Sharding:
     """Return how the state is divided: by FSDP, by DeepSpeed, or not."""
     words = settings.raw("fsdp", []) or []
     words = " ".join(map(str, words)) if isinstance(words, list) else str(words)
-    section = settings.raw("fsdp_config") or {}
-    version = settings.text("fsdp_version", str(section.get("fsdp_version", "1")) if isinstance(section, dict) else "1")
+    section = settings.section("fsdp_config")
+    version = settings.text("fsdp_version", str(section.get("fsdp_version", "1")))
     path = settings.text("deepspeed")
     if words or section:
         sharding = read_fsdp({**section, "fsdp_version": version}, settings.source, words)

@@ -164,9 +164,7 @@ def read(values: Mapping[str, Any], source: str, devices: int | None, sharding: 
     rows = settings.positive("per_device_train_batch_size", sharding.micro_rows or 8)
     accumulate = settings.positive("gradient_accumulation_steps", sharding.accumulate or 1)
     objective = _read_objective(settings)
-    length = settings.raw("max_length")
-    if length is None:
-        length = 1024
+    if "max_length" not in settings:
         settings.note("the file states no row length: counted as 1024 tokens, the default of TRL")
     if not settings.flag("packing"):
         settings.note("rows are padded to the longest of their batch; the plan is for rows of the maximum length")
@@ -198,7 +196,7 @@ def read(values: Mapping[str, Any], source: str, devices: int | None, sharding: 
         framework=NAME,
         model=model,
         mesh=divided.mesh,
-        seq_len=int(length),
+        seq_len=settings.positive("max_length", 1024),
         rows=rows,
         accumulate=accumulate,
         method=method,

@@ -82,8 +82,7 @@ def read_nemo(values: Mapping[str, Any]) -> dict[str, Any]:
                 for key, value in part.items()
                 if not isinstance(value, (dict, list))
             }
-    model = values.get("model") or {}
-    trainer = values.get("trainer") or {}
+    model, trainer = (part if isinstance(part, dict) else {} for part in (values.get("model"), values.get("trainer")))
     if isinstance(trainer.get("devices"), int):
         arguments["nproc_per_node"] = trainer["devices"]
     if isinstance(trainer.get("num_nodes"), int):
@@ -91,7 +90,7 @@ def read_nemo(values: Mapping[str, Any]) -> dict[str, Any]:
     precision = str(trainer.get("precision", ""))
     if "bf16" in precision:
         arguments["bf16"] = True
-    optimizer = model.get("optim", {}).get("name", "") if isinstance(model, dict) else ""
+    optimizer = (model.get("optim") or {}).get("name", "")
     if optimizer in ("distributed_fused_adam", "mcore_distributed_optim"):
         arguments["use_distributed_optimizer"] = True
     activation = str(arguments.pop("activation", ""))
@@ -165,8 +164,6 @@ def read(values: Mapping[str, Any], source: str, devices: int | None) -> Foreign
     )
     if accumulate < stages and stages > 1:
         settings.note(f"{accumulate} microbatches do not fill a pipeline of {stages} stages")
-    overrides: dict[str, str] = {}
-    offloaded = _read_offloading(settings)
     return ForeignRun(
         framework=NAME,
         model=model,
@@ -178,11 +175,10 @@ def read(values: Mapping[str, Any], source: str, devices: int | None) -> Foreign
         precision=precision,
         optimizer=_read_optimizer(settings),
         stored=stored,
-        offloaded=offloaded,
+        offloaded=_read_offloading(settings),
         # Logits in 16 bits, the softmax in float32, and its gradient in 16 bits; the fused loss works in place.
         logit_bytes=6 if settings.flag("cross_entropy_loss_fusion") else 8,
         low_precision=_read_fp8(settings),
-        overrides=overrides,
         read=settings.read,
         skipped=settings.skipped,
         unknown=settings.unknown,

@@ -106,7 +106,7 @@ def load_file(path: Path, variables: Mapping[str, str] | None = None) -> Foreign
         ForeignConfigError: there is no such file, or it has no format that is known here.
     """
     try:
-        text = path.read_text()
+        text = path.read_text("utf-8")
     except FileNotFoundError:
         raise ForeignConfigError(f"--from={path}: no such file") from None
     except IsADirectoryError:
@@ -138,21 +138,26 @@ def _parse_json(text: str, path: Path) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ForeignConfigError(f"--from={path}: not valid JSON: {error}") from None
+    except RecursionError:
+        raise ForeignConfigError(f"--from={path}: JSON that is nested too deeply") from None
 
 
 def _parse_yaml(text: str, path: Path) -> Any:
     try:
         documents = [document for document in yaml.load_all(text, Loader=_Loader) if document is not None]
-    except yaml.YAMLError as error:
+    # A ValueError comes from a date such as 2020-13-45.
+    except (yaml.YAMLError, ValueError) as error:
         message = " ".join(str(error).split())
         raise ForeignConfigError(f"--from={path}: not valid YAML: {message[:200]}") from None
+    except RecursionError:
+        raise ForeignConfigError(f"--from={path}: YAML that is nested too deeply") from None
     if len(documents) > 1:
         raise ForeignConfigError(f"--from={path}: {len(documents)} YAML documents; expected one")
     return documents[0] if documents else {}
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as data only; numbers such as 2e-5 are numbers, and unknown tags are the values below them."""
+    """YAML as data only; numbers such as 2e-5 are numbers, and values with unknown tags are None."""
 
 
 _Loader.add_implicit_resolver(
@@ -424,7 +429,7 @@ def _find_here_document(file: ForeignFile, values: Mapping[str, Any]) -> list[Fo
     if named is None or (isinstance(named, str) and _find_file(file.path, named) is not None):
         return []
     mode = Path(str(named)).stem
-    for match in re.finditer(r"<<-?\s*['\"]?(\w+)['\"]?\n(.*?)\n\1", file.path.read_text(), re.DOTALL):
+    for match in re.finditer(r"<<-?\s*['\"]?(\w+)['\"]?\n(.*?)\n\1", file.path.read_text("utf-8"), re.DOTALL):
         text = re.sub(r"\"?\$\{?\w+\}?\"?", "1", match[2])
         try:
             content = json.loads(text)

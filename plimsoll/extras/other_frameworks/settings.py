@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -49,15 +50,18 @@ class Settings:
         """Return a number.
 
         Raises:
-            ForeignConfigError: it is missing, or it is no number.
+            ForeignConfigError: it is missing, or it is no finite number.
         """
         value = self.raw(name, default)
         if value is None:
             raise self.error(name, "is missing; a plan needs it")
         try:
-            return float(str(value).replace("_", ""))
+            number = float(str(value).replace("_", ""))
         except ValueError:
-            raise self.error(name, f"= {value!r}; expected a number") from None
+            number = math.nan
+        if not math.isfinite(number):
+            raise self.error(name, f"= {value!r}; expected a number")
+        return number
 
     def integer(self, name: str, default: int | None = None) -> int:
         """Return an integer.

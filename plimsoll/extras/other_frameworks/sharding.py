@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from plimsoll.extras.other_frameworks.foreign_run import ForeignConfigError, ForeignMesh, StoredBytes
+from plimsoll.extras.other_frameworks.settings import Settings
 
 Kind = Literal["ddp", "zero0", "zero1", "zero2", "zero3", "fsdp", "fsdp gradients"]
 _AUTO = "auto"
@@ -77,16 +78,15 @@ def read_deepspeed(values: Mapping[str, Any], source: str) -> Sharding:
     Raises:
         ForeignConfigError: a value is invalid.
     """
-    zero = values.get("zero_optimization") or {}
-    if not isinstance(zero, dict):
-        raise ForeignConfigError(f"{source}: zero_optimization = {zero!r}; expected a section of settings")
-    stage = zero.get("stage", 0)
+    settings = Settings(values, source, "")
+    zero = Settings(settings.section("zero_optimization"), source, "")
+    stage = zero.raw("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise ForeignConfigError(f"{source}: zero_optimization.stage = {stage!r}; expected 0, 1, 2 or 3")
     notes = []
     offloaded: dict[str, None] = {}
     for name, fields in (("offload_optimizer", ("gradients", "optimizer_state")), ("offload_param", ("parameters",))):
-        section = zero.get(name) or {}
+        section = zero.section(name)
         device = str(section.get("device", "none")).lower()
         if device in ("cpu", "nvme"):
             offloaded |= dict.fromkeys(fields)
@@ -94,36 +94,34 @@ def read_deepspeed(values: Mapping[str, Any], source: str) -> Sharding:
             notes.append(f"{name} to nvme: counted as in host memory")
         if section.get("ratio", 1) != 1:
             notes.append(f"{name}.ratio = {section['ratio']}: counted as all in host memory")
-    if zero.get("cpu_offload"):
+    if zero.raw("cpu_offload"):
         offloaded |= dict.fromkeys(("gradients", "optimizer_state"))
-    bucket = zero.get("reduce_bucket_size", _BUCKET)
-    live = zero.get("stage3_max_live_parameters", zero.get("max_live_parameters", _LIVE_PARAMETERS))
+    has_auto_bucket = zero.raw("reduce_bucket_size") == _AUTO
+    bucket = None if has_auto_bucket else zero.integer("reduce_bucket_size", _BUCKET)
+    live_name = "stage3_max_live_parameters" if "stage3_max_live_parameters" in zero else "max_live_parameters"
+    live = _LIVE_PARAMETERS if zero.raw(live_name) == _AUTO else zero.integer(live_name, _LIVE_PARAMETERS)
     half = None
     for name in ("bf16", "bfloat16", "fp16"):
-        enabled = (values.get(name) or {}).get("enabled")
+        enabled = settings.section(name).get("enabled")
         if enabled is True or enabled == "true":
             half = True
         elif enabled is False and half is None:
             half = False
-        elif enabled == _AUTO:
-            half = None if half is None else half
-    if "1bit" in str((values.get("optimizer") or {}).get("type", "")).lower().replace("onebit", "1bit"):
+    if "1bit" in str(settings.section("optimizer").get("type", "")).lower().replace("onebit", "1bit"):
         notes.append("a 1-bit optimizer has one more buffer for each moment: not counted")
     micro = values.get("train_micro_batch_size_per_gpu")
     accumulate = values.get("gradient_accumulation_steps")
-    remat = ""
-    if (values.get("activation_checkpointing") or {}).get("cpu_checkpointing"):
+    if settings.section("activation_checkpointing").get("cpu_checkpointing"):
         notes.append("activation_checkpointing.cpu_checkpointing: saved inputs of layers are counted in device memory")
     return Sharding(
         kind=("zero0", "zero1", "zero2", "zero3")[stage],
         offloaded=tuple(offloaded),
         half=half,
-        bucket=None if bucket == _AUTO else int(float(bucket)) if stage in (1, 2) or stage == 3 else 0,
-        has_two_buckets=bool(zero.get("overlap_comm", stage == 3)),
-        live_parameters=(_LIVE_PARAMETERS if live == _AUTO else int(float(live))) if stage == 3 else 0,
+        bucket=bucket if stage else 0,
+        has_two_buckets=bool(zero.raw("overlap_comm", stage == 3)),
+        live_parameters=live if stage == 3 else 0,
         micro_rows=micro if isinstance(micro, int) else None,
         accumulate=accumulate if isinstance(accumulate, int) else None,
-        remat=remat,
         notes=tuple(notes),
     )
 
@@ -138,11 +136,12 @@ def read_accelerate(values: Mapping[str, Any], source: str) -> Sharding:
     devices = values.get("num_processes")
     precision = str(values.get("mixed_precision", "no")).lower()
     half = precision in ("bf16", "fp16", "fp8")
-    parallel = values.get("parallelism_config") or {}
-    rows = int(parallel.get("parallelism_config_cp_size", parallel.get("parallelism_config_sp_size", 1)) or 1)
-    rows = max(rows, int(parallel.get("parallelism_config_sp_size", 1) or 1))
-    tensors = int(parallel.get("parallelism_config_tp_size", 1) or 1)
-    replicas = int(parallel.get("parallelism_config_dp_replicate_size", 1) or 1)
+    settings = Settings(values, source, "")
+    parallel = Settings(settings.section("parallelism_config"), source, "")
+    sizes = {name: parallel.positive(f"parallelism_config_{name}_size", 1) for name in ("cp", "sp", "tp")}
+    rows = max(sizes["cp"], sizes["sp"])
+    tensors = sizes["tp"]
+    replicas = parallel.positive("parallelism_config_dp_replicate_size", 1)
     common = {
         "devices": devices if isinstance(devices, int) else None,
         "rows": rows,
@@ -150,7 +149,7 @@ def read_accelerate(values: Mapping[str, Any], source: str) -> Sharding:
         "replicas": replicas,
     }
     if kind == "DEEPSPEED":
-        section = values.get("deepspeed_config") or {}
+        section = settings.section("deepspeed_config")
         if "deepspeed_config_file" in section:
             raise ForeignConfigError(
                 f"{source}: deepspeed_config_file names {section['deepspeed_config_file']}; give that file too"
@@ -166,7 +165,7 @@ def read_accelerate(values: Mapping[str, Any], source: str) -> Sharding:
         accumulate = section.get("gradient_accumulation_steps")
         return replace(read, accumulate=accumulate if isinstance(accumulate, int) else None, **common)
     if kind == "FSDP":
-        read = read_fsdp(values.get("fsdp_config") or {}, source)
+        read = read_fsdp(settings.section("fsdp_config"), source)
         return replace(read, half=half, **common)
     if kind in ("NO", "MULTI_GPU"):
         return Sharding(kind="ddp", half=None, **common)

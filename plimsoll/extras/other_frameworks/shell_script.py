@@ -18,7 +18,8 @@ from pathlib import Path
 from plimsoll.extras.other_frameworks.foreign_run import ForeignConfigError
 
 _ASSIGNMENT = re.compile(r"\s*(?:export\s+|local\s+|declare\s+(?:-\w+\s+)?)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_HERE_DOCUMENT = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
+# Not a here-string (<<<), nor a shift in an arithmetic expression.
+_HERE_DOCUMENT = re.compile(r"(?<!<)<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
 _REFERENCE = re.compile(
     r"\$\(\((?P<sum>[^()]*(?:\([^()]*\)[^()]*)*)\)\)"
     r"|\$\{(?P<name>\w+)(?:\[[@*]\])?(?P<default>:?[-=+][^{}]*(?:\{[^{}]*\}[^{}]*)*)?\}"
@@ -39,6 +40,10 @@ _OPERATORS: dict[type, Callable[[int, int], int]] = {
 }
 # Text that stands for a variable without a value; no shell script contains it.
 UNSET = "\x00"
+# Characters of the value of a variable; a script that doubles a variable again and again exceeds any memory.
+_MAX_VALUE = 1 << 16
+# Scripts that source each other.
+_MAX_SOURCED = 20
 
 
 @dataclass
@@ -76,15 +81,19 @@ def read_script(text: str, source: str, given: Mapping[str, str] | None = None, 
         folder: folder of the files that the script sources (`. file`); None leaves them out.
 
     Raises:
-        ForeignConfigError: a quote or a parenthesis is not closed.
+        ForeignConfigError: a quote or a parenthesis is not closed, a value is too long, or a sourced file is not text.
     """
     script = Script()
     _read_statements(text, source, script, given or {}, folder)
     return script
 
 
-def _read_statements(text: str, source: str, script: Script, given: Mapping[str, str], folder: Path | None) -> None:
-    """Read the statements of a script, and of those that it sources."""
+def _read_statements(
+    text: str, source: str, script: Script, given: Mapping[str, str], folder: Path | None, depth: int = 0
+) -> None:
+    """Read the statements of a script, and of those that it sources; `depth` counts the scripts that source it."""
+    if depth > _MAX_SOURCED:
+        raise ForeignConfigError(f"{source}: more than {_MAX_SOURCED} scripts source each other")
     script.variables |= given
     # Whether the branches around a line are taken: [taken now, some branch was taken before].
     branches: list[list[bool]] = []
@@ -99,7 +108,11 @@ def _read_statements(text: str, source: str, script: Script, given: Mapping[str,
         sourced = _SOURCED.fullmatch(statement)
         path = None if sourced is None or folder is None else folder / sourced[1]
         if path is not None and path.is_file():
-            _read_statements(path.read_text(), str(path), script, given, path.parent)
+            try:
+                sourced_text = path.read_text("utf-8")
+            except (UnicodeDecodeError, OSError) as error:
+                raise ForeignConfigError(f"{source}: {path} cannot be read as text: {error}") from None
+            _read_statements(sourced_text, str(path), script, given, path.parent, depth + 1)
         else:
             _read_statement(statement, source, script, given)
 
@@ -123,6 +136,8 @@ def _read_statement(statement: str, source: str, script: Script, given: Mapping[
             text = " ".join(_unquote(_expand(value, script)))
         if append:
             text = f"{script.variables.get(name, '')} {text}".strip()
+        if len(text) > _MAX_VALUE:
+            raise ForeignConfigError(f"{source}: the value of {name} has more than {_MAX_VALUE:,} characters")
         if name not in given:
             script.variables[name] = text
         return

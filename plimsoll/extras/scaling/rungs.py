@@ -209,7 +209,12 @@ def choose_metric(config: Config, options: LadderOptions) -> str:
 
 
 def _check_base(config: Config) -> None:
-    """Raise ConfigError for a config whose runs do not train all parameters from scratch."""
+    """Raise ConfigError for a config whose runs do not train all parameters from scratch, on the same data."""
+    if config.data.takes("stages") and any(step != "0" for step in config.data.stages):
+        raise ConfigError(
+            "the rungs of a ladder have different lengths, but the data of this config changes at a step; expected "
+            "data.stages={}"
+        )
     if config.takes("pretrained") and config.pretrained is not None:
         raise ConfigError(
             "a ladder trains every size from scratch, but this config starts from published weights (pretrained); "
