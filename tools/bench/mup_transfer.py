@@ -172,7 +172,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
         axes.set_xlabel("log2 of the peak learning rate")
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("held-out loss, nats per byte")
-    panels[0].legend(fontsize="small")
+    panels[0].legend(fontsize="small", loc="upper center")
     figure.savefig(path)
 
 
