@@ -324,14 +324,15 @@ def test_data_is_counted_in_the_same_process(text: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # nine starts of JAX, on a machine that may be busy
 def test_a_killed_ladder_has_the_same_losses(text: Path, tmp_path: Path):
-    """Four sizes, killed five times: every number of ladder.json is equal bit for bit."""
+    """Four sizes, killed four times: every number of ladder.json is equal bit for bit."""
     environment = {**os.environ, "XLA_FLAGS": support.xla_flags(1), "JAX_PLATFORMS": "cpu"}
     environment["PYTHONPATH"] = str(support.ROOT)
     flags = [TINY, "--heads=1,2,3,4", "--steps=40", "--max_epochs=10", "--config.trainer.save_every=7"]
     seconds = kill_ladder.run_undisturbed(tmp_path / "whole", flags, environment)
-    kills = kill_ladder.run_killed(tmp_path / "broken", flags, environment, kills=5, seconds=seconds, seed=0)
-    assert len(kills) >= 3
+    kills = kill_ladder.run_killed(tmp_path / "broken", flags, environment, kills=4, seconds=seconds, seed=0)
+    assert len(kills) >= 2
     assert any(kill.step > 0 for kill in kills)
     whole, broken = ((tmp_path / name / LADDER_FILE).read_bytes() for name in ("whole", "broken"))
     assert whole == broken

@@ -85,7 +85,13 @@ def test_a_run_killed_in_each_stage_equals_one_that_was_not(flags: list[str], tm
         ["--config.memory.update=layer_programs"],
         pytest.param(["--config.memory.update=in_backward", "--config.learner.clip=none"], marks=pytest.mark.pairs),
         pytest.param(
-            ["--config.memory.update=streamed", "--config.memory.prefetch=layer", "--config.learner.clip=none"],
+            [
+                "--config.memory.update=streamed",
+                "--config.memory.prefetch=layer",
+                "--config.memory.optimizer_state=pinned_host",
+                "--config.memory.gradients=pinned_host",
+                "--config.learner.clip=none",
+            ],
             marks=pytest.mark.pairs,
         ),
     ],

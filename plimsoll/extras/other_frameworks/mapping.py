@@ -104,6 +104,9 @@ def build_flags(run: ForeignRun) -> PlanFlags:
     if run.low_precision is not None:
         overrides["model.precision"] = json.dumps({LOW_PRECISION_TARGETS: run.low_precision})
     if run.optimizer != "adamw":
+        if run.optimizer not in ("adamw8bit", "lion"):
+            # Rules of the config set the weight decay, which not all optimizers have.
+            overrides["learner.rules"] = "[]"
         overrides |= {"learner.optimizer": run.optimizer, "learner.optimizer.learning_rate": "1e-4"}
     if run.whole_logits:
         overrides["model.head.chunk_tokens"] = "0"
