@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from plimsoll.framework.plan.plan_report import PlanReport
 
 # Flags of `plan` that search for settings of our own program, or take another source of the run.
-_REFUSED = ("auto", "largest", "longest", "smallest", "compare", "picture", "allow", "function", "data", "estimate")
+_REFUSED = (
+    *("auto", "largest", "longest", "smallest", "compare", "picture", "allow", "function", "estimate"),
+    *("check", "baseline", "markdown", *cli.DATA_FLAGS),
+)
 # Names of settings in one line of the output.
 _SHOWN = 12
 

@@ -12,7 +12,10 @@ from plimsoll.launch.plan_page import build_comparison_page
 
 def plan_functions(args: Any) -> int:
     """Plan a user's own function for one or several targets."""
-    refused = ("config", *cli.DATA_FLAGS, "smallest", "estimate", "compare", "step_only")
+    refused = (
+        *("config", *cli.DATA_FLAGS, "smallest", "estimate", "compare", "step_only"),
+        *("auto", "largest", "longest", "allow", "picture", "compiled", "baseline", "markdown"),
+    )
     given = [f"--{name}" for name in refused if getattr(args, name, None)]
     if given:
         raise cli.UsageError(f"--function cannot be combined with {', '.join(given)}")

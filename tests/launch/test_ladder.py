@@ -318,6 +318,9 @@ def test_data_is_counted_in_the_same_process(text: Path, tmp_path: Path, monkeyp
     assert planned.data_tokens is not None
     # One token per byte, in whole rows.
     assert size - 64 < planned.data_tokens <= size + 1
+    (text / "train.txt").unlink()
+    with pytest.raises(pl.ConfigError, match=r"^data\.source: no file matches "):
+        plan_rungs(made._requests, made._options, "local", MemoryLimits(), tmp_path / "other")
 
 
 @pytest.mark.slow

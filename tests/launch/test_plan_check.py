@@ -137,10 +137,11 @@ def test_flags_that_do_not_belong_together_are_refused(capsys: pytest.CaptureFix
 FAKE_GH = """#!/bin/bash
 echo "$@" >> "$RUNNER_TEMP/calls"
 if [ "$2" = "--paginate" ]; then printf '%s' "$COMMENTS"; exit "${DENIED:-0}"; fi
+if [[ "$2" == */tarball/* ]]; then tar --create --gzip --directory="$RUNNER_TEMP" repository; fi
 """
 # Writes the comment and ends with CODE.
 FAKE_PLAN = """#!/bin/bash
-echo "$@" >> "$RUNNER_TEMP/plans.calls"
+echo "$@" "${GH_TOKEN:+with the token}" >> "$RUNNER_TEMP/plans.calls"
 echo table > "$RUNNER_TEMP/plans/comment.md"
 exit "$CODE"
 """
@@ -195,10 +196,26 @@ def test_the_action_plans_the_head_and_keeps_the_exit_code(tmp_path: Path) -> No
     folder = tmp_path / "plans"
     written = (tmp_path / "plans.calls").read_text()
     flags = f"--json={folder}/head.json --markdown={folder}/comment.md --baseline={folder}/base.json"
-    assert written == f"plan --check=my plans.toml {flags}\n"
+    assert written == f"plan --check=my plans.toml {flags} \n"
     assert (tmp_path / "output").read_text() == f"code=4\njson={folder}/head.json\n"
     assert (tmp_path / "summary").read_text() == "table\n"
     assert run_step("Verdict", tmp_path, CODE="4") == 4
+
+
+def test_the_action_plans_the_base_without_the_token(tmp_path: Path) -> None:
+    (tmp_path / "repository").mkdir()
+    (tmp_path / "repository" / "plans.toml").write_text("")
+    (tmp_path / "plans").mkdir()
+    # Of another use in the same job.
+    (tmp_path / "plans" / "base.json").write_text("{}")
+    assert run_step("Plan the base", tmp_path, PLANS="plans.toml", CODE="4", BASE="abc", GH_TOKEN="secret") == 0
+    assert (tmp_path / "calls").read_text() == "api repos/org/name/tarball/abc\n"
+    assert (tmp_path / "plans.calls").read_text() == f"plan --check=plans.toml --json={tmp_path}/plans/base.json \n"
+    assert not (tmp_path / "plans" / "base.json").exists()
+    # A base without the file is not planned.
+    (tmp_path / "repository" / "plans.toml").unlink()
+    assert run_step("Plan the base", tmp_path, PLANS="plans.toml", CODE="4", BASE="abc", GH_TOKEN="secret") == 0
+    assert len((tmp_path / "plans.calls").read_text().splitlines()) == 1
 
 
 def test_a_token_that_may_not_read_comments_is_a_warning(tmp_path: Path) -> None:

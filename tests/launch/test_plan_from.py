@@ -95,6 +95,8 @@ def test_a_run_that_does_not_fit(tmp_path: Path, job: Path):
         (["--from", "{job}", "--target=h1000"], "unknown target 'h1000'"),
         (["--from", "{job}", "--target=h100", "--config=gpt2-124m"], "--from cannot be combined with --config"),
         (["--from", "{job}", "--target=h100", "--auto"], "--from cannot be combined with --auto"),
+        (["--from", "{job}", "--target=h100", "--markdown=x.md"], "--from cannot be combined with --markdown"),
+        (["--from", "{job}", "--target=h100", "--data_at=5:seq_len=8"], "--from cannot be combined with --data_at"),
         (["--from", "{job}", "--target=h100", "--estimate"], "--compiled compiles it"),
         (["--from", "{job}", "word", "--target=h100"], "'word' is neither a file, nor a flag"),
         (["--from", "{job}", "A=1", "--target=h100"], "A=1 sets no variable of this file"),

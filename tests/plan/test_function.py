@@ -276,6 +276,7 @@ def test_the_verb_plans_a_function_for_several_targets(step_file: Path, capsys: 
         (["--function=step.py:wrong"], "wrong() returned int; expected (function, arguments)"),
         (["--function=step.py:step", "--config=gpt2-124m"], "--function cannot be combined with --config"),
         (["--function=step.py:step", "--data=rows.jsonl"], "--function cannot be combined with --data"),
+        (["--function=step.py:step", "--compiled", "--markdown=x"], "combined with --compiled, --markdown"),
         (
             ["--function=step.py:step", "--estimate", "--smallest"],
             "--function cannot be combined with --smallest, --estimate",
