@@ -226,9 +226,9 @@ def _plan_runs(runs: Sequence[CheckedRun], fresh: bool, build_parser: Callable[[
             results.append(CheckResult(run.name, run.must_fit, str(error)))
     start_cpus(target for _, _, target in commands)
     for run, command, target in commands:
-        limit = cli.gib("device_memory_gib", run.device_memory_gib)
         estimate = run.estimate or is_approximate(command.named)
         try:
+            limit = cli.gib("device_memory_gib", run.device_memory_gib)
             with phase(f"planning {run.name}"):
                 report = make_report(command, run.target, target, limit, estimate, suggests=False)
         except (ValueError, OSError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass, replace
 from plimsoll.framework.config import Config, config_for, get_target
 from plimsoll.framework.data.detect_format import DetectedData
 from plimsoll.framework.data.file_formats import strip_extensions
+from plimsoll.framework.data.order import check_weights
 from plimsoll.framework.data.sources import ExampleSource, Mixture
 from plimsoll.framework.data.stages import DataStage
 
@@ -45,21 +45,17 @@ def parse_weights(text: str, num_paths: int) -> list[float]:
         num_paths: number of --data flags.
 
     Raises:
-        ValueError: a weight is not a finite number of at least 0, all are 0, or there are more or fewer than paths.
+        ValueError: a part is not a number, `check_weights` refuses the weights, or there are more or fewer than paths.
     """
     weights = []
     for part in text.split(","):
         try:
-            weight = float(part)
+            weights.append(float(part))
         except ValueError:
-            weight = math.nan
-        if not math.isfinite(weight) or weight < 0:
-            raise ValueError(f"expected numbers of at least 0, separated by commas, given {part!r}")
-        weights.append(weight)
+            raise ValueError(f"expected numbers of at least 0, separated by commas, given {part!r}") from None
     if len(weights) != num_paths:
         raise ValueError(f"expected one weight for each --data, {num_paths} in total, given {len(weights)}")
-    if not any(weights):
-        raise ValueError("all weights are 0: expected at least one above 0")
+    check_weights(weights)
     return weights
 
 

@@ -11,6 +11,7 @@ sequence.
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,6 +24,28 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # One thread assembles a batch; more threads only hide the latency of remote reads.
 _THREADS = 4
+# Building the order takes time in proportion to the ratio of the weights.
+_LARGEST_RATIO = 1e6
+
+
+def check_weights(weights: Sequence[float]) -> None:
+    """Check the weights of sources, of which 0 leaves a source out.
+
+    Raises:
+        ValueError: a weight is negative or not finite, all are 0, or two that are above 0 differ by more than a factor
+            of a million.
+    """
+    for weight in weights:
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(f"expected numbers of at least 0, given {weight:g}")
+    positive = [weight for weight in weights if weight > 0]
+    if not positive:
+        raise ValueError("expected at least one weight above 0")
+    if max(positive) / min(positive) > _LARGEST_RATIO or math.isinf(sum(positive)):
+        raise ValueError(
+            f"expected weights that differ at most by a factor of {_LARGEST_RATIO:,.0f}, given {min(positive):g} and "
+            f"{max(positive):g}; 0 leaves a source out"
+        )
 
 
 @dataclass(frozen=True)

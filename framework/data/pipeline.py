@@ -493,7 +493,8 @@ class DataPipeline(Pipeline):
                 # With several lengths, an epoch of one source has no single number of rows.
                 rows[f"{leaf.name} draws"] = share if len(self._rows_by_length) > 1 else f"{share}, {epochs:.3g} epochs"
         for stage in self.stages[1:]:
-            rows[f"from step {stage.start:,}"] = stage.describe()
+            is_late = num_steps is not None and stage.start >= num_steps
+            rows[f"from step {stage.start:,}"] = stage.describe() + (", after the end of this run" if is_late else "")
         return rows
 
     def arrays(self, *, evaluation: bool = False) -> Shapes:

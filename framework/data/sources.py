@@ -22,6 +22,7 @@ import annotated_types as at
 
 from plimsoll.framework.config import Config, NonNegativeInt, component, did_you_mean
 from plimsoll.framework.data.files import DataFile, FileHashes, compute_digest, fetch_local_copy, find
+from plimsoll.framework.data.order import check_weights
 from plimsoll.framework.data.packing import Examples, Windows
 from plimsoll.framework.data.row_files import csv_rows, json_rows, parquet_rows, split_documents, text_field
 from plimsoll.framework.data.token_files import TokenDType, TokenShard, TokenStream, sidecar_name
@@ -334,6 +335,10 @@ class Mixture:
             is_positive = math.isfinite(weight) and weight > 0
             if not is_positive:
                 raise ValueError(f"Mixture.weights: expected positive numbers, given {weight}")
+        try:
+            check_weights(weights)
+        except ValueError as error:
+            raise ValueError(f"Mixture.weights: {error}") from None
         self.sources = [source.instantiate() for source in sources]
         # Normalized here, so that equal proportions give equal fingerprints.
         total_weight = sum(weights)

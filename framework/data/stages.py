@@ -7,13 +7,12 @@ sequence length, it continues at the same fraction of an epoch.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from plimsoll.framework.config import Config, NonNegativeFloat, PositiveInt, component
-from plimsoll.framework.data.order import GlobalOrder
+from plimsoll.framework.data.order import GlobalOrder, check_weights
 
 
 @component
@@ -34,10 +33,10 @@ class DataStage:
         global_batch_size: PositiveInt | None = None,
     ):
         if weights is not None:
-            if not all(map(math.isfinite, weights)):
-                raise ValueError(f"weights: expected finite numbers, given {weights}")
-            if not any(weights):
-                raise ValueError(f"weights: expected at least one above 0, given {weights}")
+            try:
+                check_weights(weights)
+            except ValueError as error:
+                raise ValueError(f"weights: {error}") from None
         self.weights = weights
         self.seq_len = seq_len
         self.global_batch_size = global_batch_size
