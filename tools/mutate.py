@@ -107,8 +107,8 @@ MUTATIONS = (
     Mutation(
         "an off-by-one in the data index",
         "framework/data/batches.py",
-        "first_number = origin + index * self.global_batch_size",
-        "first_number = origin + index * self.global_batch_size + 1",
+        "self._read_rows(self._order, origin + index * self.global_batch_size, rows)",
+        "self._read_rows(self._order, origin + index * self.global_batch_size + 1, rows)",
         ("tests/data/test_pipeline.py",),
     ),
     Mutation(

@@ -140,7 +140,7 @@ def test_nothing_fits():
     found = frontier(Answers(1e6))
     assert (found.points, found.failure) == ([], "too much")
     largest, reasons = frontier_tables.frontier_sections([found])
-    assert largest.rows[1] == ["base config", "none", *[""] * 5]
+    assert largest.rows[1] == ["base config", "none", *[""] * 6]
     assert reasons.rows == [["base config", "too much"]]
 
 
