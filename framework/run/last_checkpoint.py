@@ -17,6 +17,9 @@ from plimsoll.framework.config.changes import config_changes
 from plimsoll.framework.processes.health import read
 from plimsoll.framework.terminal.exit_codes import COMPLETED
 
+# Config fields that say which model was trained, and on what.
+_IDENTITY = ("$class", "model.", "data.$class", "data.source", "data.tokenizer")
+
 
 @dataclass(frozen=True)
 class LastCheckpoint:
@@ -55,6 +58,21 @@ class LastCheckpoint:
         # The field of the rule is part of the reason.
         is_rule = isinstance(self.stop_reason, str) and "trainer.stop." in self.stop_reason
         return is_rule and self.complete and not config_changes(rules, config.trainer.to_dict()["stop"])
+
+    def may_be_of_another_run(self, config: Config) -> bool:
+        """Return whether the model or the source of the data differs from that of the run that wrote the checkpoint.
+
+        Many fields of a model do not change its leaves, and the same text may have another path. So `resuming.check`
+        decides, which needs the program and its data.
+        """
+        # Rules change the config once the accelerator is known. The stored config contains their changes.
+        rules = config.accelerator_rules if config.takes("accelerator_rules") else []
+        ruled = tuple(path for rule in rules for path in rule.set)
+        for change in config_changes(self.config, config.to_dict()):
+            path = change.partition(":")[0].removeprefix("config.").replace("[", ".").replace("]", "")
+            if path.startswith(_IDENTITY) and not path.startswith(ruled):
+                return True
+        return False
 
     def stop_lines(self) -> list[str]:
         """Return the lines that report that the run was stopped early, and that there is nothing to do."""

@@ -26,7 +26,9 @@ Extra = Mapping[str, Any]
 # Config sections and data fields that affect neither the arrays nor the order of the data.
 _UNRELATED_SECTIONS = ("trainer", "checkpoint", "health", "compiler", "mesh", "memory", "accelerator_rules")
 _ORDER_INDEPENDENT = ("global_batch_size", "validation", "prefetch", "cache_dir")
-# Number of mismatched leaves shown in addition to the fields that changed.
+# Number of changed fields that an error names.
+_MAX_FIELDS = 3
+# A longer table of mismatched leaves is left out if fields changed, because these show the problem.
 _MAX_TABLE_LINES = 8
 
 
@@ -56,14 +58,16 @@ def check(checkpointer: Checkpointer, program: Program, config: Config, *, force
         try:
             checkpointer.compare(newest_step, program.backend.abstract_checkpoint)
         except CheckpointMismatchError as error:
-            raise _add_changed_fields(error, extra, config) from None
+            raise _name_changed_fields(error, checkpointer, extra, config) from None
         describe_data_change(extra, data, config, force=force)
         return order_after(extra, newest_step, data)
     return BatchOrder()
 
 
-def _add_changed_fields(error: CheckpointMismatchError, extra: Extra, config: Config) -> CheckpointMismatchError:
-    """Prefix the error with the config fields that changed and may have caused it."""
+def _name_changed_fields(
+    error: CheckpointMismatchError, checkpointer: Checkpointer, extra: Extra, config: Config
+) -> CheckpointMismatchError:
+    """Return an error that starts with the config fields that changed and may have caused it."""
     changes = [
         change
         for change in config_changes(extra["config"], config.to_dict())
@@ -71,12 +75,55 @@ def _add_changed_fields(error: CheckpointMismatchError, extra: Extra, config: Co
     ]
     if not changes:
         return error
-    # The table may have hundreds of leaves. The first ones show the problem.
-    lines = str(error).splitlines()
-    if len(lines) > _MAX_TABLE_LINES:
-        lines[_MAX_TABLE_LINES:] = [f"  ... and {len(lines) - _MAX_TABLE_LINES} more lines"]
-    table = "\n".join(lines)
-    return CheckpointMismatchError(f"the checkpoint has a different {', a different '.join(changes)}\n{table}")
+    sections = {change.removeprefix("config.").partition(".")[0] for change in changes}
+    part = "model" if "model" in sections or "learner" not in sections else "optimizer"
+    message = (
+        f"{checkpointer.directory.parent} belongs to another {part}: {_list_changes(changes)}; choose another "
+        "--workdir, or use the config of the run there"
+    )
+    table = str(error).splitlines()
+    return CheckpointMismatchError(message if len(table) > _MAX_TABLE_LINES else "\n".join([message, *table]))
+
+
+def _list_changes(changes: list[str]) -> str:
+    """Return the first changes, and the number of the others, as one line."""
+    shown = "; ".join(changes[:_MAX_FIELDS])
+    count = len(changes) - _MAX_FIELDS
+    return shown if count <= 0 else f"{shown}; and {count} more {'field' if count == 1 else 'fields'}"
+
+
+def check_tokenizer(checkpointer: Checkpointer, config: Config) -> None:
+    """Refuse other data whose tokenizer cannot be that of the workdir, before the data is set up.
+
+    The tokenizer in the workdir has the vocabulary of the run's data. The error of `BPETokenizer` recommends its
+    vocabulary size, which does not help, because that run cannot continue on other data.
+
+    Raises:
+        ValueError: the workdir belongs to a run on other data.
+    """
+    newest_step = max(checkpointer.steps(), default=None)
+    if newest_step is None:
+        return
+    old_config = None
+    with suppress(CheckpointError):
+        old_config = checkpointer.manifest(newest_step).extra["config"]
+    if old_config is None:
+        return
+    new_config = config.to_dict()
+    tokenizer = "data.tokenizer"
+    # A tokenizer with a path does not depend on the data.
+    if get_value_at(new_config, f"{tokenizer}.path") is not None:
+        return
+    vocab_sizes = [get_value_at(part, f"{tokenizer}.vocab_size") for part in (old_config, new_config)]
+    if None in vocab_sizes or vocab_sizes[0] == vocab_sizes[1]:
+        return
+    old_source, new_source = (get_value_at(part, "data.source") for part in (old_config, new_config))
+    changes = config_changes(old_source, new_source, path="config.data.source")
+    if changes:
+        raise ValueError(
+            f"the run in {checkpointer.directory.parent} trained on other data: {_list_changes(changes)}; choose "
+            f"another --workdir (its tokenizer has {vocab_sizes[0]} ids, and this data needs {vocab_sizes[1]})"
+        )
 
 
 def keep_counters(checkpointer: Checkpointer, config: Config) -> list[str]:
@@ -186,6 +233,6 @@ def describe_data_change(extra: Extra, data: Pipeline, config: Config, *, force:
         return message
     raise ValueError(
         f"{message}. Batches would not continue where they stopped, because the order of an epoch depends on all of "
-        "its sequences; --force continues anyway in the new order, which repeats some sequences in this epoch and "
-        "omits others"
+        "its sequences. Choose another --workdir for a new run; --force continues anyway in the new order, which "
+        "repeats some sequences in this epoch and omits others"
     )

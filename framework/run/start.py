@@ -54,11 +54,13 @@ def execute(request: RunRequest, cluster: distributed.Cluster | None) -> int:
         )
     # Check this before JAX starts, so that a finished run reports it immediately.
     end = None if last is None else get_run_length(request.config)
-    if last is not None and end is not None and last.ends(end):
+    # A finished run of another model or of other data is an error. `train` compares them before it compiles.
+    may_be_of_another_run = last is not None and last.may_be_of_another_run(request.config)
+    if last is not None and end is not None and last.ends(end) and not may_be_of_another_run:
         if cluster is None or cluster.process_id == 0:
             print("\n".join(last.lines(end, request.config)))
         return ExitCode.DONE
-    if last is not None and last.has_stopped(request.config):
+    if last is not None and last.has_stopped(request.config) and not may_be_of_another_run:
         if cluster is None or cluster.process_id == 0:
             print("\n".join(last.stop_lines()))
         return ExitCode.STOPPED_EARLY
@@ -85,11 +87,11 @@ def execute(request: RunRequest, cluster: distributed.Cluster | None) -> int:
             if message:
                 print(message, file=sys.stderr)
         _check_workdir_is_shared(workdir)
-        if last is not None and _epochs_are_over(last, request, workdir):
+        if last is not None and not may_be_of_another_run and _epochs_are_over(last, request, workdir):
             return ExitCode.DONE
         # Seen by `finally` if `_train_and_record` raises.
         code = ExitCode.FAILED
-        code, error = _train_and_record(request, workdir)
+        code, error = _train_and_record(request, workdir, last)
     finally:
         workdir.release(undo=request.dry_run or code in REFUSED)
     if error is not None:
@@ -158,8 +160,15 @@ def _epochs_are_over(last: LastCheckpoint, request: RunRequest, workdir: Workdir
     return ends
 
 
-def _train_and_record(request: RunRequest, workdir: Workdir) -> tuple[int, BaseException | None]:
+def _train_and_record(
+    request: RunRequest, workdir: Workdir, last: LastCheckpoint | None
+) -> tuple[int, BaseException | None]:
     """Train, and record how it ended. With several processes, a failing one exits without waiting for the others.
+
+    Args:
+        request: what the run is asked to do.
+        workdir: the output folder, claimed by the caller.
+        last: the newest checkpoint in the workdir; None if there is none.
 
     Returns:
         (the exit code, the error that ended the run if there was one).
@@ -175,7 +184,7 @@ def _train_and_record(request: RunRequest, workdir: Workdir) -> tuple[int, BaseE
     with nullcontext() if request.dry_run else pulse:
         reason = ""
         try:
-            code = train(request, workdir, pulse)
+            code = train(request, workdir, pulse, last)
         except BaseException as error:
             failure = error
             known_code = error.code if isinstance(error, RunError) else user_errors.exit_code(error)

@@ -55,6 +55,7 @@ from plimsoll.framework.program.stages import StageProgram, build_stage_programs
 from plimsoll.framework.run import held_out_answers, offload_self_test, resuming
 from plimsoll.framework.run.best_metric import check_metrics
 from plimsoll.framework.run.hooks import Hook, NonFiniteError, build_user_hooks
+from plimsoll.framework.run.last_checkpoint import LastCheckpoint
 from plimsoll.framework.run.report import compression_lines, sample_images, sample_text
 from plimsoll.framework.run.request import TUNING_FILE, RunError, RunRequest, TuneResult
 from plimsoll.framework.run.run import Run
@@ -65,13 +66,14 @@ from plimsoll.framework.terminal.progress import Progress
 from plimsoll.framework.terminal.tables import human_bytes, render
 
 
-def train(request: RunRequest, workdir: Workdir, pulse: Pulse) -> int:
+def train(request: RunRequest, workdir: Workdir, pulse: Pulse, last: LastCheckpoint | None) -> int:
     """Train on this process's devices, from the config to the last picture.
 
     Args:
         request: what the run is asked to do.
         workdir: the output folder, claimed by the caller.
         pulse: heartbeat of this process.
+        last: the newest checkpoint in the workdir; None if there is none.
 
     Returns:
         The exit code: 0, 8 if a rule or a hook stopped the run early, or 128 + n if signal n stopped it.
@@ -112,6 +114,8 @@ def train(request: RunRequest, workdir: Workdir, pulse: Pulse) -> int:
         check_installed(experiment.trainer.wandb_project, experiment.trainer.mlflow_uri)
         _print_lines(progress, leftover_files.check(workdir, request.resume, config.to_dict()))
         program = _prepare(request, config, program, workdir, progress)
+        if last is not None and (code := _report_finished(last, config, pulse, progress)) is not None:
+            return code
         programs = build_stage_programs(program)
         need = _check_memory(request, config, programs, workdir, progress)
         if request.dry_run:
@@ -170,6 +174,7 @@ def _prepare(request: RunRequest, config: Config, program: Program, workdir: Wor
     is_primary = distributed.is_primary()
     barrier = partial(distributed.barrier, "data")
     sync_processes = partial(workdir.sync_processes, barrier, is_primary=is_primary)
+    resuming.check_tokenizer(checkpointer, config)
     with request.goodput.during("data"), phase("preparing data", patience=SHORT):
         experiment.data.allows_small_data = True
         experiment.data.setup(workdir.path, is_primary=is_primary, barrier=sync_processes)
@@ -198,6 +203,18 @@ def _prepare(request: RunRequest, config: Config, program: Program, workdir: Wor
     if experiment.batch_transform is not None:
         experiment.batch_transform.check_files(program, workdir.path, is_new_run=is_new_run)
     return program
+
+
+def _report_finished(last: LastCheckpoint, config: Config, pulse: Pulse, progress: Progress) -> int | None:
+    """Report a run that has nothing left to do, and return its exit code; None if it goes on."""
+    if last.ends(config.trainer.max_steps):
+        _print_lines(progress, last.lines(config.trainer.max_steps, config))
+        return ExitCode.DONE
+    if last.has_stopped(config):
+        _print_lines(progress, last.stop_lines())
+        pulse.note(reason=last.stop_reason)
+        return ExitCode.STOPPED_EARLY
+    return None
 
 
 def _check_memory(

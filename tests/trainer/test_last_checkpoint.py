@@ -96,6 +96,52 @@ def test_other_config_changes_are_reported(final_workdir: Path, never_starts: No
     assert "config changed since the checkpoint: config.data.seed: 3 -> 5" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("steps", [4, 2])
+@pytest.mark.parametrize("change", ["model", "data"])
+def test_finished_run_of_another_model_or_other_data_is_refused(
+    final_workdir: Path,
+    change: str,
+    steps: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+):
+    before = files(final_workdir)
+    flags = [f"--config.trainer.max_steps={steps}", "--config.trainer.save_every=2"]
+    if change == "model":
+        flags.append("--config.model.stack.num_layers=4")
+        message = f"{final_workdir} belongs to another model: config.model.stack.num_layers: 2 -> 4; "
+    else:
+        monkeypatch.setenv("TINY_TEXT", "")
+        text = write_text(tmp_path / "other")
+        (text / "train.txt").write_text("other text " * 800)
+        message = "the data differs from the checkpoint's"
+    assert train(final_workdir, *flags) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert "another --workdir" in printed.err
+    assert "nothing to do" not in printed.out
+    assert "config changed since" not in printed.out
+    assert files(final_workdir) == before
+
+
+@pytest.mark.parametrize("change", ["path", "chunk_tokens"])
+def test_changes_that_fit_a_finished_run_are_not_refused(
+    final_workdir: Path, change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    """Test the same text in another folder, and a field of the model that does not change its weights."""
+    before = files(final_workdir / "checkpoints")
+    if change == "path":
+        monkeypatch.setenv("TINY_TEXT", "")
+        write_text(tmp_path / "copy")
+        flags = []
+    else:
+        flags = ["--config.model.head.chunk_tokens=16"]
+    assert train(final_workdir, *FLAGS, *flags) == 0
+    assert "step 4 of 4: nothing to do" in capsys.readouterr().out
+    assert files(final_workdir / "checkpoints") == before
+
+
 @pytest.mark.pairs
 def test_never_resuming_is_refused_before_anything_starts(
     final_workdir: Path, never_starts: None, capsys: pytest.CaptureFixture

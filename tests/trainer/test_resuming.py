@@ -38,12 +38,14 @@ def test_resuming_allows_only_permitted_config_changes(
         for flags, message in {
             (
                 "--config.model.stack.num_layers=4",
-            ): "has a different config.model.stack.num_layers: 2 -> 4, a different",
+            ): f"{saved} belongs to another model: config.model.stack.num_layers: 2 -> 4; config.",
             ("--config.data.seed=4",): "config.data.seed: 3 -> 4. Batches would not continue",
             ("--config.data.document_mask=true",): "config.data.document_mask: false -> true",
         }.items():
             assert train(saved, *flags) == 2
-            assert message in capsys.readouterr().err
+            error = capsys.readouterr().err
+            assert message in error
+            assert "another --workdir" in error
         written = (text / "train.txt").read_text()
         (text / "train.txt").write_text(written + "and one line more than there was before\n" * 20)
         assert train(saved) == 2
@@ -63,6 +65,31 @@ def test_resuming_allows_only_permitted_config_changes(
     assert list(losses(saved)) == [1, 2, 3, 4, 6]
     stored = position(saved, "00000006")
     assert (stored["sequences"], stored["next"], stored["origin"]) == (64, 6, -32)
+
+
+def test_errors_for_another_model_and_other_data_are_one_short_line(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture
+) -> None:
+    bpe = ("--config.data.tokenizer=BPETokenizer", "--config.model.vocab_size=300", "--config.trainer.max_steps=1")
+    size = "--config.data.tokenizer.vocab_size"
+    saved = tmp_path / "run"
+    assert train(saved, *bpe, f"{size}=270") == 0
+    capsys.readouterr()
+    other = ("dim=16", "stack.num_layers=3", "embed.max_positions=64", "vocab_size=310", "param_dtype=bfloat16")
+    assert train(saved, *bpe, f"{size}=270", *(f"--config.model.{field}" for field in other)) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: {saved} belongs to another model: config.model.")
+    assert line.count(" -> ") == 3
+    assert "; and 2 more fields; choose another --workdir" in line
+    # With the same source, the tokenizer in the workdir is compared with its setting.
+    assert train(saved, *bpe, f"{size}=280") == 2
+    assert "has 270 ids, but data.tokenizer.vocab_size is 280" in capsys.readouterr().err
+    source = f'--config.data.source.paths=["{text}/valid.txt"]'
+    for steps in (1, 2):
+        assert train(saved, *bpe, f"{size}=280", source, f"--config.trainer.max_steps={steps}") == 2
+        error = capsys.readouterr().err
+        assert f"the run in {saved} trained on other data: config.data.source.paths" in error
+        assert "choose another --workdir (its tokenizer has 270 ids, and this data needs 280)" in error
 
 
 def test_old_checkpoints_read_their_batch_size_from_the_config() -> None:
