@@ -320,6 +320,9 @@ def convert(hint: Annotation, value: object, path: str) -> object:
     if len(element_failures) == 1:
         raise element_failures[0]
     suggestion = ""
+    # 1e3 is a float in Python and in JSON.
+    if isinstance(value, float) and value.is_integer() and any(split(arm)[0] is int for arm in arms(hint)):
+        suggestion = f"; write {int(value)}"
     if isinstance(value, str):
         choices = []
         for arm in arms(hint):
