@@ -144,7 +144,9 @@ def read_runs(path: Path) -> list[CheckedRun]:
         UsageError: the file is not valid; the message names the run and the field.
     """
     if path.suffix.lower() == ".json":
-        raise cli.UsageError(f"--check={path}: expected a TOML file with [[run]] tables; --baseline takes the JSON file")
+        raise cli.UsageError(
+            f"--check={path}: expected a TOML file with [[run]] tables; --baseline takes the JSON file"
+        )
     try:
         with cli.reading("check", path):
             content = tomllib.loads(path.read_text("utf-8"))

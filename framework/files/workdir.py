@@ -328,7 +328,7 @@ def safe_child(root: str | os.PathLike[str], name: str, what: str = "name") -> P
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
     """Names the file in an OSError.
 
-    The system does not name the file when a write fails, as on a full disk; and a failed open may name a temporary file.
+    The system does not name the file when a write fails, as on a full disk. A failed open may name a temporary file.
     """
     try:
         yield

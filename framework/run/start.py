@@ -178,6 +178,8 @@ def _train_and_record(request: RunRequest, workdir: Workdir) -> tuple[int, BaseE
             code = train(request, workdir, pulse)
         except BaseException as error:
             failure = error
+            if isinstance(error, OSError):
+                error.add_note(user_errors.OF_RUN)
             known_code = error.code if isinstance(error, RunError) else user_errors.exit_code(error)
             code = ExitCode.FAILED if known_code is None else known_code
             if known_code is None:

@@ -31,6 +31,8 @@ _INSTALLED = tuple(f"{Path(path).resolve()}/" for path in _PYTHON_PATHS)
 
 # Note on an exception of the training loop. It means that starting again may help.
 DURING_TRAINING = "raised while the model was being trained"
+# Note on an OSError of a run, which the same command resumes.
+OF_RUN = "raised by a run"
 
 
 def report_error(error: BaseException, *, is_command: bool) -> int | None:
@@ -79,7 +81,7 @@ def describe_disk_error(error: BaseException) -> str | None:
         return None
     where = f": {error.filename}" if error.filename else ""
     # Only a training run has progress from which it can resume.
-    again = "to resume" if DURING_TRAINING in getattr(error, "__notes__", ()) else "again"
+    again = "to resume" if OF_RUN in getattr(error, "__notes__", ()) else "again"
     return f"{error.strerror}{where}. {_DISK_ADVICE[error.errno].format(again=again)}"
 
 

@@ -139,8 +139,8 @@ def _parse_json(text: str, path: Path) -> Any:
     except json.JSONDecodeError as error:
         if path.suffix == ".jsonl":
             raise ForeignConfigError(
-                f"--from={path}: rows of data; expected the config or script of a run in YAML, TOML, JSON or shell (for "
-                "data, use --data)"
+                f"--from={path}: rows of data; expected the config or script of a run in YAML, TOML, JSON or shell "
+                "(--data takes data)"
             ) from None
         raise ForeignConfigError(f"--from={path}: not valid JSON: {error}") from None
     except RecursionError:
