@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from plimsoll.framework.files.footprint import Footprint
 from plimsoll.framework.files.workdir import Workdir, write_json, writing
 from plimsoll.framework.run import user_errors
 from plimsoll.framework.terminal.exit_codes import FINAL, HOPELESS, ExitCode, describe_exit_code
@@ -108,3 +109,11 @@ def test_only_training_resumes():
 
 def test_a_device_is_an_output():
     cli.check_output("json", "/dev/null")
+
+
+def test_a_refused_start_leaves_no_decoded_images(tmp_path: Path):
+    footprint = Footprint(tmp_path / "run")
+    (tmp_path / "run" / "data" / "images-570ed88790b68dd3").mkdir(parents=True)
+    footprint.undo()
+    footprint.remove_folders()
+    assert not list(tmp_path.iterdir())
