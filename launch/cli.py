@@ -47,11 +47,13 @@ __all__ = [
     "UsageError",
     "apply_accelerator_rules",
     "apply_overrides",
+    "check_output",
     "choose",
     "get_data_flags",
     "gib",
     "main",
     "prepare_jax",
+    "reading",
     "split",
 ]
 
@@ -453,6 +455,59 @@ def _show_records() -> None:
     flags.FLAGS.mark_as_parsed()
     absl_logging.use_absl_handler()
     absl_logging.set_verbosity(absl_logging.WARNING)
+
+
+@contextlib.contextmanager
+def reading(flag: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name the flag in an OSError about the file that it gives.
+
+    Args:
+        flag: name of the flag, without the dashes.
+        path: the file, as the user wrote it.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise UsageError(f"--{flag}={path}: no such file") from None
+    except IsADirectoryError:
+        raise UsageError(f"--{flag}={path}: a folder; expected a file") from None
+    except PermissionError:
+        raise UsageError(f"--{flag}={path}: no permission to read it") from None
+    except OSError as error:
+        raise UsageError(f"--{flag}={path}: cannot be read: {error.strerror or error}") from None
+
+
+def check_output(flag: str, path: str | os.PathLike[str], *, is_folder: bool = False) -> None:
+    """Check that an output can be written, before any work is done for it.
+
+    Args:
+        flag: name of the flag, without the dashes.
+        path: file or folder to write, as the user wrote it.
+        is_folder: whether the output is a folder, which is created with its parents.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    output = Path(path).expanduser().absolute()
+    shown = f"--{flag}={path}"
+    folder = output.parent
+    if is_folder:
+        folder = next(one for one in (output, *output.parents) if one.exists())
+        if not folder.is_dir():
+            raise UsageError(f"{shown}: {folder} is a file; expected a folder")
+    elif output.is_dir():
+        raise UsageError(f"{shown}: a folder; expected a file")
+    elif not folder.is_dir():
+        raise UsageError(f"{shown}: the folder {Path(path).expanduser().parent} does not exist")
+    # A device, such as /dev/stdout, can be written in a folder that cannot.
+    is_device = output.exists() and not output.is_file() and not is_folder
+    if not (os.access(output, os.W_OK) if is_device else os.access(folder, os.W_OK | os.X_OK)):
+        raise UsageError(f"{shown}: no permission to write in {folder}")
+    if not is_folder and output.is_file() and not os.access(output, os.W_OK):
+        raise UsageError(f"{shown}: no permission to write to it")
 
 
 def gib(flag: str, value: float | None) -> int | None:

@@ -35,8 +35,7 @@ def main(argv: list[str]) -> int:
     png_path = Path(args.out).expanduser()
     if png_path.suffix != ".png":
         raise cli.UsageError(f"--out={args.out}: expected a .png file")
-    if not png_path.parent.is_dir():
-        raise FileNotFoundError(f"--out: the folder {png_path.parent} does not exist")
+    cli.check_output("out", args.out)
 
     # Imported late, so that a typo on the command line shows immediately.
     from plimsoll.framework.terminal.tables import render

@@ -41,8 +41,14 @@ def main(argv: list[str]) -> int:
     reads_text = bool(args.files or args.choices or args.tasks)
     _check(args, reads_text)
     # Read the files before JAX starts, so that errors in them are reported immediately.
-    texts = {path: read_text(path) for path in args.files}
-    questions = [] if args.choices is None else read_choices(args.choices)
+    texts = {}
+    for path in args.files:
+        with cli.reading("files", path):
+            texts[path] = read_text(path)
+    questions = []
+    if args.choices is not None:
+        with cli.reading("choices", args.choices):
+            questions = read_choices(args.choices)
     if args.tasks:
         from plimsoll.launch import harness
 
@@ -84,8 +90,8 @@ def _check(args: Any, reads_text: bool) -> None:
         raise cli.UsageError("--validation requires --workdir: a published model has no validation sets")
     if args.batch_size < 1:
         raise cli.UsageError(f"--batch_size={args.batch_size}: expected at least 1")
-    if args.json and not Path(args.json).expanduser().parent.is_dir():
-        raise FileNotFoundError(f"--json: the folder {Path(args.json).parent} does not exist")
+    if args.json:
+        cli.check_output("json", args.json)
 
 
 def evaluate_validation(loaded: "LoadedModel") -> dict[str, dict[str, float]]:

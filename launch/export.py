@@ -23,6 +23,7 @@ def main(argv: list[str]) -> int:
     args, overrides = weights.parse(parser, argv)
     if Path(args.to).expanduser().exists():
         raise FileExistsError(f"--to={args.to} already exists; choose another folder, or remove it")
+    cli.check_output("to", args.to, is_folder=True)
 
     from plimsoll.api.export import export
     from plimsoll.framework.terminal.tables import human_bytes

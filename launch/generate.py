@@ -33,7 +33,10 @@ def main(argv: list[str]) -> int:
     parser = weights.parser("generate", __doc__)
     add_flags(parser)
     args, overrides = weights.parse(parser, argv)
-    file_texts = [read_text(path, may_be_empty=True) for path in args.prompt_file]
+    file_texts = []
+    for path in args.prompt_file:
+        with cli.reading("prompt_file", path):
+            file_texts.append(read_text(path, may_be_empty=True))
     texts = [*args.prompt, *file_texts]
     if not texts:
         raise cli.UsageError("--prompt=TEXT or --prompt_file=FILE is required")

@@ -25,6 +25,7 @@ from plimsoll.framework.terminal.tables import TableSection, human_bytes, human_
 from plimsoll.launch import cli
 from plimsoll.launch.plan_common import (
     TablePrinter,
+    check_files,
     get_largest_stage,
     make_report,
     resolve_target,
@@ -115,9 +116,7 @@ def check_plans(args: Any, build_parser: Callable[[], cli.Parser]) -> int:
     given = [f"--{name}" for name, value in vars(args).items() if value and name not in _FLAGS]
     if given:
         raise cli.UsageError(f"--check cannot be combined with {', '.join(given)}; the file lists the runs")
-    for path in filter(None, (args.json, args.markdown)):
-        if not path.absolute().parent.is_dir():
-            raise cli.UsageError(f"no directory {path.absolute().parent} to write {path.name} into")
+    check_files(args)
     runs = read_runs(args.check)
     base = None if args.baseline is None else read_baseline(args.baseline)
     results = _plan_runs(runs, args.fresh, build_parser)
@@ -144,8 +143,13 @@ def read_runs(path: Path) -> list[CheckedRun]:
     Raises:
         UsageError: the file is not valid; the message names the run and the field.
     """
+    if path.suffix.lower() == ".json":
+        raise cli.UsageError(
+            f"--check={path}: expected a TOML file with [[run]] tables; --baseline takes the JSON file"
+        )
     try:
-        content = tomllib.loads(path.read_text("utf-8"))
+        with cli.reading("check", path):
+            content = tomllib.loads(path.read_text("utf-8"))
     # An UnicodeDecodeError is a ValueError, too.
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise cli.UsageError(f"{path}: not valid TOML: {error}") from None
@@ -191,7 +195,8 @@ def read_baseline(path: Path) -> dict[str, CheckResult]:
         UsageError: the file has other content.
     """
     try:
-        content = json.loads(path.read_text("utf-8"))
+        with cli.reading("baseline", path):
+            content = json.loads(path.read_text("utf-8"))
         results = {}
         for check in content["checks"]:
             report = None if check["report"] is None else PlanReport.from_json(check["report"])

@@ -29,10 +29,11 @@ def collect_garbage_rarely() -> Iterator[None]:
 
 
 def check_files(args: Any) -> None:
-    """Raise UsageError if the folder of an output file does not exist."""
-    for path in filter(None, (args.json, args.html)):
-        if not path.absolute().parent.is_dir():
-            raise cli.UsageError(f"no directory {path.absolute().parent} to write {path.name} into")
+    """Raise UsageError if an output file cannot be written."""
+    for flag in ("json", "html", "markdown", "picture"):
+        path = getattr(args, flag)
+        if path is not None:
+            cli.check_output(flag, path)
 
 
 def iter_comparisons(compare: Sequence[str]) -> Iterator[tuple[tuple[str, str], ...]]:

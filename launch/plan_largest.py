@@ -51,8 +51,6 @@ def check_largest(command: cli.Command) -> None:
     if args.auto or args.smallest:
         name = "--largest" if args.largest else "--longest"
         raise cli.UsageError(f"{name} cannot be combined with --auto or --smallest")
-    if args.picture is not None and not args.picture.absolute().parent.is_dir():
-        raise cli.UsageError(f"no directory {args.picture.absolute().parent} to write {args.picture.name} into")
     if args.allow is not None:
         # Imported here, because it imports JAX, and a typo on the command line should show immediately.
         from plimsoll.extras.autotune.settings import parse_allowed

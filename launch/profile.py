@@ -42,6 +42,7 @@ def main(argv: list[str]) -> int:
     args.steps = 3 if args.steps is None else args.steps
     args.warmup = 2 if args.warmup is None else args.warmup
     _check_positive(args, "steps", "warmup", "top")
+    cli.check_output("out", args.out, is_folder=True)
     limit = cli.gib("device_memory_gib", args.device_memory_gib)
     # Building the experiment reports every mistake in the config before JAX starts.
     command.config.instantiate()

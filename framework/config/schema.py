@@ -320,6 +320,12 @@ def convert(hint: Annotation, value: object, path: str) -> object:
     if len(element_failures) == 1:
         raise element_failures[0]
     suggestion = ""
+    # 1e3 is a float in Python and in JSON.
+    if isinstance(value, float) and value.is_integer():
+        number = int(value)
+        integers = [arm for arm in arms(hint) if split(arm)[0] is int]
+        if any(all(limit.test(number, limit.bound) for limit in _limits(arm)) for arm in integers):
+            suggestion = f"; write {number}"
     if isinstance(value, str):
         choices = []
         for arm in arms(hint):

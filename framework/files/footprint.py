@@ -11,7 +11,7 @@ from pathlib import Path
 # because users may put their own files there meanwhile.
 _FOLDERS = ("data", "health")
 _FILES = ("tokenizer.json", "tokenizer_config.json")
-_PREFIXES = ("tokens-", ".tokens-", "hashes.json", ".hashes.json", "process-", ".process-")
+_PREFIXES = ("tokens-", ".tokens-", "images-", ".images-", "hashes.json", ".hashes.json", "process-", ".process-")
 
 
 class Footprint:

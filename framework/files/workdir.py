@@ -121,7 +121,11 @@ class Workdir:
             return message
         # First, because the directory itself may have to be removed again.
         footprint = Footprint(self.path)
-        durable.make_folder(self.path)
+        try:
+            durable.make_folder(self.path)
+        except (FileNotFoundError, PermissionError) as error:
+            # File systems such as /proc permit writing, but refuse new folders.
+            raise PermissionError(f"--workdir: the folder {self.path} cannot be created") from error
         text = json.dumps(owner, indent=2) + "\n"
         with contextlib.ExitStack() as on_error:
             directory = os.open(self.path, os.O_RDONLY)
@@ -322,14 +326,15 @@ def safe_child(root: str | os.PathLike[str], name: str, what: str = "name") -> P
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Adds the file's name to an OSError that lacks it.
+    """Names the file in an OSError.
 
-    The system does not name the file when a write fails, as on a full disk.
+    The system does not name the file when a write fails, as on a full disk. A failed open may name a temporary file.
     """
     try:
         yield
     except OSError as error:
-        if error.filename is None and error.errno is not None:
+        is_temporary = error.filename is not None and str(error.filename).endswith((".tmp", ".partial"))
+        if error.errno is not None and (error.filename is None or is_temporary):
             error.filename = os.fspath(path)
         raise
 
@@ -352,7 +357,8 @@ def write_json(path: str | os.PathLike[str], value: object) -> None:
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     cancel_removal = interrupts.register_cleanup(lambda number, line: temporary.unlink(missing_ok=True))
     # Not mkstemp, which creates files with mode 0600: the umask decides whether colleagues may read the file.
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    with writing(target):
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with writing(target), os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)

@@ -187,6 +187,8 @@ def _train_and_record(
             code = train(request, workdir, pulse, last)
         except BaseException as error:
             failure = error
+            if isinstance(error, OSError):
+                error.add_note(user_errors.OF_RUN)
             known_code = error.code if isinstance(error, RunError) else user_errors.exit_code(error)
             code = ExitCode.FAILED if known_code is None else known_code
             if known_code is None:

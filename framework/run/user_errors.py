@@ -14,12 +14,14 @@ from plimsoll.framework.terminal.exit_codes import DoesNotFitError, ExitCode
 _FILE_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 # What to do about each disk error.
 _DISK_ADVICE = {
-    errno.ENOSPC: "Free some space there, then run the same command to resume",
-    errno.EDQUOT: "Free some of your quota there, then run the same command to resume",
-    errno.EFBIG: "Raise the file size limit (ulimit -f), then run the same command to resume",
+    errno.ENOSPC: "Free some space there, then run the same command {again}",
+    errno.EDQUOT: "Free some of your quota there, then run the same command {again}",
+    errno.EFBIG: "Raise the file size limit (ulimit -f), then run the same command {again}",
     errno.EROFS: "Choose a folder that can be written",
     errno.EIO: "The disk, or the connection to it, has failed",
 }
+# Errors of a path that the user gave.
+_PATH_ERRORS = (errno.ENAMETOOLONG, errno.ELOOP)
 _PACKAGE = Path(__file__).parents[2]
 # In a checkout, these folders of the package are links.
 _PLIMSOLL = tuple(f"{(_PACKAGE / name).resolve()}/" for name in ("api", "extras", "framework", "configs", "launch"))
@@ -29,6 +31,8 @@ _INSTALLED = tuple(f"{Path(path).resolve()}/" for path in _PYTHON_PATHS)
 
 # Note on an exception of the training loop. It means that starting again may help.
 DURING_TRAINING = "raised while the model was being trained"
+# Note on an OSError of a run, which the same command resumes.
+OF_RUN = "raised by a run"
 
 
 def report_error(error: BaseException, *, is_command: bool) -> int | None:
@@ -42,7 +46,7 @@ def report_error(error: BaseException, *, is_command: bool) -> int | None:
     message = describe_disk_error(error)
     if not message:
         if is_user_error(error):
-            message = str(error)
+            message = describe_file_error(error) or str(error)
         elif is_command:
             message = format_user_error(error)
     if message is None:
@@ -76,7 +80,17 @@ def describe_disk_error(error: BaseException) -> str | None:
     if not isinstance(error, OSError) or error.errno not in _DISK_ADVICE:
         return None
     where = f": {error.filename}" if error.filename else ""
-    return f"{error.strerror}{where}. {_DISK_ADVICE[error.errno]}"
+    # Only a training run has progress from which it can resume.
+    again = "to resume" if OF_RUN in getattr(error, "__notes__", ()) else "again"
+    return f"{error.strerror}{where}. {_DISK_ADVICE[error.errno].format(again=again)}"
+
+
+def describe_file_error(error: BaseException) -> str | None:
+    """Return `PATH: no such file or directory` for an error that the system raised about a file; else None."""
+    if not isinstance(error, OSError) or not error.strerror or error.filename is None:
+        return None
+    path = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
+    return f"{path}: {error.strerror[:1].lower()}{error.strerror[1:]}"
 
 
 def is_user_error(error: BaseException) -> bool:
@@ -86,6 +100,8 @@ def is_user_error(error: BaseException) -> bool:
     code raised. Errors from inside JAX or numpy are bugs.
     """
     if isinstance(error, (ConfigError, *_FILE_ERRORS)):
+        return True
+    if isinstance(error, OSError) and error.errno in _PATH_ERRORS:
         return True
     # JAX removes its own frames from a traceback and adds a note about it. The origin of the error is then unknown.
     is_cut = any("JAX" in note for note in getattr(error, "__notes__", ()))

@@ -332,7 +332,8 @@ def _create_atomically(to: str | Path, extra_files: Files) -> Iterator[Path]:
     # In the same parent, so that the rename stays within one file system. An interrupted export may have left one.
     folder = to.with_name(f".{to.name}.partial")
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    with writing(to):
+        folder.mkdir(parents=True)
     try:
         with interrupts.remove_on_signal(folder):
             for name, data in extra_files.items():

@@ -192,7 +192,7 @@ def test_choices(workdir: Path, tmp_path: Path) -> None:
         (["--workdir={run}", "--prompt=a", "--config.model.dmi=3"], "did you mean 'dim'?"),
         (["--hf=nope", "--prompt=a", "--ema"], "--step and --ema require --workdir"),
         (["--hf=nope", "--prompt=a"], "no file nope/config.json"),
-        (["--workdir={run}", "--prompt_file={run}/metrics.nope"], "No such file or directory"),
+        (["--workdir={run}", "--prompt_file={run}/metrics.nope"], "metrics.nope: no such file"),
     ],
 )
 def test_user_errors_are_one_line(
@@ -241,7 +241,7 @@ def test_nothing_to_evaluate(workdir: Path, capsys: pytest.CaptureFixture[str]) 
     assert evaluate.main([f"--workdir={workdir}"]) == 2
     assert "give --files, --validation, --choices or --tasks" in capsys.readouterr().err
     assert evaluate.main([f"--workdir={workdir}", f"--files={workdir}/config.json", "--json=no/where.json"]) == 2
-    assert "--json: the folder no" in capsys.readouterr().err
+    assert "--json=no/where.json: the folder no does not exist" in capsys.readouterr().err
     if importlib.util.find_spec("lm_eval") is None:
         assert evaluate.main([f"--workdir={workdir}", "--tasks=x"]) == 2
         assert "pip install -e '.[harness]'" in capsys.readouterr().err

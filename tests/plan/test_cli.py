@@ -192,7 +192,10 @@ def test_plan_with_user_data(row: dict[str, str], is_larger: bool, tmp_path: Pat
         (["--target=cpu:8", "--compare=memory.remta=none"], "did you mean 'remat'"),
         (["--target=cpu:8", "--compare=memory.remat=none,all"], "given 'all'"),
         (["--target=cpu:8", "--device_memory_gib=0"], "expected more than 0"),
-        (["--target=cpu:8", "--html=/no/such/folder/x.html"], "no directory /no/such/folder"),
+        (
+            ["--target=cpu:8", "--html=/no/such/folder/x.html"],
+            "--html=/no/such/folder/x.html: the folder /no/such/folder does not exist",
+        ),
         (["--target=cpu:8", "--config.mesh.fsdp=3"], "is not the number of devices, 8"),
         (["--target=cpu:8", "--estimate", "--config.data.global_batch_size=3"], "nearest global_batch_size"),
         (["--target=cpu:8", "--estmate"], "did you mean '--estimate'"),

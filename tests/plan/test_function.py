@@ -281,7 +281,7 @@ def test_the_verb_plans_a_function_for_several_targets(step_file: Path, capsys: 
             ["--function=step.py:step", "--estimate", "--smallest"],
             "--function cannot be combined with --smallest, --estimate",
         ),
-        (["--function=step.py:step", "--json=no/plan.json"], "no directory"),
+        (["--function=step.py:step", "--json=no/plan.json"], "--json=no/plan.json: the folder no does not exist"),
     ],
 )
 def test_command_line_errors(step_file: Path, flags: list[str], said: str, capsys: pytest.CaptureFixture):

@@ -244,7 +244,7 @@ def test_several_targets_are_several_lines(tmp_path: Path, capsys: pytest.Captur
         (["--largest", "--longest"], "--largest cannot be combined with --longest"),
         (["--longest", "--smallest"], "--longest cannot be combined with --auto or --smallest"),
         (["--largest", "--allow=roundng"], "'roundng' is not one of rounding, moments, optimizer8bit, fp8, int8"),
-        (["--largest", "--picture=/nowhere/x.png"], "no directory /nowhere"),
+        (["--largest", "--picture=/nowhere/x.png"], "--picture=/nowhere/x.png: the folder /nowhere does not exist"),
         (["--largest", "--compare", "memory.remat"], "expected PATH=A,B"),
     ],
 )

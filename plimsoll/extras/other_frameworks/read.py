@@ -137,6 +137,11 @@ def _parse_json(text: str, path: Path) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
+        if path.suffix == ".jsonl":
+            raise ForeignConfigError(
+                f"--from={path}: rows of data; expected the config or script of a run in YAML, TOML, JSON or shell "
+                "(--data takes data)"
+            ) from None
         raise ForeignConfigError(f"--from={path}: not valid JSON: {error}") from None
     except RecursionError:
         raise ForeignConfigError(f"--from={path}: JSON that is nested too deeply") from None

@@ -225,7 +225,7 @@ def _read_remat(settings: Settings) -> str:
     if int(option) == 1:
         return "full"
     settings.note(
-        f"every {option}th layer is recomputed: counted as products saved in all layers, which has similar bytes"
+        f"one of every {option} layers is recomputed: counted as products saved in all layers, which has similar bytes"
     )
     return REMAT["selective (torchtitan)"]
 
