@@ -156,12 +156,18 @@ MUTATIONS = (
 )
 
 
+def copy_checkout(folder: Path) -> None:
+    """Copy the checkout into a new folder, without what is built or downloaded."""
+    skip = shutil.ignore_patterns(".git", ".venv", ".cache", "runs", "build", "__pycache__", "*.egg-info")
+    # plimsoll/framework is a link: tests would import a second copy of it, without the mutation.
+    shutil.copytree(ROOT, folder, ignore=skip, symlinks=True)
+
+
 def mutate(mutation: Mutation, python: str) -> tuple[bool, str, float]:
     """Return (noticed, the first test that failed or pytest's last line, seconds)."""
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         copy = Path(folder) / "checkout"
-        skip = shutil.ignore_patterns(".git", ".venv", ".cache", "runs", "__pycache__", "*.egg-info")
-        shutil.copytree(ROOT, copy, ignore=skip)
+        copy_checkout(copy)
         path = copy / mutation.file
         source = path.read_text()
         if source.count(mutation.old) != 1:

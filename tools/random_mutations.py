@@ -25,6 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tools.mutate import copy_checkout
+
 ROOT = Path(__file__).resolve().parents[1]
 TRACE = ROOT / "build" / "lines_of_tests"
 ONCE = "not pairs and not slow and not peers"
@@ -247,8 +249,7 @@ def judge_mutation(mutation: RandomMutation, tests: list[str]) -> tuple[SuiteRes
     """Return the verdicts of `make test` and, if that notices nothing, of `make test-pairs`."""
     with tempfile.TemporaryDirectory(prefix="mutate-") as parent:
         folder = Path(parent) / "checkout"
-        skip = shutil.ignore_patterns(".git", ".venv", ".cache", "runs", "build", "__pycache__", "*.egg-info")
-        shutil.copytree(ROOT, folder, ignore=skip)
+        copy_checkout(folder)
         apply(mutation, folder)
         once = run_tests(folder, random.Random(0).sample(tests, min(MAX_TESTS, len(tests))), ONCE)
         if once.noticed:
