@@ -158,7 +158,7 @@ def test_a_plain_run_is_annealed_by_resuming_it_with_a_stage(flags: list[str], t
         (["--data_at=7:seq_len=24"], "seq_len = 24 does not divide the 256 tokens of a step"),
         (["--data_at=7:rope=3"], "--data_at=7:rope=3: expected STEP:FIELD=VALUE"),
         (["--data_at=-7:seq_len=32"], "--data_at=-7:seq_len=32: expected STEP:FIELD=VALUE"),
-        (["--data_at=9:weights=0,0"], "at least one above 0"),
+        (["--data_at=9:weights=0,0"], "at least one weight above 0"),
         (["--data_at=9:weights=1"], "expected one for each of 2 sources, given 1"),
     ],
 )
