@@ -281,10 +281,10 @@ def without_documents(
 
 
 def without_borders(
-    x: jax.Array, earlier: jax.Array, taps: jax.Array, segments: Any, bias: Any, original=linear_attention.convolve
+    x: jax.Array, earlier: jax.Array, taps: jax.Array, *segments: Any, bias_E: Any, original=linear_attention.convolve
 ) -> jax.Array:
     """Apply the convolution across the borders of documents."""
-    return original(x, earlier, taps, None, bias)
+    return original(x, earlier, taps, None, bias_E=bias_E)
 
 
 def with_slower_decay(
