@@ -132,7 +132,8 @@ def run_in_shell(recipe: Recipe, folder: Path) -> None:
         done = subprocess.run(
             argv,
             cwd=folder,
-            env=environment,
+            # A run in this process may have set it, and plans depend on it.
+            env={name: value for name, value in environment.items() if name != "XLA_CLIENT_MEM_FRACTION"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
