@@ -86,15 +86,7 @@ def train(request: RunRequest, workdir: Workdir, pulse: Pulse, last: LastCheckpo
     tuning: TuneResult | None = None
     lines = [*rule_lines]
     if config.memory.auto:
-        # Settings that fit the largest stage fit the others; `_check_memory` compiles all of them.
-        largest = with_largest_stage(config)
-        tuning = request.tune_memory(request, largest, workdir.path)
-        if largest is config:
-            config = tuning.config
-        else:
-            data = config.data
-            config = tuning.config.copy()
-            config.data = data
+        config, tuning = _tune_memory(request, config, workdir)
         lines += tuning.lines
     experiment: Experiment = config.instantiate() if lines else request.experiment
     hooks = build_user_hooks(experiment.trainer.hooks)
@@ -154,6 +146,20 @@ def train(request: RunRequest, workdir: Workdir, pulse: Pulse, last: LastCheckpo
             return ExitCode.DONE
         pulse.note(reason=stop_reason)
         return ExitCode.STOPPED_EARLY
+
+
+def _tune_memory(request: RunRequest, config: Config, workdir: Workdir) -> tuple[Config, TuneResult]:
+    """Choose memory settings for the largest stage of the data; returns the config with them and all of its stages.
+
+    They probably fit the other stages too; `_check_memory` compiles all of them.
+    """
+    largest = with_largest_stage(config)
+    tuning = request.tune_memory(request, largest, workdir.path)
+    if largest is config:
+        return tuning.config, tuning
+    tuned = tuning.config.copy()
+    tuned.data = config.data
+    return tuned, tuning
 
 
 def _prepare(request: RunRequest, config: Config, program: Program, workdir: Workdir, progress: Progress) -> Program:
