@@ -132,6 +132,7 @@ class RewardFunction:
                 place = f"{locations[number]}, " if locations else ""
                 return f" ({place}for the answer {answer!r} to {prompt!r})"
             except Exception:
+                # For this answer by itself, the function raises another error, so the failing answer cannot be found.
                 return ""
         return ""
 

@@ -191,6 +191,7 @@ def read(values: Mapping[str, Any], source: str, devices: int | None, sharding: 
         settings.note(note)
     note_adapter(settings, adapter, method)
     if "ref_model" in settings:
+        # `_read_objective` decides whether a reference exists; its name changes no bytes, but it counts as read.
         settings.raw("ref_model")
     return ForeignRun(
         framework=NAME,
