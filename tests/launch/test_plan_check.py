@@ -27,7 +27,7 @@ def write_plans(*runs: str) -> None:
     Path("plans.toml").write_text("\n".join(f"[[run]]\n{run}\n" for run in runs))
 
 
-def run_of(rows: int, **fields: str) -> str:
+def build_run(rows: int, **fields: str) -> str:
     lines = [f'config = "{CONFIG}:tiny"', 'target = "4090"', f'set = {{ "data.global_batch_size" = {rows} }}']
     return "\n".join([*lines, *(f"{name} = {value}" for name, value in fields.items())])
 
@@ -47,16 +47,18 @@ def test_a_run_that_stops_fitting_fails_the_check(capsys: pytest.CaptureFixture)
     # A device with room for 8 rows but not for 64.
     small = {"device_memory_gib": "0.01"}
     write_plans(
-        run_of(8, name='"grows"', **small),
-        run_of(8, name='"stays"'),
-        run_of(64, name='"known"', must_fit="false", **small),
+        build_run(8, name='"grows"', **small),
+        build_run(8, name='"stays"'),
+        build_run(64, name='"known"', must_fit="false", **small),
     )
     assert check("--json=base.json", "--markdown=comment.md") == ExitCode.DONE
     assert "all 3 pass" in Path("comment.md").read_text()
     assert read_table()["known"][-1].endswith("does not fit (allowed)")
 
     write_plans(
-        run_of(64, name='"grows"', must_fit="false", **small), run_of(8, name='"stays"'), run_of(8, name='"added"')
+        build_run(64, name='"grows"', must_fit="false", **small),
+        build_run(8, name='"stays"'),
+        build_run(8, name='"added"'),
     )
     capsys.readouterr()
     assert check("--baseline=base.json", "--json=head.json", "--markdown=comment.md") == ExitCode.TOO_BIG
@@ -82,14 +84,14 @@ def test_a_run_that_stops_fitting_fails_the_check(capsys: pytest.CaptureFixture)
     assert f"plimsoll plan --config={CONFIG}:tiny --target=4090 --config.data.global_batch_size=64" in comment
 
     # The other way round, nothing fails.
-    write_plans(run_of(8, name='"grows"', **small))
+    write_plans(build_run(8, name='"grows"', **small))
     assert check("--baseline=head.json", "--markdown=comment.md") == ExitCode.DONE
     assert read_table()["grows"][-1] == "✅ fits again"
 
 
 def test_a_run_that_cannot_be_planned_does_not_hide_the_others(capsys: pytest.CaptureFixture) -> None:
     bad = f'name = "bad | <b>@all"\nconfig = "{CONFIG}:tiny"\ntarget = "4090"\nset = {{ "memory.remt" = "full" }}'
-    write_plans(bad, run_of(8, name='"good"'))
+    write_plans(bad, build_run(8, name='"good"'))
     assert check("--markdown=comment.md", "--json=head.json") == ExitCode.USAGE
     assert "error: bad | <b>@all: --config.memory.remt=full: no such field" in capsys.readouterr().err
     table = read_table()
@@ -121,7 +123,7 @@ def test_mistakes_in_the_file_are_one_line(text: str, message: str, capsys: pyte
 
 
 def test_flags_that_do_not_belong_together_are_refused(capsys: pytest.CaptureFixture) -> None:
-    write_plans(run_of(8))
+    write_plans(build_run(8))
     assert check("--target=h100") == ExitCode.USAGE
     assert "--check cannot be combined with --target" in capsys.readouterr().err
     assert plan.main(["--config=gpt2-124m", "--target=h100", "--markdown=x.md"]) == ExitCode.USAGE
