@@ -24,7 +24,6 @@ import os
 import re
 import shutil
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -214,15 +213,15 @@ def summarize_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line[:300]}"
 
 
-def mismatch_table(stored: Mapping[str, LeafRecord], expected: Mapping[str, LeafRecord], limit: int = 40) -> str | None:
+def mismatch_table(stored: Mapping[str, LeafRecord], expected: Mapping[str, LeafRecord], limit: int = 4) -> str | None:
     """Return a table of the leaves that differ between a checkpoint and a state; None if there are none.
 
     Args:
         stored: leaves of the checkpoint, by path.
         expected: leaves of the state, by path.
-        limit: maximum number of rows in the table.
+        limit: maximum number of rows for each kind of difference, because a change of one field may alter all leaves.
     """
-    rows = []
+    rows: list[tuple[str, str, str, str]] = []
     for name in sorted({*stored, *expected}):
         old = stored.get(name)
         new = expected.get(name)
@@ -234,16 +233,18 @@ def mismatch_table(stored: Mapping[str, LeafRecord], expected: Mapping[str, Leaf
             rows.append((name, difference, str(old), str(new)))
     if not rows:
         return None
-    counts = Counter(difference for _, difference, *_ in rows)
     summaries = []
+    shown = []
     for difference in ("missing", "extra", "reshaped", "other dtype"):
-        if counts[difference]:
-            summaries.append(f"{counts[difference]} {difference}")
+        matching_rows = [row for row in rows if row[1] == difference]
+        if matching_rows:
+            summaries.append(f"{len(matching_rows)} {difference}")
+            shown.extend(matching_rows[:limit])
     head = f"{', '.join(summaries)} of {len(expected)} leaves"
     columns = ("leaf", "difference", "checkpoint", "model")
-    section = TableSection(head, [columns, *rows[:limit]])
+    section = TableSection(head, [columns, *sorted(shown)])
     table = render([section]).rstrip()
-    num_hidden = len(rows) - limit
+    num_hidden = len(rows) - len(shown)
     if num_hidden > 0:
         table += f"\n... and {num_hidden} more"
     return table

@@ -28,8 +28,6 @@ _UNRELATED_SECTIONS = ("trainer", "checkpoint", "health", "compiler", "mesh", "m
 _ORDER_INDEPENDENT = ("global_batch_size", "validation", "prefetch", "cache_dir")
 # Number of changed fields that an error names.
 _MAX_FIELDS = 3
-# A longer table of mismatched leaves is left out if fields changed, because these show the problem.
-_MAX_TABLE_LINES = 8
 
 
 def check(checkpointer: Checkpointer, program: Program, config: Config, *, force: bool) -> BatchOrder:
@@ -81,8 +79,7 @@ def _name_changed_fields(
         f"{checkpointer.directory.parent} belongs to another {part}: {_list_changes(changes)}; choose another "
         "--workdir, or use the config of the run there"
     )
-    table = str(error).splitlines()
-    return CheckpointMismatchError(message if len(table) > _MAX_TABLE_LINES else "\n".join([message, *table]))
+    return CheckpointMismatchError(f"{message}\n{error}")
 
 
 def _list_changes(changes: list[str]) -> str:

@@ -240,7 +240,7 @@ def test_a_run_is_refused_before_it_compiles(
     monkeypatch.setenv(HOST_LIMIT, "0")
     on_gpu = functools.partial(memory_budget.check_pinned_memory, platform="gpu")
     monkeypatch.setattr("plimsoll.framework.run.train.check_pinned_memory", on_gpu)
-    monkeypatch.setattr("plimsoll.framework.run.train.measure_need", lambda _: pytest.fail("compiled"))
+    monkeypatch.setattr("plimsoll.framework.run.train.measure_largest_need", lambda _: pytest.fail("compiled"))
     assert runs.train(tmp_path / "run", "--config.memory.optimizer_state=pinned_host") == 2
     assert f"but {HOST_LIMIT}=0 lets XLA pin 0 B; set it to 1 or unset it" in "".join(capfd.readouterr())
     monkeypatch.setenv(HOST_LIMIT, "64")
@@ -273,7 +273,7 @@ def test_a_known_step_is_refused_before_it_compiles(
     assert sum(need[0].phases["train"].values()) == pytest.approx(sum(after.phases["train"].values()), rel=0.2)
     assert need[0].phases["train"]["memory of the devices"] == after.phases["train"]["memory of the devices"]
     limit_gib = (sum(need[0].phases["train"].values()) - (after.phases["train"]["memory of the devices"] >> 1)) / GIB
-    monkeypatch.setattr("plimsoll.framework.run.train.measure_need", lambda _: pytest.fail("compiled"))
+    monkeypatch.setattr("plimsoll.framework.run.train.measure_largest_need", lambda _: pytest.fail("compiled"))
     assert runs.train(tmp_path / "run", f"--host_memory_gib={limit_gib}", config="wide") == 4
     assert "the run needs " in capfd.readouterr().out
     assert not (tmp_path / "run").exists()
