@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
 
 from jax.sharding import AbstractMesh
 
@@ -64,6 +66,14 @@ def state_bytes(need: Estimate) -> int:
     return sum(size for key, size in need.breakdown.items() if key in REPORT_GROUPS.values())
 
 
+@dataclass(frozen=True)
+class _Trial:
+    """An experiment with other settings, and its estimated peak in bytes."""
+
+    experiment: Experiment
+    peak: int
+
+
 def suggestions(
     config: Config, target: Target, limit: int, peak: int, *, present: Estimate | None = None, seconds: float = 300.0
 ) -> list[Suggestion]:
@@ -111,6 +121,7 @@ class SettingsSearch:
         # The factor for the bytes other than state that makes the estimate of the current settings match their peak.
         self._scale = max(peak - present_state, 0) / max(present.peak_bytes - present_state, 1)
         self._least_by_placement: dict[frozenset[tuple[str, str | int]], int] = {}
+        self._tried: dict[frozenset[tuple[str, str | int]], _Trial | None] = {}
 
     def find_settings(self, seconds: float = 300.0) -> list[Suggestion]:
         """Return up to three settings that fit, cheapest first; none of them changes what is computed.
@@ -123,36 +134,62 @@ class SettingsSearch:
         """
         start = time.monotonic()
         fitting: list[Suggestion] = []
-        tried: set[frozenset[tuple[str, str | int]]] = set()
-        for choice in _choices(self._config, self._target.platform):
-            # Combinations with an empty building block repeat others.
-            if frozenset(choice.items()) in tried:
+        listed: set[frozenset[tuple[str, str | int]]] = set()
+        for series in _choices(self._config, self._target):
+            if len(series) > 2 and not self._last_fits(series):
                 continue
-            tried.add(frozenset(choice.items()))
-            # The settings that `least_bytes` depends on: if it exceeds the limit, no choice with these settings fits.
-            placement = frozenset(pair for pair in choice.items() if pair[0] not in _MOVES_NO_STATE)
-            if self._least_by_placement.get(placement, 0) > self._limit:
-                continue
-            try:
-                with phase(f"trying {_format_choice(choice)}", patience=SHORT):
-                    experiment = self._build(choice)
-                    sizes = check_target(experiment, self._target)
-                    self._least_by_placement[placement] = least_bytes(experiment, sizes)
-                    if self._least_by_placement[placement] > self._limit:
+            for choice in series:
+                # Combinations with an empty building block repeat others.
+                if frozenset(choice.items()) in listed:
+                    continue
+                listed.add(frozenset(choice.items()))
+                trial = self._try(choice)
+                if trial is None or trial.peak > self._limit:
+                    continue
+                peak = trial.peak
+                compiled = time.monotonic() - start < seconds
+                if compiled:
+                    try:
+                        with phase(f"compiling {_format_choice(choice)}", patience=SHORT):
+                            program = Program(trial.experiment, self._target.devices())
+                            peak = compile_step(program, self._target, self._limit).allocated
+                    except ValueError:
+                        # The target does not support the schedule.
                         continue
-                    peak = self._estimate_peak(experiment)
-                    compiled = peak <= self._limit and time.monotonic() - start < seconds
-                    if compiled:
-                        program = Program(experiment, self._target.devices())
-                        peak = compile_step(program, self._target, self._limit).allocated
-            except ValueError:
-                # The batch does not divide into the microbatches, or the target does not support the schedule.
-                continue
-            if peak <= self._limit:
-                fitting.append(Suggestion(_format_choice(choice), peak, compiled))
-            if len(fitting) == 3:
-                return fitting
+                if peak <= self._limit:
+                    fitting.append(Suggestion(_format_choice(choice), peak, compiled))
+                if len(fitting) == 3:
+                    return fitting
         return fitting
+
+    def _last_fits(self, series: list[Settings]) -> bool:
+        """Return whether the last valid choice of a series fits by estimate; if not, none of the series does."""
+        for choice in reversed(series):
+            trial = self._try(choice)
+            if trial is not None:
+                return trial.peak <= self._limit
+        return False
+
+    def _try(self, choice: Settings) -> _Trial | None:
+        """Return the estimate for other settings; None if they are not valid, or if their state exceeds the limit."""
+        key = frozenset(choice.items())
+        if key in self._tried:
+            return self._tried[key]
+        self._tried[key] = None
+        # The settings that `least_bytes` depends on: if it exceeds the limit, no choice with these settings fits.
+        placement = frozenset(pair for pair in choice.items() if pair[0] not in _MOVES_NO_STATE)
+        if self._least_by_placement.get(placement, 0) > self._limit:
+            return None
+        try:
+            experiment = self._build(choice)
+            self._least_by_placement[placement] = least_bytes(experiment, check_target(experiment, self._target))
+            if self._least_by_placement[placement] <= self._limit:
+                with phase(f"trying {_format_choice(choice)}", patience=SHORT):
+                    self._tried[key] = _Trial(experiment, self._estimate_peak(experiment))
+        except ValueError:
+            # The batch does not divide into the microbatches, or the target does not support the schedule.
+            pass
+        return self._tried[key]
 
     def find_batch(self) -> Suggestion | None:
         """Return the largest power of two below the config's batch that fits by estimate; None if no batch fits.
@@ -160,7 +197,7 @@ class SettingsSearch:
         The settings of the config come first, then other settings of `memory`, cheapest first.
         """
         choices: list[Settings] = [{}]
-        for choice in _choices(self._config, self._target.platform):
+        for choice in chain.from_iterable(_choices(self._config, self._target)):
             if choice not in choices and all(path.startswith("memory.") for path in choice):
                 choices.append(choice)
         for choice in choices:
@@ -205,11 +242,11 @@ def _format_choice(choice: Settings) -> str:
     return " ".join(f"--config.{path}={value}" for path, value in choice.items())
 
 
-def _choices(config: Config, platform: str) -> Iterator[Settings]:
-    """Yield settings to change together on this platform, cheapest first.
+def _choices(config: Config, target: Target) -> Iterator[list[Settings]]:
+    """Yield series of settings to change together on a target, cheapest first.
 
     They recompute, split into microbatches, offload state, shard it instead of replicating it, and finally offload
-    everything.
+    everything. The settings of a series differ in one field, and the last ones need the least memory.
     """
     memory = config.memory
     # The building blocks; one is empty if the config has its settings already.
@@ -228,7 +265,7 @@ def _choices(config: Config, platform: str) -> Iterator[Settings]:
     streamed: Settings = {}
     offload_gradients: Settings = {}
     if not SCHEDULES[memory.update].updates_in_chunks:
-        streamed = offload | {"memory.update": find_offloading_schedule(platform)}
+        streamed = offload | {"memory.update": find_offloading_schedule(target.platform)}
         # Gradients are offloaded only together with a streamed update, which loads a part of them at a time.
         if memory.gradients == "device":
             offload_gradients = {"memory.gradients": "pinned_host"}
@@ -239,24 +276,22 @@ def _choices(config: Config, platform: str) -> Iterator[Settings]:
     recompute_most = recompute[-1] if recompute else {}
     offload_all = recompute_most | (streamed or offload)
 
-    yield from recompute
-    yield from microbatches[:3]
+    yield recompute
+    yield microbatches[:3]
     combinations = [offload, streamed, sharded, recompute_most | offload, offload_all]
     if offload_gradients:
         combinations.append(offload_all | offload_gradients)
-    yield from filter(None, combinations)
-    for microbatch in microbatches:
-        yield offload_all | microbatch
+    yield from ([choice] for choice in combinations if choice)
+    yield [offload_all | microbatch for microbatch in microbatches]
     if sharded:
-        yield offload_all | sharded
-        for microbatch in microbatches:
-            yield offload_all | sharded | microbatch
+        yield [offload_all | sharded]
+        yield [offload_all | sharded | microbatch for microbatch in microbatches]
     # Sharding along the sequence is for the case that each device has only one sequence left.
     split_sequences: Settings = {"mesh.fsdp": -1, "mesh.seq": 2 * config.mesh.seq}
-    for microbatch in microbatches[:2]:
-        yield offload_all | split_sequences | microbatch
+    if target.num_devices > 1:
+        yield [offload_all | split_sequences | microbatch for microbatch in microbatches[:2]]
     offload_weights: Settings = {}
     for field in ("parameters", "activations"):
         if memory[field] == "device":
             offload_weights[f"memory.{field}"] = "pinned_host"
-    yield offload_all | offload_gradients | offload_weights
+    yield [offload_all | offload_gradients | offload_weights]
