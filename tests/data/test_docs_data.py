@@ -1,5 +1,6 @@
 """docs/data.md: its Python blocks run as written, its files are saved and used, its tables and figures are correct."""
 
+import json
 import re
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import ByteLevelBPETokenizer
 
 from plimsoll import configs
 from plimsoll.extras.flows import image_source as images
@@ -28,7 +30,27 @@ def page_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_python_blocks_run():
+@pytest.fixture
+def chat_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with conversations, and with a model's directory that has a tokenizer and a chat template."""
+    chats = [
+        [{"role": "user", "content": f"What is {i} + {i}?"}, {"role": "assistant", "content": str(2 * i)}]
+        for i in range(200)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    folder = tmp_path / "DIR"
+    folder.mkdir()
+    library = ByteLevelBPETokenizer()
+    library.train_from_iterator(["what is a sum?"], special_tokens=["<|im_start|>", "<|im_end|>"], show_progress=False)
+    library.save(str(folder / "tokenizer.json"))
+    chatml = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    chatml += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": chatml}))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_python_blocks_run(chat_files: Path):
     space: dict[str, Any] = {"__name__": "docs_data"}
     blocks = [block for kind, block in BLOCKS if kind == "python" and not block.startswith("# ")]
     for block in blocks:
@@ -37,8 +59,12 @@ def test_python_blocks_run():
     assert list(space["stages"]) == ["20000", "30000"]
     assert space["images"].dtype == "uint8"
     assert space["counted"] > 1000
-    assert all(space["chat_data"].tokenizer.decode([token]) in "0123456789" for token in space["answers"])
-    assert space["answers"].tolist().count(1) == space["chat_batch"]["segments"][0].max() > 1
+    chat_data = space["chats"].instantiate()
+    chat_data.setup(chat_files / "runs")
+    batch = chat_data.train_batch(0, range(4))
+    answers = batch["targets"][0][batch["weights"][0] > 0]
+    assert all(chat_data.tokenizer.decode([token]) in "0123456789" for token in answers)
+    assert answers.tolist().count(1) == batch["segments"][0].max() > 1
 
 
 def test_the_added_source_feeds_a_pipeline(page_files: Path):

@@ -95,7 +95,7 @@ def test_overflowing_streams_are_counted():
 @pytest.mark.pairs
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_float32_streams_drift(compute: str):
-    """docs/memory.md states by how much."""
+    """docs/benchmarks/depth.md states by how much."""
     model, params = build_model(deep(64, "float32", compute_dtype=compute), 0.3)
     first, _, last = there_and_back(model, params, context(model))
     assert 0 < np.abs(last[0] - first[0]).max() / np.abs(first[0]).max() < 1e-3

@@ -12,7 +12,7 @@ from plimsoll.framework.terminal.tables import human_bytes, human_duration
 
 _HEAD = """# Autotuning on eight pairs
 
-The settings that `plimsoll plan --auto` chooses for a model on a machine ([plan.md](../plan.md#autotuning)), next to
+The settings that `plimsoll plan --auto` chooses for a model on a machine ([autotuning.md](../autotuning.md)), next to
 the same search with one setting for all layers, and next to the best of a sweep of a smaller space
 (`tools/bench/autotune.py` defines it). `python -m tools.bench.autotune` wrote this page on {day}: two CPU cores with
 other work, {versions}; the GPU rows are from an environment with the `plan-gpu` extra. Bytes are those of the target's

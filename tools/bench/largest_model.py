@@ -60,14 +60,14 @@ ARITHMETIC = {
 }
 _HEAD = """# The largest model on one device
 
-The largest Llama 3 (width and depth grown together, [plan.md](../plan.md#the-largest-model)) that one device trains,
-saves, evaluates and resumes with its host's memory, one row of 8192 tokens at a time. `python -m
+The largest Llama 3 (width and depth grown together, [autotuning.md](../autotuning.md#the-largest-model)) that one
+device trains, saves, evaluates and resumes with its host's memory, one row of 8192 tokens at a time. `python -m
 tools.bench.largest_model` wrote this on {day}: two CPU cores, {versions}. The bytes are those of the target's compiler
 for the whole step, or of the analytical estimate in rows with "estimate"; no step ran. "Host" is
 [everything that the host has to hold](../plan.md#host-memory) in the phase that needs the most. "By bytes only": the
 size that device and host memory allow by the sum of the bytes of weights, state and gradients. "Tokens/s" is estimated
 for one row; "at larger batches" is the estimated rate of the same model at the batch from which on more tokens raise
-it little (the [knee of the curve](../plan.md#larger-batches)), with the tokens of its step.
+it little (the [knee of the curve](../autotuning.md#larger-batches)), with the tokens of its step.
 
 """
 _COLUMNS = (
