@@ -48,7 +48,9 @@ SEARCH_WEIGHTS = {
 SEARCH_WORDS = {
     "checkpoints.md": ["resume"],
     "finetune.md": ["LoRA", "QLoRA"],
-    "memory.md": ["OOM"],
+    "generate.md": ["inference"],
+    "memory.md": ["OOM", "out of memory"],
+    "optimizers.md": ["cosine", "warmup"],
     "parallelism.md": ["FSDP", "tensor parallel"],
 }
 _FENCE = re.compile(r"^( *)```.*?^\1```$", re.M | re.S)

@@ -44,6 +44,14 @@ QUERIES = {
     "torchtitan": "coming_from/torchtitan/",
     "exit code": "operations/",
     "tensor parallel": "parallelism/",
+    "13b 24 gb gpu": "questions/",
+    "axolotl": "questions/",
+    "huggingface dataset": "questions/",
+    "nan loss": "operations/",
+    "rlhf": "questions/",
+    "torchrun": "questions/",
+    "cpu offload": "questions/",
+    "vllm": "questions/",
 }
 # Reads the page in one call: links and images as absolute URLs, and headings.
 READ_PAGE = """() => ({
