@@ -2,14 +2,21 @@
 
 import json
 import signal
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from plimsoll.api.loaded import _load_run_config
 from plimsoll.configs import load
 from plimsoll.framework.checkpoint.checkpointer import Checkpointer
+from plimsoll.framework.config import config_for
+from plimsoll.framework.data.order import BatchOrder
+from plimsoll.framework.data.stages import DataStage
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.program.stages import build_stage_programs, with_largest_stage
 from plimsoll.launch import plan
@@ -203,3 +210,32 @@ def test_a_plan_covers_every_stage(flags: list[str], tmp_path: Path, capsys):
     ).config
     data = with_largest_stage(config).data
     assert (data.seq_len, data.global_batch_size) == (32, 64)
+
+
+@dataclass
+class FakeCheckpointer:
+    """A checkpoint of one step, with this JSON part."""
+
+    step: int
+    extra: dict[str, Any]
+
+    def steps(self) -> list[int]:
+        return [self.step]
+
+    def manifest(self, step: int) -> Any:
+        assert step == self.step
+        return SimpleNamespace(extra=self.extra)
+
+
+def test_a_loaded_run_has_the_stage_of_its_last_batch(tmp_path: Path):
+    config = tiny()
+    config.data.stages = {"10": config_for(DataStage, seq_len=16)}
+    (tmp_path / "config.json").write_text(config.to_json())
+    lengths = {}
+    for step in (9, 10, 11):
+        for left_out in ((), (4,)):
+            extra = {"config": config.to_dict(), "data": BatchOrder(left_out).to_json()}
+            loaded = _load_run_config(tmp_path, FakeCheckpointer(step, extra), None, print)
+            lengths[step, left_out] = loaded.data.seq_len
+    # With batch 4 left out, the tenth step trained on batch 10.
+    assert lengths == {(9, ()): 32, (9, (4,)): 32, (10, ()): 32, (10, (4,)): 16, (11, ()): 16, (11, (4,)): 16}
