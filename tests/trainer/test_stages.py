@@ -212,6 +212,19 @@ def test_a_plan_covers_every_stage(flags: list[str], tmp_path: Path, capsys):
     assert (data.seq_len, data.global_batch_size) == (32, 64)
 
 
+def test_several_targets_have_the_stages_of_their_own_rules(tmp_path: Path, capsys):
+    rule = {"$class": "plimsoll.AcceleratorRule", "pattern": "h100*", "set": {"data.global_batch_size": 128}}
+    flags = [f"--config.accelerator_rules={json.dumps([rule])}", "--data_at=9:global_batch_size=64"]
+    argv = [f"--config={CONFIG}:tiny", *flags, "--estimate", f"--json={tmp_path}/plan.json"]
+    batches = {"h100": 128, "rtx4090": 64}
+    for names in ("h100,rtx4090", "rtx4090,h100"):
+        assert plan.main([*argv, f"--target={names}"]) == 0
+        reports = json.loads((tmp_path / "plan.json").read_text())
+        found = [report["in_effect"]["data.global_batch_size"] for report in reports]
+        assert found == [batches[name] for name in names.split(",")]
+    assert "planning the largest stage: 64 sequences of 32 tokens or 128" in capsys.readouterr().err
+
+
 @dataclass
 class FakeCheckpointer:
     """A checkpoint of one step, with this JSON part."""
