@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from plimsoll.extras.autotune import ALLOWED
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli
 from plimsoll.launch.plan_auto import check_auto, get_auto_mode, plan_auto
@@ -132,7 +133,7 @@ def _add_search_flags(parser: cli.Parser) -> None:
     add(
         "--allow",
         metavar="NAME,NAME",
-        help="with --auto, --largest or --longest: allowed changes to the training: rounding, moments, optimizer8bit",
+        help=f"with --auto, --largest or --longest: allowed changes to the training: {', '.join(ALLOWED)}",
     )
     add("--host_memory_gib", type=float, metavar="GIB", help="memory of each host, instead of the target's")
 
