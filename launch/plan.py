@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from plimsoll.extras.autotune import ALLOWED
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli
 from plimsoll.launch.plan_auto import check_auto, get_auto_mode, plan_auto
@@ -33,9 +34,9 @@ from plimsoll.launch.plan_check import check_plans
 from plimsoll.launch.plan_common import (
     TablePrinter,
     check_files,
+    choose_largest_stages,
     collect_garbage_rarely,
     describe_shape,
-    get_largest_stage,
     iter_comparisons,
     make_report,
     resolve_target,
@@ -132,7 +133,7 @@ def _add_search_flags(parser: cli.Parser) -> None:
     add(
         "--allow",
         metavar="NAME,NAME",
-        help="with --auto, --largest or --longest: allowed changes to the training: rounding, moments, optimizer8bit",
+        help=f"with --auto, --largest or --longest: allowed changes to the training: {', '.join(ALLOWED)}",
     )
     add("--host_memory_gib", type=float, metavar="GIB", help="memory of each host, instead of the target's")
 
@@ -190,19 +191,17 @@ def _run(argv: list[str]) -> int:
     jax.config.update("jax_enable_compilation_cache", False)
     for note in command.notes:
         print(note, file=sys.stderr)
-    # A search over several targets compares the stages by the rules of the first one.
-    stage_commands = split_stages(command, resolve_target(args, names[0] if names else "local").name)
-    is_search = args.largest or args.longest or args.smallest or args.auto or args.compare or len(names) > 1
-    if len(stage_commands) > 1 and is_search:
-        # A search compares settings, and settings that fit the largest stage fit all.
-        command = get_largest_stage(stage_commands)
-        print(f"planning the largest stage: {describe_shape(command)}", file=sys.stderr)
-        stage_commands = [command]
     if args.largest or args.longest:
         return plan_largest(command, names)
     if args.smallest or len(names) > 1:
         return plan_several_targets(command, names)
     (name,) = names
+    target_name = resolve_target(args, name).name
+    if get_auto_mode(command) or args.compare:
+        command = choose_largest_stages(command, [target_name])[target_name]
+        stage_commands = [command]
+    else:
+        stage_commands = split_stages(command, target_name)
     if get_auto_mode(command):
         return plan_auto(command, name)
     return _plan_one_target(command, name, stage_commands)

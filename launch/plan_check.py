@@ -33,8 +33,6 @@ from plimsoll.launch.plan_common import (
     start_cpus,
 )
 
-# The first line of the comment, by which the GitHub Action finds its own comment to update it.
-MARKER = "<!-- plimsoll plan --check -->"
 _FLAGS = ("check", "baseline", "markdown", "json", "fresh")
 
 
@@ -128,7 +126,7 @@ def check_plans(args: Any, build_parser: Callable[[], cli.Parser]) -> int:
     if args.markdown:
         commands = {run.name: shlex.join(["plimsoll", "plan", *run.list_flags()]) for run in runs}
         with writing(args.markdown):
-            args.markdown.write_text(format_markdown(results, base, commands), "utf-8")
+            args.markdown.write_text(format_markdown(args.check, results, base, commands), "utf-8")
     for result in results:
         if result.error:
             print(f"error: {result.name}: {result.error}", file=sys.stderr)
@@ -328,12 +326,19 @@ def build_table(results: Sequence[CheckResult], base: Mapping[str, CheckResult] 
     return TableSection("memory of each device", _list_rows(results, base))
 
 
+def make_marker(path: Path) -> str:
+    """Return the first line of the comment, by which the GitHub Action finds the one of a file to update it."""
+    # Several uses of the action in a job check different files. A ">" could end the HTML comment.
+    return f"<!-- plimsoll plan --check={' '.join(path.as_posix().replace('>', '').split())} -->"
+
+
 def format_markdown(
-    results: Sequence[CheckResult], base: Mapping[str, CheckResult] | None, commands: Mapping[str, str]
+    path: Path, results: Sequence[CheckResult], base: Mapping[str, CheckResult] | None, commands: Mapping[str, str]
 ) -> str:
     """Return a comment for a pull request.
 
     Args:
+        path: the file that lists the runs.
         results: results of the runs.
         base: {name of a run: its result before the change}; None if there is nothing to compare with.
         commands: {name of a run: command that plans it, and looks for settings that fit}.
@@ -341,7 +346,7 @@ def format_markdown(
     failures = [result for result in results if result.error or _is_failure(result, base)]
     title = f"{len(failures)} of {len(results)} fail" if failures else f"all {len(results)} pass"
     header, *rows = _list_rows(results, base)
-    lines = [MARKER, f"### Memory plans: {title}", "", _format_row(header), "|---" * len(header) + "|"]
+    lines = [make_marker(path), f"### Memory plans: {title}", "", _format_row(header), "|---" * len(header) + "|"]
     for result, row in zip(results, rows, strict=True):
         mark = "❌" if result in failures else "✅" if result.fits else "⚠️"
         lines.append(_format_row([*row[:-1], f"{mark} {row[-1]}"]))

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import itertools
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,30 @@ def get_largest_stage(stage_commands: Sequence[cli.Command]) -> cli.Command:
         return data.seq_len * data.global_batch_size, data.seq_len
 
     return max(stage_commands, key=count)
+
+
+def choose_largest_stages(command: cli.Command, target_names: Iterable[str]) -> dict[str, cli.Command]:
+    """Return the command for each target, with the largest stage of the data; print its shape if there are several.
+
+    A search compares settings, and settings that fit the largest stage fit all. The rules of a target may change the
+    data. A target whose rules do not suit the config keeps the command, and its plan reports the error.
+
+    Args:
+        command: the command line.
+        target_names: names of the targets.
+    """
+    commands = {}
+    shapes = []
+    for name in target_names:
+        commands[name] = command
+        with contextlib.suppress(ValueError):
+            stage_commands = split_stages(command, name)
+            commands[name] = get_largest_stage(stage_commands)
+            if len(stage_commands) > 1:
+                shapes.append(describe_shape(commands[name]))
+    if shapes:
+        print(f"planning the largest stage: {' or '.join(dict.fromkeys(shapes))}", file=sys.stderr)
+    return commands
 
 
 def describe_shape(command: cli.Command) -> str:

@@ -12,7 +12,14 @@ from plimsoll.framework.config import Config, diff
 from plimsoll.framework.files.workdir import writing
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli
-from plimsoll.launch.plan_common import iter_comparisons, make_report, resolve_target, start_cpus, write_outputs
+from plimsoll.launch.plan_common import (
+    choose_largest_stages,
+    iter_comparisons,
+    make_report,
+    resolve_target,
+    start_cpus,
+    write_outputs,
+)
 from plimsoll.launch.plan_page import build_target_page
 
 if TYPE_CHECKING:
@@ -214,8 +221,10 @@ def _series(command: cli.Command, machines: list[Any]) -> Iterator[FrontierSerie
     from plimsoll.extras.autotune.settings import parse_allowed
 
     names = () if command.args.allow is None else parse_allowed(command.args.allow)
+    commands = choose_largest_stages(command, [machine.name for machine in machines])
     for machine, choice in itertools.product(machines, iter_comparisons(command.args.compare)):
-        variant = dataclasses.replace(command, overrides=[*command.overrides, *choice])
+        base = commands[machine.name]
+        variant = dataclasses.replace(base, overrides=[*base.overrides, *choice])
         name = " ".join(f"{path}={value}" for path, value in choice) or "base config"
         if len(machines) > 1:
             name = f"{machine.name}, {name}" if choice else machine.name

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli
-from plimsoll.launch.plan_common import make_report, resolve_target, start_cpus, write_outputs
+from plimsoll.launch.plan_common import choose_largest_stages, make_report, resolve_target, start_cpus, write_outputs
 from plimsoll.launch.plan_page import build_comparison_page
 
 if TYPE_CHECKING:
@@ -45,13 +45,15 @@ def plan_several_targets(command: cli.Command, names: list[str]) -> int:
         )
     target_by_name = {name: resolve_target(args, name) for name in names}
     start_cpus(target_by_name.values())
+    stage_by_target = choose_largest_stages(command, [target.name for target in target_by_name.values()])
+    commands = {name: stage_by_target[target.name] for name, target in target_by_name.items()}
     if not args.smallest:
-        _show_estimates(command, target_by_name)
+        _show_estimates(commands, target_by_name)
     reports = []
     left_out = {}
     for name, target in target_by_name.items():
         try:
-            plan_report = _plan_if_it_may_fit(command, name, target)
+            plan_report = _plan_if_it_may_fit(commands[name], name, target)
         except ValueError as error:
             left_out[name] = str(error)
             continue
@@ -71,7 +73,7 @@ def plan_several_targets(command: cli.Command, names: list[str]) -> int:
     return ExitCode.DONE if any_fits else ExitCode.TOO_BIG
 
 
-def _show_estimates(command: cli.Command, target_by_name: dict[str, Any]) -> None:
+def _show_estimates(commands: dict[str, cli.Command], target_by_name: dict[str, Any]) -> None:
     """Print the estimated need on each target as soon as it is known, before slow searches and compilations."""
     from plimsoll.framework.plan import report_tables
 
@@ -79,7 +81,7 @@ def _show_estimates(command: cli.Command, target_by_name: dict[str, Any]) -> Non
     has_heading = False
     for name, target in target_by_name.items():
         try:
-            plan_report = make_report(command, name, target, None, True, suggests=False)
+            plan_report = make_report(commands[name], name, target, None, True, suggests=False)
         except ValueError:
             # The table at the end has the reason.
             continue

@@ -34,6 +34,7 @@ def main(argv: list[str]) -> int:
     steps = args.interpolate
     if output.suffix != ".png" or not output.absolute().parent.is_dir():
         raise cli.UsageError(f"--output={args.output}: expected a .png file in an existing folder")
+    cli.check_output("output", args.output)
     if args.num < 1 or not (args.temperature >= 0 and math.isfinite(args.temperature)):
         raise cli.UsageError("--num must be at least 1, and --temperature at least 0")
     # A JAX key has a 32-bit seed.

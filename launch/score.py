@@ -85,6 +85,7 @@ def _check(args: argparse.Namespace) -> None:
         raise cli.UsageError("--step and --ema require --workdir")
     if "://" in args.out:
         raise cli.UsageError(f"--out={args.out}: expected a local folder")
+    cli.check_output("out", args.out, is_folder=True)
 
 
 def _score(args: argparse.Namespace, config: Config) -> int:

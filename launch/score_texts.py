@@ -56,8 +56,8 @@ def run(args: argparse.Namespace, overrides: cli.Overrides) -> int:
     """
     if args.batch_size < 1:
         raise cli.UsageError(f"--batch_size={args.batch_size}: expected at least 1")
-    if args.out is not None and not Path(args.out).expanduser().parent.is_dir():
-        raise FileNotFoundError(f"--out: the folder {Path(args.out).parent} does not exist")
+    if args.out is not None:
+        cli.check_output("out", args.out)
     # Read the rows before JAX starts, so that errors in them are reported immediately.
     rows = list(read_rows(args.texts))
     loaded = weights.load(args, overrides)

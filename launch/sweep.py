@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
     flags = [f"--config.{path}={text}" for path, text in command.overrides]
     flags += cli.get_data_flags(args)
     sweep = Sweep(command.spec, flags, runs)
-    max_steps = [_check(command, run, sweep) for run in runs]
+    max_steps = _check_runs(command, sweep)
     folder = Path(args.workdir).expanduser()
     num_ended = sweep.resume(folder)
     for note in command.notes:
@@ -99,18 +99,23 @@ def main(argv: list[str]) -> int:
     return ExitCode.DONE if all(run.code in COMPLETED for run in runs) else ExitCode.FAILED
 
 
-def _check(command: cli.Command, run: SweepRun, sweep: Sweep) -> int | None:
-    """Build the experiment of a run; returns its number of steps, None if only its data knows.
+def _check_runs(command: cli.Command, sweep: Sweep) -> list[int | None]:
+    """Build the experiment of each run; returns their numbers of steps, None where only the data knows.
 
     Raises:
-        ConfigError: the settings are invalid; the message names the run.
+        ConfigError: the settings of a run are invalid; the message names it.
     """
-    try:
-        variant = cli.Command(command.args, command.spec, command.named, [*command.overrides, *run.overrides])
-        stored_config.check(variant.config)
-        return variant.config.instantiate().trainer.known_steps
-    except ConfigError as error:
-        raise ConfigError(f"run {run.label(sweep.runs)}: {error}") from error
+    from plimsoll.launch.sweep_plan import build_commands
+
+    overrides = {run.label(sweep.runs): [*command.overrides, *run.overrides] for run in sweep.runs}
+    max_steps = []
+    for label, variant in build_commands(command.args, command.spec, overrides).items():
+        try:
+            stored_config.check(variant.config)
+            max_steps.append(variant.config.instantiate().trainer.known_steps)
+        except ConfigError as error:
+            raise ConfigError(f"run {label}: {error}") from error
+    return max_steps
 
 
 def _price(command: cli.Command, runs: list[SweepRun], sweep: Sweep, max_steps: dict[int, int | None]) -> bool:

@@ -3,6 +3,7 @@
 It runs in a process of its own, because JAX would hold the devices that the runs need.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -12,9 +13,41 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plimsoll.framework.config import ConfigError
+from plimsoll.framework.config import Config, ConfigError
 from plimsoll.framework.terminal.phases import phase
 from plimsoll.launch import cli
+
+
+def build_commands(
+    args: argparse.Namespace, spec: str, overrides: Mapping[str, cli.Overrides]
+) -> dict[str, cli.Command]:
+    """Return the commands of runs, each as `plimsoll train` would parse its own.
+
+    Args:
+        args: parsed flags, with `data` and `data_weights`.
+        spec: name of the config.
+        overrides: all overrides of each run, by the name of the run.
+    """
+    from plimsoll import configs
+    from plimsoll.configs import data_flag
+
+    base = configs.load(spec, lambda line: None)
+    # --data depends on the names of the overrides and on the size of images. Reading it again may take long.
+    named_by_settings: dict[object, Config] = {}
+    commands = {}
+    for label, run_overrides in overrides.items():
+        named = base
+        if args.data:
+            settings = {base.current_path(path): text for path, text in run_overrides}
+            image_size = settings.get("data.image_size")
+            key = (frozenset(settings), image_size)
+            if key not in named_by_settings:
+                named_by_settings[key], _ = data_flag.with_data(
+                    base, args.data, settings, weights=args.data_weights, image_size=image_size
+                )
+            named = named_by_settings[key]
+        commands[label] = cli.Command(args, spec, named, run_overrides)
+    return commands
 
 
 def price_runs(
@@ -53,29 +86,19 @@ def price_runs(
 
 def _answer(job: dict[str, Any]) -> dict[str, Any]:
     """Run the job; returns {"plans": [...]}, or {"error": a line}."""
-    from plimsoll import configs
-    from plimsoll.configs import data_flag
     from plimsoll.framework.plan import report_tables
     from plimsoll.framework.plan.build_report import get_report
-
-    cli.prepare_jax()
-    import argparse
-
     from plimsoll.framework.program.stages import with_largest_stage
     from plimsoll.launch.plan_common import resolve_target
 
-    arguments = argparse.Namespace(host_memory_gib=job["host_memory_gib"])
+    cli.prepare_jax()
+    names = ("host_memory_gib", "data", "data_weights")
+    arguments = argparse.Namespace(**{name: job[name] for name in names})
     target = resolve_target(arguments, "local")
     limit = cli.gib("device_memory_gib", job["device_memory_gib"])
-    named = configs.load(job["spec"], lambda line: None)
-    if job["data"]:
-        settings = {named.current_path(path): text for path, text in next(iter(job["overrides"].values()))}
-        named, _ = data_flag.with_data(
-            named, job["data"], settings, weights=job["data_weights"], image_size=settings.get("data.image_size")
-        )
+    overrides = {label: [tuple(pair) for pair in pairs] for label, pairs in job["overrides"].items()}
     plans = []
-    for label, overrides in job["overrides"].items():
-        command = cli.Command(arguments, job["spec"], named, [tuple(pair) for pair in overrides])
+    for label, command in build_commands(arguments, job["spec"], overrides).items():
         try:
             config = with_largest_stage(command.resolve(target.name)[0])
             run_limit = target.get_config_limit_bytes(config) if limit is None else limit

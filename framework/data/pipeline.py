@@ -187,9 +187,16 @@ class DataPipeline(Pipeline):
     @property
     def stages(self) -> tuple[Stage, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """See `Pipeline`. Batch sizes follow `global_batch_size`, which may change until training starts."""
-        if not self._changes:
+        return self._resolve_stages(None)
+
+    def _resolve_stages(self, num_batches: int | None) -> tuple[Stage, ...]:
+        """Returns the stages of the first `num_batches` batches, None for all; empty if the data has no stages."""
+        changes = self._changes
+        if not changes:
             return ()
-        return resolve_stages(self._changes, self.base_stage, self._inner_weights)
+        if num_batches is not None:
+            changes = {start: change for start, change in changes.items() if not start or start < num_batches}
+        return resolve_stages(changes, self.base_stage, self._inner_weights)
 
     @property
     def batch_multiple(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -368,8 +375,8 @@ class DataPipeline(Pipeline):
 
     def fingerprint_before(self, num_batches: int | None) -> str:
         """See `Pipeline`. A source that no stage has drawn from does not count, so that a resumed run may add one."""
-        stages = self.stages or (self.base_stage,)
-        begun = [stage for stage in stages if not stage.start or num_batches is None or stage.start < num_batches]
+        # Later stages are not resolved: their sequences need not divide the batch of an earlier part of the run.
+        begun = self._resolve_stages(num_batches) or (self.base_stage,)
         is_read = [any(stage.weights[index] for stage in begun) for index in range(len(self.train_leaves))]
         # Sources after the last one that is read are left out; the number of a source seeds its order.
         leaves = self.train_leaves[: max(index for index, read in enumerate(is_read) if read) + 1]

@@ -14,7 +14,10 @@ _LINES = 12
 
 
 def verdict(report: PlanReport) -> str:
-    """Return the verdict as text: `fits: 8.61 GiB of 15.75 GiB per device, 7.14 GiB to spare`."""
+    """Return the verdict as text: `fits: 8.61 GiB of 15.75 GiB per device, 7.14 GiB to spare`.
+
+    What does not fit is no part of the limit: `DOES NOT FIT: needs 1.28 TiB of the 15.75 GiB per device`.
+    """
     need = report.device_allocated_bytes
     limit = report.device_limit_bytes
     note = ""
@@ -25,11 +28,11 @@ def verdict(report: PlanReport) -> str:
             break
     if limit is None:
         return f"needs {human_bytes(need)} per device; the limit is unknown{note}"
-    difference = human_bytes(abs(limit - need))
-    spare = f"{difference} to spare" if limit >= need else f"{difference} too much"
     # `host_verdict` is about the host.
-    fits = "fits" if report.fits or (need <= limit and not report.message) else "DOES NOT FIT"
-    return f"{fits}: {human_bytes(need)} of {human_bytes(limit)} per device, {spare}{note}"
+    if report.fits or (need <= limit and not report.message):
+        spare = human_bytes(limit - need)
+        return f"fits: {human_bytes(need)} of {human_bytes(limit)} per device, {spare} to spare{note}"
+    return f"DOES NOT FIT: needs {human_bytes(need)} of the {human_bytes(limit)} per device{note}"
 
 
 def batch_text(report: PlanReport, batch: BatchReport, *, per_device: bool = True) -> str:

@@ -138,6 +138,10 @@ class StepBackend(ABC):
             group: the group of the state with the weights: "parameter" or "ema" (averages).
         """
 
+    @abstractmethod
+    def evaluation_sums(self) -> list[str]:
+        """Return the names of the sums that an evaluation returns, by tracing it; nothing is compiled."""
+
     # --- information about the programs -------------------------------------------------------------------------------
 
     @abstractmethod

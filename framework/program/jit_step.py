@@ -232,7 +232,7 @@ class JitStep(StepBackend):
         return [*weights, layout.abstract(self.rows.evaluation_specs)]
 
     def evaluation_sums(self) -> list[str]:
-        """Return the names of the sums that an evaluation returns, by tracing it."""
+        """See `StepBackend`."""
         return list(jax.eval_shape(self.evaluation_jit("parameter"), *self._evaluation_arguments("parameter")))
 
     def evaluate(self, state: TrainState, batch: Batch, group: str) -> Metrics:

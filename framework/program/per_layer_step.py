@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from plimsoll.framework.layout import GROUPS, Nested, StateLayout, TensorSpec, TrainState, flatten, store_leaf
+from plimsoll.framework.layout import GROUPS, Nested, StateLayout, TensorSpec, TrainState, flatten, merge, store_leaf
 from plimsoll.framework.program.backend import StepBackend
 from plimsoll.framework.program.compile_thread import CompileThread
 from plimsoll.framework.program.experiment import Experiment
@@ -25,7 +25,7 @@ from plimsoll.framework.schedules.backward_state import Weights
 from plimsoll.framework.schedules.layerwise import schedule
 from plimsoll.framework.schedules.layerwise.programs import Compile, MemoryTracker, Programs
 from plimsoll.framework.schedules.layerwise.schedule import LayerPrograms
-from plimsoll.framework.schedules.step import Metrics
+from plimsoll.framework.schedules.step import Metrics, evaluation_context
 from plimsoll.framework.terminal.phases import phase
 
 
@@ -147,6 +147,21 @@ class PerLayerStep(StepBackend):
         """See `StepBackend`."""
         weights = Weights(frozen=state.frozen, trainable=state[group])
         return self.layers.evaluate(weights, state.buffer, batch, self.compile_here)
+
+    def evaluation_sums(self) -> list[str]:
+        """See `StepBackend`. Traces one function with whole stacks, which has the sums of the layer programs."""
+        model = self.experiment.language_model
+        layout = self.checkpoint_layout
+        specs = layout.specs
+        storage_specs = model.stage_specs(specs.parameter, specs.frozen)
+
+        def evaluate(params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> Metrics:
+            ctx = evaluation_context(batch, model, layout)
+            _, out = model.loss(merge(params, frozen), ctx, buffers, storage_specs)
+            return model.scores(out, batch)
+
+        arguments = [specs.parameter, specs.frozen, specs.buffer, self.rows.evaluation_specs]
+        return list(jax.eval_shape(evaluate, *map(layout.abstract, arguments)))
 
     # --- information about the programs -------------------------------------------------------------------------------
 

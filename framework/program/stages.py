@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plimsoll.framework.config import Config
+from plimsoll.framework.data.order import BatchOrder
 from plimsoll.framework.data.stages import Stage, find_stage
 from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.program import Program
@@ -86,14 +87,15 @@ def with_largest_stage(config: Config) -> Config:
     return config if len(stages) == 1 else with_stage(config, find_largest(stages))
 
 
-def with_stage_at(config: Config, step: int | None) -> Config:
+def with_stage_at(config: Config, step: int | None, order: BatchOrder = BatchOrder()) -> Config:
     """Return the config of a run for the use of its model: with the data of the stage that it has reached.
 
     Args:
         config: config of an experiment.
         step: number of trained steps; None for the last stage.
+        order: the batches of these steps. A stage starts at a batch, and a rollback leaves some out.
     """
     if not config.data.takes("stages") or not config.data.stages:
         return config
     stages = config.data.instantiate().stages
-    return with_stage(config, stages[-1 if step is None else find_stage(stages, max(step - 1, 0))])
+    return with_stage(config, stages[-1 if step is None else find_stage(stages, order.batch_after(max(step - 1, 0)))])

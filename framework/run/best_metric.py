@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from plimsoll.framework.config import ConfigError, did_you_mean
-from plimsoll.framework.program.jit_step import JitStep
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.program.stop_rules import Mode
 
@@ -68,8 +67,7 @@ def check_metrics(program: Program) -> None:
     """Raise ConfigError if an evaluation does not have a metric that the trainer's rules read. Compiles nothing."""
     experiment = program.experiment
     metrics = {"trainer.stop.metric": experiment.stop_metric, "trainer.keep_best": experiment.best_metric}
-    # Layer programs have no single function to trace: their first evaluation raises the error.
-    if not any(metrics.values()) or not isinstance(program.backend, JitStep):
+    if not any(metrics.values()):
         return
     # Sums of 1 have every metric that sums of other numbers have.
     names = experiment.model.summary(dict.fromkeys(program.backend.evaluation_sums(), 1.0))

@@ -7,13 +7,16 @@ files.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from plimsoll.framework.checkpoint.checkpointer import Checkpointer
 from plimsoll.framework.checkpoint.directory import CheckpointError, folder
 from plimsoll.framework.config import Config
+from plimsoll.framework.config.accelerator_rules import find_accelerator_rules
 from plimsoll.framework.config.changes import config_changes
+from plimsoll.framework.config.nested import get_value_at
 from plimsoll.framework.processes.health import read
 from plimsoll.framework.terminal.exit_codes import COMPLETED
 
@@ -81,16 +84,38 @@ class LastCheckpoint:
             "trainer.stop continue the run)"
         ]
 
-    def lines(self, max_steps: int, config: Config) -> list[str]:
-        """Return the lines that report config changes since the run ended, and that there is nothing to do."""
+    def lines(self, max_steps: int, config: Config, override_paths: Collection[str] = ()) -> list[str]:
+        """Return the lines that report config changes since the run ended, and that there is nothing to do.
+
+        Args:
+            max_steps: the step at which a run of `config` ends.
+            config: the config, with or without accelerator rules applied.
+            override_paths: paths of the fields that no rule may change.
+        """
         # The stored config gives the length in steps, so convert epochs to steps before comparing.
-        resolved_config = config.copy()
+        resolved_config = self._apply_rules(config.copy(), override_paths)
         resolved_config.trainer.max_steps = max_steps
         changes = config_changes(self.config, resolved_config.to_dict())
         return [
             *(f"config changed since the checkpoint: {change}" for change in changes),
             f"step {self.step} of {max_steps}: nothing to do ({self.directory}; trainer.max_steps sets the last step)",
         ]
+
+    def _apply_rules(self, config: Config, override_paths: Collection[str]) -> Config:
+        """Return the config with the values that a rule sets and the stored config has: the run applied that rule.
+
+        The accelerator is unknown before JAX starts.
+        """
+        for rule in find_accelerator_rules(config, None).values():
+            for path, value in rule.set.items():
+                if any(path == one or path.startswith(f"{one}.") for one in override_paths):
+                    continue
+                changed = config.copy()
+                changed.set_path(path, value)
+                stored = get_value_at(self.config, path)
+                if not config_changes(stored, get_value_at(changed.to_dict(), path)):
+                    config = changed
+        return config
 
 
 def find_last_checkpoint(workdir: str | os.PathLike[str]) -> LastCheckpoint | None:

@@ -163,17 +163,33 @@ def get_old_batch_size(extra: Extra, data: Pipeline) -> int:
 
 
 def order_after(extra: Extra, step: int, data: Pipeline) -> BatchOrder:
-    """Return the batch order of a run that resumes from a checkpoint."""
+    """Return the batch order of a run that resumes from a checkpoint.
+
+    Raises:
+        ValueError: the batch size differs, and batches of a later stage were trained on or are left out.
+    """
     stored = BatchOrder.from_json(extra["data"])
     old_size = get_old_batch_size(extra, data)
-    stages = data.stages
-    is_later = any(0 < stage.start < stored.batch_after(step) for stage in stages)
-    if old_size != data.global_batch_size and is_later:
+    order = stored.with_batch_size(step, old_size, data.global_batch_size)
+    later_starts = [stage.start for stage in data.stages if stage.start]
+    if old_size == data.global_batch_size or not later_starts:
+        return order
+    next_batch = stored.batch_after(step)
+    change = f"data.global_batch_size: {old_size} -> {data.global_batch_size}"
+    if later_starts[0] < next_batch:
         raise ValueError(
-            f"data.global_batch_size: {old_size} -> {data.global_batch_size}, but the run is in a later stage of the "
-            f"data, whose position depends on it; expected {old_size}, or another global_batch_size in data.stages"
+            f"{change}, but the run is in a later stage of the data, whose position depends on it; expected "
+            f"{old_size}, or another global_batch_size in data.stages"
         )
-    return stored.with_batch_size(step, old_size, data.global_batch_size)
+    # `with_batch_size` counts sequences of the first stage. In a later one they move, so no batch number there stands
+    # for those that are left out.
+    pending = [batch for batch in stored.left_out if batch >= next_batch]
+    if max([*pending, *order.left_out], default=0) >= later_starts[0]:
+        raise ValueError(
+            f"{change}, but a rollback left out batch {max(pending):,}, and with another size the stage from step "
+            f"{later_starts[0]:,} on would read its sequences; expected {old_size} until that batch has passed"
+        )
+    return order
 
 
 def position(order: BatchOrder, step: int, data: Pipeline) -> dict[str, Any]:

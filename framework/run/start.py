@@ -58,7 +58,7 @@ def execute(request: RunRequest, cluster: distributed.Cluster | None) -> int:
     may_be_of_another_run = last is not None and last.may_be_of_another_run(request.config)
     if last is not None and end is not None and last.ends(end) and not may_be_of_another_run:
         if cluster is None or cluster.process_id == 0:
-            print("\n".join(last.lines(end, request.config)))
+            print("\n".join(last.lines(end, request.config, request.override_paths)))
         return ExitCode.DONE
     if last is not None and last.has_stopped(request.config) and not may_be_of_another_run:
         if cluster is None or cluster.process_id == 0:
@@ -156,7 +156,7 @@ def _epochs_are_over(last: LastCheckpoint, request: RunRequest, workdir: Workdir
     end = min(options.known_steps or epoch_steps, epoch_steps)
     ends = last.ends(end)
     if ends and primary:
-        print("\n".join(last.lines(end, request.config)))
+        print("\n".join(last.lines(end, request.config, request.override_paths)))
     return ends
 
 

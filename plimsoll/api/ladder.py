@@ -170,7 +170,7 @@ class Ladder:
 
         Args:
             workdir: a local folder.
-            force: train even if a rung does not fit.
+            force: train even if a rung does not fit; the data must suffice in any case.
             device_memory_gib, host_memory_gib: as for `pl.train`.
 
         Raises:
@@ -294,7 +294,7 @@ class Ladder:
     def _plan_training(self, folder: Path, limits: MemoryLimits, *, force: bool) -> None:
         """Plan the rungs on this machine and count the data; raises as `train` if nothing may start."""
         has_folder = folder.exists()
-        planned = plan_rungs(self._requests, self._options, "local", limits, folder)
+        planned = plan_rungs(self._requests, self._options, "local", limits, folder, force=force)
         plan = self._take_plan("local", planned)
         print(plan)
         for line in plan.misfits:

@@ -84,6 +84,8 @@ def plan_rungs(
     target: str,
     limits: MemoryLimits,
     data_folder: Path | None = None,
+    *,
+    force: bool = False,
 ) -> PlannedRungs:
     """Build and plan the rungs for a target, in another process.
 
@@ -93,7 +95,8 @@ def plan_rungs(
         target: name of the target.
         limits: limits of memory.
         data_folder: folder for the tokens, to also count these; None to leave the data unread. It is not read if a
-            rung does not fit.
+            rung does not fit, unless `force` is set.
+        force: the rungs are trained even if one does not fit.
 
     Raises:
         ConfigError: the target does not exist, or a rung does not suit it.
@@ -106,6 +109,7 @@ def plan_rungs(
         "target": target,
         "limits": asdict(limits),
         "data_folder": None if data_folder is None else str(data_folder),
+        "force": force,
     }
     with tempfile.TemporaryDirectory() as folder:
         answer_file = Path(folder) / "answer.json"
@@ -219,7 +223,7 @@ def _plan(job: dict[str, Any]) -> dict[str, Any]:
         seconds = None if report.time is None else report.time.seconds * rung.steps
         plans.append(RungPlan(report.fits and host_fits, report.device_allocated_bytes, verdict, seconds))
     data_tokens = None
-    if job["data_folder"] is not None and all(plan.fits for plan in plans):
+    if job["data_folder"] is not None and (job["force"] or all(plan.fits for plan in plans)):
         experiment = rungs[-1].config.instantiate()
         experiment.data.setup(job["data_folder"])
         data_tokens = experiment.data.num_rows * experiment.data.seq_len

@@ -130,6 +130,7 @@ def _load_run_config(workdir: Path, checkpointer: Any, step: int | None, log: Lo
 
     The manifest's digest covers the former. config.json belongs to the last start, and may have been edited since.
     """
+    from plimsoll.framework.data.order import BatchOrder
     from plimsoll.framework.program.stages import with_stage_at
 
     config = stored_config.read(workdir, log)
@@ -140,8 +141,9 @@ def _load_run_config(workdir: Path, checkpointer: Any, step: int | None, log: Lo
         except (ValueError, OSError):
             # `restore` reports the problem.
             continue
+        order = BatchOrder.from_json(extra["data"]) if "data" in extra else BatchOrder()
         if "config" not in extra:
-            return with_stage_at(config, saved_step)
+            return with_stage_at(config, saved_step, order)
         saved = stored_config.read_from_checkpoint(
             extra["config"], f"the checkpoint of step {saved_step}", lambda line: None
         )
@@ -149,7 +151,7 @@ def _load_run_config(workdir: Path, checkpointer: Any, step: int | None, log: Lo
             log(
                 f"{workdir / 'config.json'} differs from the config saved at step {saved_step}, which is used: {change}"
             )
-        return with_stage_at(saved, saved_step)
+        return with_stage_at(saved, saved_step, order)
     return with_stage_at(config, None)
 
 

@@ -168,6 +168,15 @@ def test_a_stage_that_has_not_started_may_change(mixture: Config, pipeline, tmp_
     ).fingerprint_before(5)
 
 
+def test_a_new_stage_need_not_divide_the_batches_before_it(mixture: Config, pipeline):
+    """A run resumes with a batch that the new stage's length divides, although it does not divide the old batch."""
+    old = pipeline("old", source=mixture, seq_len=16, global_batch_size=3)
+    new = pipeline("new", source=mixture, stages={"20": stage(seq_len=32)}, seq_len=16, global_batch_size=4)
+    assert new.fingerprint_at(3, 10) == old.fingerprint()
+    with pytest.raises(ValueError, match="does not divide the 48 tokens"):
+        new.fingerprint_at(3, 21)
+
+
 @pytest.mark.parametrize(
     ("stages", "message"),
     [

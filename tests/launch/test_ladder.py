@@ -56,7 +56,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
     """Replace planning and training: a rung ends at once, with a loss that follows a law."""
     seen = Trained()
 
-    def plan(requests: Sequence, options, target: str, limits, folder: Path | None = None) -> PlannedRungs:
+    def plan(requests: Sequence, options, target: str, limits, folder: Path | None = None, *, force: bool = False):
         rungs = ladder_module.build_rungs([request.config for request in requests], options)
         return PlannedRungs(rungs, [seen.plans.get(one.name, FITS) for one in rungs], [], seen.data_tokens)
 
@@ -318,6 +318,11 @@ def test_data_is_counted_in_the_same_process(text: Path, tmp_path: Path, monkeyp
     assert planned.data_tokens is not None
     # One token per byte, in whole rows.
     assert size - 64 < planned.data_tokens <= size + 1
+    # With --force, rungs that do not fit are trained on that data, too.
+    small = MemoryLimits(device_memory_gib=0.0001)
+    forced = plan_rungs(made._requests, made._options, "local", small, tmp_path / "data", force=True)
+    assert not any(plan.fits for plan in forced.plans)
+    assert forced.data_tokens == planned.data_tokens
     (text / "train.txt").unlink()
     with pytest.raises(pl.ConfigError, match=r"^data\.source: no file matches "):
         plan_rungs(made._requests, made._options, "local", MemoryLimits(), tmp_path / "other")

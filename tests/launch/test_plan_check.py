@@ -12,7 +12,7 @@ import yaml
 
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import plan
-from plimsoll.launch.plan_check import MARKER
+from plimsoll.launch.plan_check import make_marker
 from tests.support.runs import CONFIG, ROOT
 
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
@@ -64,7 +64,7 @@ def test_a_run_that_stops_fitting_fails_the_check(capsys: pytest.CaptureFixture)
     assert check("--baseline=base.json", "--json=head.json", "--markdown=comment.md") == ExitCode.TOO_BIG
     assert "NO LONGER FITS" in capsys.readouterr().out
     comment = Path("comment.md").read_text()
-    assert comment.startswith(f"{MARKER}\n### Memory plans: 1 of 3 fail\n")
+    assert comment.startswith("<!-- plimsoll plan --check=plans.toml -->\n### Memory plans: 1 of 3 fail\n")
     table = read_table()
     assert table["run"] == ["batch", "base", "now", "change", "limit", "step time", "verdict"]
     batch, base, now, change, limit, seconds, verdict = table["grows"]
@@ -137,7 +137,7 @@ def test_flags_that_do_not_belong_together_are_refused(capsys: pytest.CaptureFix
 
 # Records its arguments, and lists the ids of COMMENTS.
 FAKE_GH = """#!/bin/bash
-echo "$@" >> "$RUNNER_TEMP/calls"
+echo "$@${MARKER:+ of $MARKER}" >> "$RUNNER_TEMP/calls"
 if [ "$2" = "--paginate" ]; then printf '%s' "$COMMENTS"; exit "${DENIED:-0}"; fi
 if [[ "$2" == */tarball/* ]]; then tar --create --gzip --directory="$RUNNER_TEMP" repository; fi
 """
@@ -181,14 +181,17 @@ def run_step(name: str, temporary: Path, **environment: str) -> int:
 )
 def test_the_action_has_one_comment(tmp_path: Path, comments: str, code: str, call: str | None) -> None:
     (tmp_path / "plans").mkdir()
-    (tmp_path / "plans" / "comment.md").write_text("table")
+    marker = make_marker(Path("a/plans.toml"))
+    (tmp_path / "plans" / "comment.md").write_text(f"{marker}\ntable")
     assert run_step("Comment", tmp_path, COMMENTS=comments, CODE=code, NUMBER="7") == 0
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls[0].startswith("api --paginate repos/org/name/issues/7/comments")
-    assert MARKER in calls[0]
+    # Another use in the same job has its own comment.
+    assert "startswith(env.MARKER)" in calls[0]
+    assert calls[0].endswith(" of <!-- plimsoll plan --check=a/plans.toml -->")
     assert len(calls) == (1 if call is None else 2)
     if call is not None:
-        assert calls[1] == f"api --silent {call} --field body=@{tmp_path}/plans/comment.md"
+        assert calls[1] == f"api --silent {call} --field body=@{tmp_path}/plans/comment.md of {marker}"
 
 
 def test_the_action_plans_the_head_and_keeps_the_exit_code(tmp_path: Path) -> None:

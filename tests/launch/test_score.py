@@ -145,6 +145,24 @@ MISTAKES = {
 }
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config=distil-tiny", "--out={file}"], "--out={file}: {file} is a file; expected a folder"),
+        (["--config=distil-tiny", "--out={file}/a/b"], "--out={file}/a/b: {file} is a file; expected a folder"),
+        (["--texts=nowhere.jsonl", "--out={folder}"], "--out={folder}: a folder; expected a file"),
+        (["--texts=nowhere.jsonl", "--out=no/x"], "--out=no/x: the folder no does not exist"),
+    ],
+)
+def test_outputs_are_checked_before_the_model_is_loaded(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {"file": tmp_path / "file", "folder": tmp_path}
+    places["file"].write_text("")
+    assert score.main(["--workdir=nowhere", *(word.format(**places) for word in words)]) == 2
+    assert f"error: {message.format(**places)}\n" in capsys.readouterr().err
+
+
 @pytest.mark.pairs
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_user_error_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mistake: str) -> None:

@@ -1,5 +1,6 @@
 """`plimsoll sweep`: which runs it makes, what it refuses before it starts, and how it continues."""
 
+import argparse
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import plimsoll as pl
 from plimsoll.framework.terminal.exit_codes import ExitCode
@@ -190,6 +192,20 @@ def test_rates_are_planned_once(text: Path, tmp_path: Path, trained: Trained, mo
     assert "4 runs; the largest fits; about 24.0 s of training steps" in capsys.readouterr().out
     assert not trained.lines
     assert not (tmp_path / "sweep").exists()
+
+
+def test_each_run_has_its_own_size_of_images(tmp_path: Path, trained: Trained, monkeypatch, capsys):
+    """The shape of the model follows the size of the images, as in `plimsoll train`."""
+    (tmp_path / "images").mkdir()
+    for index in range(40):
+        pixels = np.random.default_rng(index).integers(0, 256, (20, 20), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "images" / f"{index}.png")
+    data = ["--config=digits-glow", f"--data={tmp_path / 'images'}"]
+    assert sweep.main([*data, f"--workdir={tmp_path / 'sweep'}", "--grid=data.image_size=8,16", "--dry_run"]) == 0
+    args = argparse.Namespace(data=[str(tmp_path / "images")], data_weights=None)
+    overrides = {size: [("data.image_size", size)] for size in ("8", "16")}
+    commands = sweep_plan.build_commands(args, "digits-glow", overrides)
+    assert [list(command.config.model.image_shape) for command in commands.values()] == [[8, 8, 1], [16, 16, 1]]
 
 
 def test_failed_runs_do_not_end_a_sweep_and_are_repeated(

@@ -1,6 +1,7 @@
 """Reading runs of other frameworks: the framework, the fields, and what is wrong with a file."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -229,6 +230,74 @@ def test_wrong_files_give_one_line(tmp_path: Path, name: str, text: str, message
     assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert name in str(error.value)
+
+
+SHARDED = "model_name_or_path: gpt2\nmax_length: 8\nfsdp: shard_grad_op auto_wrap\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("fsdp.json", '{"offload_params": true, "version": 2}'), ("fsdp.yaml", "fsdp_offload_params: true\n")],
+)
+def test_a_trainers_fsdp_config_may_be_a_file(tmp_path: Path, name: str, text: str):
+    """transformers accepts the settings themselves, or the path of a file with them."""
+    (tmp_path / "runs").mkdir()
+    recipe = tmp_path / "runs" / "sft.yaml"
+    recipe.write_text(f"{SHARDED}fsdp_config: {name}\n")
+    with pytest.raises(
+        ForeignConfigError, match=rf"sft\.yaml: fsdp_config names {name}, which was not found; expected"
+    ):
+        read_run([recipe], devices=4)
+    (tmp_path / "runs" / name).write_text(text)
+    run = read_run([recipe], devices=4)
+    offloaded = ("parameters", "gradients", "optimizer_state")
+    assert (run.offloaded, run.mesh) == (offloaded, ForeignMesh(shards=4))
+    assert "fsdp_config" in run.read
+    # The same as an argument of a script, in a folder above it.
+    script = tmp_path / "runs" / "scripts" / "sft.sh"
+    script.parent.mkdir()
+    flags = f"--fsdp 'shard_grad_op auto_wrap' --fsdp_config {name}"
+    script.write_text(f"#!/bin/bash\ntorchrun sft.py --model_name_or_path gpt2 --max_length 8 {flags}\n")
+    assert read_run([script], devices=4).offloaded == offloaded
+    inline = """--fsdp_config='{"offload_params": false}'"""
+    assert read_run([script], shlex.split(inline), devices=4).offloaded == ()
+    (tmp_path / "runs" / name).write_text("[1]")
+    with pytest.raises(ForeignConfigError, match="expected settings by name"):
+        read_run([recipe], devices=4)
+    # Without fsdp, the Trainer does not read it.
+    recipe.write_text("model_name_or_path: gpt2\nmax_length: 8\nfsdp_config: nowhere.json\n")
+    assert read_run([recipe]).mesh == ForeignMesh()
+
+
+def build_bomb(first: str, level: str) -> str:
+    """Return YAML whose aliases stand for 9^30 values."""
+    lines = ["model_name_or_path: gpt2", f"a0: &a0 {first}"]
+    for index in range(1, 31):
+        aliases = ", ".join([f"*a{index - 1}"] * 9)
+        lines.append(f"a{index}: &a{index} {level.format(aliases)}")
+    return "\n".join([*lines, "max_length: *a30", ""])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        build_bomb("[1]", "[{}]"),
+        build_bomb("{x: 1}", "{{<<: [{}]}}"),
+        "model_name_or_path: gpt2\nmax_length: &a [*a]\n",
+    ],
+    ids=["lists", "merged", "itself"],
+)
+def test_yaml_that_expands_without_end_is_refused(text: str, tmp_path: Path):
+    path = tmp_path / "bomb.yaml"
+    path.write_text(text)
+    with pytest.raises(ForeignConfigError, match=r"its aliases \(\*name\) repeat values, in all more than 100,000$"):
+        read_run([path])
+
+
+def test_aliases_are_read(tmp_path: Path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model_name_or_path: gpt2\nrows: &rows 4\nper_device_train_batch_size: *rows\nmax_length: 8\n")
+    assert read_run([path]).rows == 4
 
 
 def test_wrong_files_that_are_not_there(tmp_path: Path):

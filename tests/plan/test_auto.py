@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from plimsoll import configs
+from plimsoll.extras.autotune import ALLOWED
 from plimsoll.extras.autotune.autotune import BATCH_MODE_FIXED, autotune, describe_largest_batch
 from plimsoll.extras.autotune.cost_model import Candidate, CostModel, MemoryBudget, MemoryLimits
 from plimsoll.extras.autotune.search import SettingsSearch
@@ -503,6 +504,13 @@ def test_a_choice_goes_through_json():
 def test_a_flag_is_quoted_for_a_shell():
     settings = (setting("memory.remat", "save:query;offload:input"), setting("learner.accumulate", 4))
     assert flags(settings) == "'--config.memory.remat=save:query;offload:input' --config.learner.accumulate=4"
+
+
+def test_the_help_lists_the_changes_that_may_be_allowed(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit):
+        plan.main(["--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert f"allowed changes to the training: {', '.join(ALLOWED)} --host_memory_gib" in words
 
 
 @pytest.mark.parametrize(

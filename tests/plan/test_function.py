@@ -255,7 +255,7 @@ def test_the_verb_plans_a_function(step_file: Path, capsys: pytest.CaptureFixtur
     assert json.loads((step_file / "plan.json").read_text())["breakdown"] == {"weights": 2**22, "results": 2**22}
     assert "weights" in (step_file / "plan.html").read_text()
     assert plan.main(["--function=step.py:donating", "--target=cpu:1", "--device_memory_gib=0.003"]) == ExitCode.TOO_BIG
-    assert "DOES NOT FIT: 4.00 MiB" in capsys.readouterr().out
+    assert "DOES NOT FIT: needs 4.00 MiB of the 3.07 MiB per device" in capsys.readouterr().out
 
 
 def test_the_verb_plans_a_function_for_several_targets(step_file: Path, capsys: pytest.CaptureFixture):

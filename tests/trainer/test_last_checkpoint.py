@@ -7,9 +7,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from plimsoll.framework.config import config_for
+from plimsoll.framework.config.accelerator_rules import apply_accelerator_rules
+from plimsoll.framework.program.experiment import AcceleratorRule
 from plimsoll.framework.run import start as run_start
+from plimsoll.framework.run.last_checkpoint import LastCheckpoint
 from plimsoll.framework.run.run import Run
 from tests.support.runs import rows, train, write_text
+from tests.support.tiny import tiny
 
 
 class Killed(NamedTuple):
@@ -94,6 +99,24 @@ def test_other_config_changes_are_reported(final_workdir: Path, never_starts: No
         == 0
     )
     assert "config changed since the checkpoint: config.data.seed: 3 -> 5" in capsys.readouterr().out
+
+
+def test_the_changes_of_accelerator_rules_are_not_reported():
+    """The stored config has the changes of the rule that the run applied; the config of the command line has not."""
+    config = tiny()
+    config.accelerator_rules = [
+        config_for(AcceleratorRule, pattern="v5e-*", set={"memory.remat": "full", "learner.accumulate": 4}),
+        config_for(AcceleratorRule, pattern="cpu-*", set={"learner.accumulate": 2, "data.seed": 9}),
+    ]
+    stored = config.copy()
+    apply_accelerator_rules(stored, "cpu-1")
+    last = LastCheckpoint("checkpoints", 4, stored.to_dict(), {}, complete=True)
+    assert len(last.lines(config.trainer.max_steps, config)) == 1
+    assert len(last.lines(config.trainer.max_steps, stored)) == 1
+    # The command line takes precedence over rules.
+    config.learner.accumulate = 1
+    change, _ = last.lines(config.trainer.max_steps, config, ["learner.accumulate"])
+    assert change.endswith("config.learner.accumulate: 2 -> 1")
 
 
 @pytest.mark.parametrize("steps", [4, 2])

@@ -8,6 +8,7 @@ import pytest
 
 from plimsoll.framework.config import config_for
 from plimsoll.framework.data.order import BatchOrder
+from plimsoll.framework.data.stages import DataStage
 from plimsoll.framework.run import resuming
 from tests.support.runs import losses, train
 from tests.support.tiny import tiny
@@ -100,3 +101,29 @@ def test_old_checkpoints_read_their_batch_size_from_the_config() -> None:
     assert resuming.order_after(older, 10, built) == BatchOrder(origin=40)
     (line,) = resuming.batch_lines(older, 10, built)
     assert line == "global batch 8 -> 4: the data order continues at sequence 80, not at step 10"
+
+
+@pytest.mark.parametrize(
+    ("left_out", "new_size", "message"),
+    [
+        ((6,), 2, None),  # batches 9 to 12 of size 2, before the stage
+        ((2, 6), 8, None),
+        ((21,), 4, "a rollback left out batch 21, and with another size the stage from step 20 on would read"),
+        # 64 to 71 are in the first stage with 8 sequences a batch, and no longer with 2.
+        ((8,), 1, "a rollback left out batch 8"),
+        ((21,), 8, None),  # the same size
+    ],
+)
+def test_another_batch_size_does_not_move_a_left_out_batch_into_a_later_stage(
+    left_out: tuple[int, ...], new_size: int, message: str | None
+) -> None:
+    data = tiny().data.copy()
+    data.global_batch_size = new_size
+    data.stages = {"20": config_for(DataStage, global_batch_size=16)}
+    extra = {"data": {**BatchOrder(left_out).to_json(), "batch_size": 8, "next": 5}}
+    if message is not None:
+        with pytest.raises(ValueError, match=message):
+            resuming.order_after(extra, 5, data.instantiate())
+        return
+    order = resuming.order_after(extra, 5, data.instantiate())
+    assert order == BatchOrder(left_out).with_batch_size(5, 8, new_size)

@@ -2,14 +2,21 @@
 
 import json
 import signal
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from plimsoll.api.loaded import _load_run_config
 from plimsoll.configs import load
 from plimsoll.framework.checkpoint.checkpointer import Checkpointer
+from plimsoll.framework.config import config_for
+from plimsoll.framework.data.order import BatchOrder
+from plimsoll.framework.data.stages import DataStage
 from plimsoll.framework.program.program import Program
 from plimsoll.framework.program.stages import build_stage_programs, with_largest_stage
 from plimsoll.launch import plan
@@ -203,3 +210,45 @@ def test_a_plan_covers_every_stage(flags: list[str], tmp_path: Path, capsys):
     ).config
     data = with_largest_stage(config).data
     assert (data.seq_len, data.global_batch_size) == (32, 64)
+
+
+def test_several_targets_have_the_stages_of_their_own_rules(tmp_path: Path, capsys):
+    rule = {"$class": "plimsoll.AcceleratorRule", "pattern": "h100*", "set": {"data.global_batch_size": 128}}
+    flags = [f"--config.accelerator_rules={json.dumps([rule])}", "--data_at=9:global_batch_size=64"]
+    argv = [f"--config={CONFIG}:tiny", *flags, "--estimate", f"--json={tmp_path}/plan.json"]
+    batches = {"h100": 128, "rtx4090": 64}
+    for names in ("h100,rtx4090", "rtx4090,h100"):
+        assert plan.main([*argv, f"--target={names}"]) == 0
+        reports = json.loads((tmp_path / "plan.json").read_text())
+        found = [report["in_effect"]["data.global_batch_size"] for report in reports]
+        assert found == [batches[name] for name in names.split(",")]
+    assert "planning the largest stage: 64 sequences of 32 tokens or 128" in capsys.readouterr().err
+
+
+@dataclass
+class FakeCheckpointer:
+    """A checkpoint of one step, with this JSON part."""
+
+    step: int
+    extra: dict[str, Any]
+
+    def steps(self) -> list[int]:
+        return [self.step]
+
+    def manifest(self, step: int) -> Any:
+        assert step == self.step
+        return SimpleNamespace(extra=self.extra)
+
+
+def test_a_loaded_run_has_the_stage_of_its_last_batch(tmp_path: Path):
+    config = tiny()
+    config.data.stages = {"10": config_for(DataStage, seq_len=16)}
+    (tmp_path / "config.json").write_text(config.to_json())
+    lengths = {}
+    for step in (9, 10, 11):
+        for left_out in ((), (4,)):
+            extra = {"config": config.to_dict(), "data": BatchOrder(left_out).to_json()}
+            loaded = _load_run_config(tmp_path, FakeCheckpointer(step, extra), None, print)
+            lengths[step, left_out] = loaded.data.seq_len
+    # With batch 4 left out, the tenth step trained on batch 10.
+    assert lengths == {(9, ()): 32, (9, (4,)): 32, (10, ()): 32, (10, (4,)): 16, (11, ()): 16, (11, (4,)): 16}

@@ -4,10 +4,14 @@ import json
 import math
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from plimsoll.framework.config import ConfigError
+from plimsoll.framework.program.jit_step import JitStep
+from plimsoll.framework.program.per_layer_step import PerLayerStep
+from plimsoll.framework.program.program import Program
 from plimsoll.framework.program.stop_rules import StopRules, parse_duration
 from plimsoll.framework.run import hooks
 from plimsoll.framework.run.best_metric import BestMetric
@@ -132,11 +136,25 @@ def test_a_name_needs_its_set_if_there_are_several():
         config.instantiate()
 
 
-def test_a_metric_that_evaluations_lack_is_refused_before_compiling(text, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("plimsoll.framework.program.jit_step.JitStep.compile", lambda self: pytest.fail("compiled"))
-    assert train(tmp_path / "run", "--config.trainer.stop.target=1", "--config.trainer.stop.metric=lss") == 2
+@pytest.mark.parametrize("update", ["after_backward", "layer_programs"])
+def test_a_metric_that_evaluations_lack_is_refused_before_compiling(update, text, tmp_path, capsys, monkeypatch):
+    for backend in (JitStep, PerLayerStep):
+        monkeypatch.setattr(backend, "compile", lambda self: pytest.fail("compiled"))
+    flags = [f"--config.memory.update={update}", "--config.trainer.stop.target=1"]
+    assert train(tmp_path / "run", *flags, "--config.trainer.stop.metric=lss") == 2
     assert "trainer.stop.metric: evaluations have no metric 'lss'; did you mean 'loss'?" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_layer_programs_have_the_sums_of_one_program():
+    sums = {}
+    for update in ("in_backward", "layer_programs"):
+        config = tiny()
+        config.memory.update = update
+        config.memory.parameters = "pinned_host"
+        config.learner.clip = None
+        sums[update] = Program(config.instantiate(), jax.devices()[:1]).backend.evaluation_sums()
+    assert sums["in_backward"] == sums["layer_programs"] != []
 
 
 def test_patience_is_exact_across_a_kill(text, tmp_path, capsys, hook_flags):

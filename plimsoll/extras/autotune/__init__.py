@@ -9,3 +9,13 @@ autotune.py      entry point of `plimsoll plan --auto`: takes a request, returns
 batch_curve.py   estimated tokens per second of the chosen settings at larger batches
 run_tuning.py    entry point of a run with `memory.auto`, whose processes agree on the settings
 """
+
+# Changes to the training that --allow permits, {name: description}. `plimsoll plan --help` lists them without importing
+# JAX.
+ALLOWED = {
+    "rounding": "no master copy: bfloat16 weights with stochastic rounding (learner.rounding=stochastic)",
+    "moments": "moments in bfloat16 (learner.moment_dtype)",
+    "optimizer8bit": "AdamW with 8-bit moments and the same hyperparameters (learner.optimizer)",
+    "fp8": "products of large layers in 8-bit floats, with a scale for each array (model.precision)",
+    "int8": "products of large layers in 8-bit integers, with a scale for each row (model.precision)",
+}

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 
 import optax
 
+from plimsoll.extras.autotune import ALLOWED
 from plimsoll.framework.config import Config, ConfigError, config_for, did_you_mean, diff, get_schema, get_target
 from plimsoll.framework.config.value_parsing import as_text
 from plimsoll.framework.devices.accelerators import AcceleratorSpec
@@ -157,14 +158,6 @@ MOMENTS = "learner.moment_dtype"
 ROUNDING = "learner.rounding"
 OPTIMIZER = "learner.optimizer"
 PRECISION = "model.precision"
-# {name: description}
-ALLOWED = {
-    "rounding": "no master copy: bfloat16 weights with stochastic rounding (learner.rounding=stochastic)",
-    "moments": "moments in bfloat16 (learner.moment_dtype)",
-    "optimizer8bit": "AdamW with 8-bit moments and the same hyperparameters (learner.optimizer)",
-    "fp8": "products of large layers in 8-bit floats, with a scale for each array (model.precision)",
-    "int8": "products of large layers in 8-bit integers, with a scale for each row (model.precision)",
-}
 # Changes that exclude each other: with the 8-bit optimizer the moments already have a dtype, and a product one format.
 _EXCLUSIVE = ({"moments", "optimizer8bit"}, {"fp8", "int8"})
 # The projections of attention and MLPs, but not those to one number per head or token.

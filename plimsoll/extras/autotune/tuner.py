@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
+from plimsoll.extras.autotune import ALLOWED
 from plimsoll.extras.autotune.cost_model import (
     Candidate,
     CostModel,
@@ -20,7 +21,6 @@ from plimsoll.extras.autotune.cost_model import (
 from plimsoll.extras.autotune.search import TIE_FACTOR, SettingsSearch, compare_neighbors, iter_neighbors
 from plimsoll.extras.autotune.search_space import SearchSpace
 from plimsoll.extras.autotune.settings import (
-    ALLOWED,
     Machine,
     Setting,
     Settings,

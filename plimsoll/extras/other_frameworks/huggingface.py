@@ -138,6 +138,15 @@ def is_recipe(names: Mapping[str, Any]) -> bool:
     return "model_name_or_path" in names or ("per_device_train_batch_size" in names and "base_model" not in names)
 
 
+def has_fsdp(values: Mapping[str, Any]) -> bool:
+    """Return whether the Trainer's `fsdp` is on."""
+    return _join_words(values.get("fsdp", "")).strip() not in ("", "False", "None")
+
+
+def _join_words(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 def read(values: Mapping[str, Any], source: str, devices: int | None, sharding: Sharding) -> ForeignRun:
     """Read a run from a recipe or arguments.
 
@@ -220,13 +229,9 @@ def read(values: Mapping[str, Any], source: str, devices: int | None, sharding: 
 
 def _read_trainer_sharding(settings: Settings, sharding: Sharding) -> Sharding:
     """Return the sharding that the Trainer's own arguments choose, if any."""
-    words = settings.raw("fsdp", "")
-    words = " ".join(map(str, words)) if isinstance(words, list) else str(words)
-    if words.strip() not in ("", "False", "None"):
-        section = settings.raw("fsdp_config", {})
-        return replace(
-            read_fsdp(section if isinstance(section, dict) else {}, settings.source, words), devices=sharding.devices
-        )
+    words = _join_words(settings.raw("fsdp", ""))
+    if has_fsdp(settings.values):
+        return replace(read_fsdp(settings.section("fsdp_config"), settings.source, words), devices=sharding.devices)
     if "zero_stage" in settings:
         stage = settings.integer("zero_stage")
         if stage not in (0, 1, 2, 3):

@@ -25,6 +25,8 @@ _NEEDED = (
     *("model_name_or_path", "model", "model_name", "zero_stage", "max_seq_len", "max_length", "deepspeed_config"),
     *("per_device_train_batch_size", "batch_size"),
 )
+# Values of a YAML file, with those that aliases repeat.
+_LARGEST_YAML = 100_000
 # Folders above a file in which the files that it names are looked for.
 _PARENTS = 6
 
@@ -86,7 +88,8 @@ def read_run(paths: Sequence[Path], words: Sequence[str] = (), devices: int | No
     if not settings_files or huggingface.is_recipe(values):
         _refuse_variables(unused, name)
         divided = _find_sharding(file, values | flags, shards)
-        return huggingface.read(_prepare_recipe(values, flags), name, devices, divided)
+        prepared = _load_fsdp_config(file, _prepare_recipe(values, flags))
+        return huggingface.read(prepared, name, devices, divided)
     if maxtext.is_config(values):
         return maxtext.read(_load_base(file, values, []) | flags | variables, name, devices)
     raise ForeignConfigError(
@@ -163,6 +166,24 @@ def _parse_yaml(text: str, path: Path) -> Any:
 
 class _Loader(yaml.SafeLoader):
     """YAML as data only; numbers such as 2e-5 are numbers, and values with unknown tags are None."""
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        # References to references let a short file stand for more values than memory holds.
+        if _count_nodes(node, {}) > _LARGEST_YAML:
+            raise yaml.YAMLError(f"its aliases (*name) repeat values, in all more than {_LARGEST_YAML:,}")
+        return super().construct_document(node)
+
+
+def _count_nodes(node: Any, counts: dict[int, int]) -> int:
+    """Return the number of values in a node, each counted as often as an alias repeats it; `counts` has known ones."""
+    if not isinstance(node, yaml.CollectionNode):
+        # A mapping has pairs of nodes.
+        return sum(_count_nodes(part, counts) for part in node) if isinstance(node, tuple) else 1
+    if id(node) not in counts:
+        # A node that contains itself has no end.
+        counts[id(node)] = _LARGEST_YAML
+        counts[id(node)] = 1 + sum(_count_nodes(part, counts) for part in node.value)
+    return counts[id(node)]
 
 
 _Loader.add_implicit_resolver(
@@ -310,6 +331,27 @@ def _prepare_recipe(values: Mapping[str, Any], flags: Mapping[str, str | bool]) 
     return {**prepared, **flags}
 
 
+def _load_fsdp_config(file: ForeignFile, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a recipe, with the content of `fsdp_config` if that is JSON or names a file.
+
+    Raises:
+        ForeignConfigError: the file was not found, or has no settings by name.
+    """
+    named = values.get("fsdp_config")
+    # Without `fsdp`, the Trainer does not read it either.
+    if not isinstance(named, str) or not huggingface.has_fsdp(values):
+        return dict(values)
+    if named.lstrip().startswith("{"):
+        return {**values, "fsdp_config": _check_object(_parse_json(named, file.path), file.path, "JSON")}
+    path = _find_file(file.path, named)
+    if path is None:
+        raise ForeignConfigError(
+            f"{file.path}: fsdp_config names {named}, which was not found; expected a JSON or YAML file, relative to "
+            "this file"
+        )
+    return {**values, "fsdp_config": load_file(path).values}
+
+
 # --- shell scripts ---------------------------------------------------------------------------------------------------
 
 
@@ -351,6 +393,7 @@ def _read_script(
             named = merged.get("deepspeed")
             if named is True or not isinstance(named, str):
                 merged.pop("deepspeed", None)
+            merged = _load_fsdp_config(file, merged)
             here = _find_here_document(file, merged)
             return huggingface.read(merged, name, devices, _find_sharding(file, merged, [*shards, *here]))
     unset = ", ".join(f"${variable}" for variable in list(script.unset)[:4])
