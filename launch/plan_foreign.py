@@ -203,8 +203,8 @@ def plan_run(
     estimate = not args.compiled or is_approximate(command.named)
     # Settings that fit would be those of our program.
     command.args.verdict_only = True
-    if run.stored is not None:
-        command.args.step_only = True
+    # The other framework initializes and evaluates in its own way.
+    command.args.step_only = True
     limit = cli.gib("device_memory_gib", args.device_memory_gib)
     if limit is None:
         limit = machine.get_config_limit_bytes(command.resolve(machine.name)[0])

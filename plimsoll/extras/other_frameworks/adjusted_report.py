@@ -16,7 +16,7 @@ from plimsoll.extras.other_frameworks.foreign_run import OUR_LOGIT_BYTES, Foreig
 from plimsoll.framework.config import Config
 from plimsoll.framework.layout import StateLayout
 from plimsoll.framework.plan.estimate import Estimate, PassBytes, estimate_pass
-from plimsoll.framework.plan.plan_report import PhaseReport, PlanReport
+from plimsoll.framework.plan.plan_report import EstimateReport, PhaseReport, PlanReport
 from plimsoll.framework.plan.suggest import check_target, estimate_for_target
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.program.experiment import Experiment
@@ -232,13 +232,23 @@ def _apply(report: PlanReport, changes: dict[str, int], run: ForeignRun) -> Plan
     compared = ", ".join(differences) or "the same"
     note = f"memory is counted as {run.framework} uses it; compared with our program: {compared}"
     phases = {"train": PhaseReport(allocated, report.host_peak_bytes)} if report.phases else {}
+    peak = report.device_peak_bytes + total
+    estimate = report.estimate
+    if estimate is not None:
+        estimated = estimate.device_peak_bytes + total
+        estimate = EstimateReport(
+            device_peak_bytes=estimated,
+            breakdown={group: max(0, size + changes.get(group, 0)) for group, size in estimate.breakdown.items()},
+            error=None if estimate.error is None else estimated / peak - 1,
+        )
     return replace(
         report,
         breakdown=breakdown,
-        device_peak_bytes=report.device_peak_bytes + total,
+        device_peak_bytes=peak,
         device_allocated_bytes=allocated,
         device_temp_bytes=max(0, report.device_temp_bytes + total),
         phases=phases,
+        estimate=estimate,
         fits=not report.message and host_fits and (limit is None or allocated <= limit),
         # They describe our program, of which another amount is needed.
         suggestions=[],
