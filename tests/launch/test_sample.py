@@ -114,9 +114,18 @@ def test_rows_lead_from_one_held_out_image_to_another(workdir: Path, tmp_path: P
         (["--workdir={run}"], "the following arguments are required: --output"),
         (["--workdir={run}", "--output=x.jpg"], "--output=x.jpg: expected a .png file in an existing folder"),
         (["--workdir={run}", "--output=nope/x.png"], "--output=nope/x.png: expected a .png file in an existing folder"),
-        (["--workdir={run}", "--output=x.png", "--num=0"], "--num must be at least 1"),
-        (["--workdir={run}", "--output=x.png", "--temperature=-1"], "--temperature at least 0"),
-        (["--workdir={run}", "--output=x.png", "--temperature=nan"], "--temperature at least 0"),
+        (["--workdir={run}", "--output=x.png", "--num=0"], "--num=0: expected 1 to 10,000"),
+        (["--workdir={run}", "--output=x.png", "--num=1000000000"], "--num=1000000000: expected 1 to 10,000"),
+        (
+            ["--workdir={run}", "--output=x.png", "--interpolate=2", "--temperature=1"],
+            "--temperature changes samples only",
+        ),
+        (["--workdir={run}", "--output=folder.png"], "--output=folder.png: a folder; expected a file"),
+        (
+            ["--workdir={run}", "--output=x.png", "--temperature=-1"],
+            "--temperature=-1.0: expected a finite number of at least 0",
+        ),
+        (["--workdir={run}", "--output=x.png", "--temperature=nan"], "--temperature=nan: expected a finite number"),
         (["--workdir={run}", "--output=x.png", "--interpolate=1"], "--interpolate=1: expected 2 to --num=64"),
         (["--workdir={run}", "--output=x.png", "--interpolate=65"], "--interpolate=65: expected 2 to --num=64"),
         (["--workdir={run}", "--output=x.png", "--temprature=1"], "did you mean '--temperature'?"),
@@ -139,6 +148,7 @@ def test_user_errors_are_one_line(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.png").mkdir()
     assert sample.main([flag.format(run=workdir) for flag in flags]) == 2
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
     assert not (tmp_path / "x.png").exists()

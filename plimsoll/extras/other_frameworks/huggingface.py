@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from plimsoll.extras.other_frameworks import llama_factory
 from plimsoll.extras.other_frameworks.foreign_run import (
     Adapter,
     ForeignConfigError,
@@ -150,7 +151,11 @@ def read(values: Mapping[str, Any], source: str, devices: int | None, sharding: 
     Raises:
         ForeignConfigError: a setting is missing, or has an invalid value.
     """
-    settings = Settings({_ALIASES.get(name, name): value for name, value in values.items()}, source, _SKIPPED)
+    framework, skipped = NAME, _SKIPPED
+    if llama_factory.is_config(values):
+        framework, skipped = llama_factory.NAME, f"{_SKIPPED}|{llama_factory.SKIPPED}"
+        values = llama_factory.translate(values, source)
+    settings = Settings({_ALIASES.get(name, name): value for name, value in values.items()}, source, skipped)
     if "num_generations" in settings:
         raise ForeignConfigError(f"{source}: a run that generates answers between its steps (PPO, GRPO) is not read")
     if settings.text("model_name_or_path") in ("", "True"):
@@ -194,7 +199,7 @@ def read(values: Mapping[str, Any], source: str, devices: int | None, sharding: 
         # `_read_objective` decides whether a reference exists; its name changes no bytes, but it counts as read.
         settings.raw("ref_model")
     return ForeignRun(
-        framework=NAME,
+        framework=framework,
         model=model,
         mesh=divided.mesh,
         seq_len=settings.positive("max_length", 1024),
