@@ -24,6 +24,8 @@ from plimsoll.framework.terminal.tables import human_bytes
 
 # Bytes of a token table that an adapter's run trains as a whole: a float32 copy, its gradient, two moments.
 _SAVED_TABLE_BYTES = 16
+# Bytes of a scale that is quantized too: one in 8 bits, and a float32 for each 256 of them (section 3 of QLoRA).
+_DOUBLE_QUANTIZED_SCALE_BYTES = 1 + 4 / 256
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,15 @@ def _extra_bytes(run: ForeignRun, experiment: Experiment, target: Target) -> dic
         model = experiment.language_model
         table = model.vocab_size * model.dim
         extra["optimizer_state"] = round(run.adapter.saved_tables * table * _SAVED_TABLE_BYTES / shards)
+    if run.adapter is not None and run.adapter.double_quantized:
+        scales = sum(
+            leaf.bytes_per_device
+            // leaf.spec.dtype.itemsize
+            * (leaf.spec.dtype.itemsize - _DOUBLE_QUANTIZED_SCALE_BYTES)
+            for leaf in _build_layout(experiment, sizes)
+            if leaf.group == "frozen" and leaf.path.endswith("/scales")
+        )
+        extra["frozen"] = -round(scales)
     if run.objective == "pairs with a reference" and run.method == "full":
         count = count_local(experiment, sizes)
         width = 2 if run.precision != "float32" else 4
@@ -202,11 +213,15 @@ def _extra_bytes(run: ForeignRun, experiment: Experiment, target: Target) -> dic
 
 def _count_elements(experiment: Experiment, sizes: dict[str, int]) -> dict[str, int]:
     """Return {path: elements on one device} of the trainable parameters, on a mesh of these sizes."""
-    mesh = cast(Mesh, AbstractMesh(tuple(sizes.values()), tuple(sizes)))
-    layout = StateLayout(experiment.state_specs(), mesh)
+    layout = _build_layout(experiment, sizes)
     return {
         leaf.path: leaf.bytes_per_device // leaf.spec.dtype.itemsize for leaf in layout if leaf.group == "parameter"
     }
+
+
+def _build_layout(experiment: Experiment, sizes: dict[str, int]) -> StateLayout:
+    """Return the layout of the state on a mesh of these sizes."""
+    return StateLayout(experiment.state_specs(), cast(Mesh, AbstractMesh(tuple(sizes.values()), tuple(sizes))))
 
 
 def _is_expert(path: str) -> bool:

@@ -47,7 +47,8 @@ def translate(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     stage = settings.text("stage", "sft").lower()
     if stage not in _TRAINERS:
         raise settings.error("stage", f"= {stage!r}; read are {', '.join(_TRAINERS)}")
-    translated = {_RENAMED.get(name, name): value for name, value in values.items() if name not in _TAKEN}
+    names = [name for name in values if name not in _TAKEN and (method == "lora" or not name.startswith("lora_"))]
+    translated = {_RENAMED.get(name, name): values[name] for name in names}
     # Neither loss has a reference model.
     has_no_reference = settings.text("pref_loss") in ("orpo", "simpo")
     translated["trainer_type"] = "orpo" if stage == "dpo" and has_no_reference else _TRAINERS[stage]
@@ -73,7 +74,12 @@ def translate(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     return translated
 
 
-_OPTIMIZERS = {"use_galore": "galore_adamw", "use_apollo": "apollo_adamw", "use_muon": "muon"}
+_OPTIMIZERS = {
+    "use_galore": "galore_adamw",
+    "use_apollo": "apollo_adamw",
+    "use_adam_mini": "adam_mini",
+    "use_muon": "muon",
+}
 # Settings that become others.
 _TAKEN = (
     *("finetuning_type", "disable_gradient_checkpointing", "lora_target", "quantization_bit", "pure_bf16"),
