@@ -17,6 +17,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import json
 import logging
 import os
 import re
@@ -192,7 +193,9 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--reward",
             metavar="FILE.py:FUNCTION",
-            help="with prompts as data (--config=grpo:DIR): the function that scores answers",
+            action="append",
+            help="with prompts as data (--config=grpo:DIR): the function that scores answers. Repeat it to add the "
+            "rewards of several",
         )
         self.add_argument(
             "--data_at",
@@ -305,16 +308,16 @@ def split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], list[
 
 def _list_reward_overrides(args: argparse.Namespace, named: Config) -> list[tuple[str, str]]:
     """Return the override that --reward stands for. Raises UsageError if the config learns from no rewards."""
-    reward = getattr(args, "reward", None)
-    if reward is None:
+    rewards = getattr(args, "reward", None)
+    if rewards is None:
         return []
     transform = named.batch_transform if named.takes("batch_transform") else None
     if transform is None or not transform.takes("reward"):
         raise UsageError(
-            f"--reward={reward}: the config learns from no rewards; expected --config=grpo:DIR or lora-grpo:DIR, or a "
-            "config with batch_transform=Rollouts"
+            f"--reward={rewards[0]}: the config learns from no rewards; expected --config=grpo:DIR or lora-grpo:DIR, "
+            "or a config with batch_transform=Rollouts"
         )
-    return [("batch_transform.reward", reward)]
+    return [("batch_transform.reward", rewards[0] if len(rewards) == 1 else json.dumps(rewards))]
 
 
 def _list_stage_overrides(args: argparse.Namespace, named: Config) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plimsoll.framework.terminal.exit_codes import ExitCode
+from plimsoll.framework.terminal.install_hints import install_extra
 from plimsoll.launch import cli
 from plimsoll.launch.plan_common import check_files, make_report, resolve_target, start_cpus, write_outputs
 
@@ -57,6 +58,14 @@ def plan_foreign(parser: cli.Parser, argv: Sequence[str]) -> int:
     from plimsoll.framework.plan import compare_targets, report_tables, targets
 
     names = compare_targets.parse_target_names(args.target)
+    if args.compiled:
+        for name in names:
+            platform = targets.resolve(name).platform
+            if not targets.installed_compiler(platform):
+                install = install_extra(f"plan-{platform}")
+                raise cli.UsageError(
+                    f"--compiled: no compiler for {name}: {install}; without it, the plan is an estimate"
+                )
     # The file is read before JAX starts, so that its errors show immediately.
     runs = [read_for_target(paths, words, name) for name in names]
     targets.set_environment(names[0])
@@ -203,8 +212,8 @@ def plan_run(
     estimate = not args.compiled or is_approximate(command.named)
     # Settings that fit would be those of our program.
     command.args.verdict_only = True
-    if run.stored is not None:
-        command.args.step_only = True
+    # The other framework initializes and evaluates in its own way.
+    command.args.step_only = True
     limit = cli.gib("device_memory_gib", args.device_memory_gib)
     if limit is None:
         limit = machine.get_config_limit_bytes(command.resolve(machine.name)[0])
@@ -244,7 +253,9 @@ def _describe(plan: ForeignPlan, paths: Sequence[Path]) -> Any:
     if run.unknown:
         rows.append(["not known", f"{_list_names(run.unknown)}: if they change memory or time, the plan does not"])
     rows += [["note", note] for note in run.notes]
-    if plan.report.estimated:
+    if plan.report.estimated and plan.command.args.compiled:
+        rows.append(["method", "estimate: the model is known by its shape only, and is not compiled"])
+    elif plan.report.estimated:
         rows.append(["method", "estimate; --compiled compiles the step of our flags"])
     rows.append(["as ours", format_command(plan.command)])
     return TableSection("from", rows)

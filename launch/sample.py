@@ -13,6 +13,10 @@ from pathlib import Path
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import cli, weights
 
+_TEMPERATURE = 0.7
+# All images are drawn at once.
+_MOST_IMAGES = 10_000
+
 
 @cli.main
 def main(argv: list[str]) -> int:
@@ -22,7 +26,9 @@ def main(argv: list[str]) -> int:
         "--output", required=True, metavar="FILE.png", help="picture to write; replaces an existing file"
     )
     parser.add_argument("--num", type=int, default=64, metavar="N", help="number of images; default 64")
-    parser.add_argument("--temperature", type=float, default=0.7, help="standard deviation of the latents; default 0.7")
+    parser.add_argument(
+        "--temperature", type=float, help=f"standard deviation of the latents of samples; default {_TEMPERATURE}"
+    )
     parser.add_argument(
         "--interpolate", type=int, metavar="K", help="interpolate in rows of K images between pairs of held-out images"
     )
@@ -35,8 +41,13 @@ def main(argv: list[str]) -> int:
     if output.suffix != ".png" or not output.absolute().parent.is_dir():
         raise cli.UsageError(f"--output={args.output}: expected a .png file in an existing folder")
     cli.check_output("output", args.output)
-    if args.num < 1 or not (args.temperature >= 0 and math.isfinite(args.temperature)):
-        raise cli.UsageError("--num must be at least 1, and --temperature at least 0")
+    if not 1 <= args.num <= _MOST_IMAGES:
+        raise cli.UsageError(f"--num={args.num}: expected 1 to {_MOST_IMAGES:,}")
+    if args.temperature is not None and steps is not None:
+        raise cli.UsageError("--temperature changes samples only; --interpolate starts from held-out images")
+    temperature = _TEMPERATURE if args.temperature is None else args.temperature
+    if not (temperature >= 0 and math.isfinite(temperature)):
+        raise cli.UsageError(f"--temperature={temperature}: expected a finite number of at least 0")
     # A JAX key has a 32-bit seed.
     if not 0 <= args.seed < 2**32:
         raise cli.UsageError(f"--seed={args.seed}: expected 0 to 2^32 - 1")
@@ -53,7 +64,7 @@ def main(argv: list[str]) -> int:
     data = loaded.experiment.data
     images = ImageSampler(loaded.program, loaded.state, averaged=loaded.averaged)
     if steps is None:
-        pictures = images.sample(args.num, args.temperature, args.seed)
+        pictures = images.sample(args.num, temperature, args.seed)
     else:
         data.setup(loaded.folder)
         # Use the first validation set; an empty array if there is none.

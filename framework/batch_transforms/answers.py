@@ -34,6 +34,11 @@ def decode_answers(data: Prompts, host_batch: dict[str, np.ndarray], answers: Sa
     return texts
 
 
+def get_answer_tokens(answers: SampledAnswers, index: int) -> list[int]:
+    """Return the tokens of an answer, with the one that ends it."""
+    return answers.tokens[index, : int(answers.counts[index])].tolist()
+
+
 def encode_demonstrations(data: Prompts, host_batch: dict[str, np.ndarray]) -> SampledAnswers:
     """Return the reference answers of a batch's rows; their log-probabilities are unknown, so they are NaN.
 
@@ -102,15 +107,24 @@ def compute_advantages(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (advantages, standard deviation of each row's group), both f32[B]; zeros for groups of one (evaluation).
 
-    A = (reward - group mean) / (standard deviation + 1e-4), with the sample standard deviation (n - 1), as in TRL.
+    A = (reward - group mean) / (standard deviation + 1e-4), with the sample standard deviation (n - 1), as in TRL. An
+    answer whose reward is NaN has the advantage 0, and is left out of the mean and the deviation of the others.
     """
     if group_size == 1:
         return np.zeros_like(rewards_B), np.zeros_like(rewards_B)
     groups_GN = rewards_B.astype(np.float64).reshape(-1, group_size)
-    spreads_B = np.repeat(groups_GN.std(axis=1, ddof=1), group_size)
-    differences_B = (groups_GN - groups_GN.mean(axis=1, keepdims=True)).reshape(-1)
-    divisors_B = {"group": spreads_B + _STD_EPS, "batch": groups_GN.std(ddof=1) + _STD_EPS, "none": 1.0}[scale]
+    spreads_B = np.repeat([_compute_std(group_N) for group_N in groups_GN], group_size)
+    counts_G = np.maximum(1, np.sum(~np.isnan(groups_GN), axis=1))
+    means_G = np.nansum(groups_GN, axis=1) / counts_G
+    differences_B = np.nan_to_num(groups_GN - means_G[:, None]).reshape(-1)
+    divisors_B = {"group": spreads_B + _STD_EPS, "batch": _compute_std(groups_GN) + _STD_EPS, "none": 1.0}[scale]
     return (differences_B / divisors_B).astype(np.float32), spreads_B.astype(np.float32)
+
+
+def _compute_std(rewards: np.ndarray) -> float:
+    """Return the sample standard deviation of the rewards that are not NaN; 0 of fewer than two."""
+    known = rewards[~np.isnan(rewards)]
+    return float(known.std(ddof=1)) if known.size > 1 else 0.0
 
 
 class SamplingTimer:

@@ -25,12 +25,13 @@ from plimsoll.framework.batch_transforms.answers import (
     compute_advantages,
     decode_answers,
     encode_demonstrations,
+    get_answer_tokens,
     get_location,
     get_row,
 )
 from plimsoll.framework.batch_transforms.auxiliary_model import estimate_sampling
 from plimsoll.framework.batch_transforms.reference import Reference
-from plimsoll.framework.batch_transforms.reward_function import RewardFunction
+from plimsoll.framework.batch_transforms.reward_function import JudgedAnswers, RewardFunctions, sum_rewards
 from plimsoll.framework.config import Config, NonNegativeInt, PositiveInt, component
 from plimsoll.framework.data.batches import Shapes
 from plimsoll.framework.data.prompts import Prompts, prompt_text
@@ -56,10 +57,11 @@ class Rollouts(BatchTransform):
     """Samples answers, computes their rewards, and completes the batch for a GRPO objective. Single process only.
 
     Args:
-        reward: reward function, "my_rewards.py:exact" or "package.module.function"; see
-            `framework.batch_transforms.reward_function`. The reward function is executable code, so it is not loaded
-            from the stored config of a workdir, which may be untrusted, unless it is one of Plimsoll's own. The field
-            is then None, and no answers can be sampled.
+        reward: reward function, "my_rewards.py:exact" or "package.module.function", or a list of them, whose rewards
+            are added; see `framework.batch_transforms.reward_function`. A reward function is executable code, so it is
+            not loaded from the stored config of a workdir, which may be untrusted, unless it is one of Plimsoll's own.
+            The field is then None, and no answers can be sampled.
+        reward_weights: a weight for each reward function; None for 1.
         scale: divisor of the advantages: the standard deviation of the rewards of each group ("group") or of the
             batch ("batch"), or no scaling ("none", arXiv 2503.20783).
         reference: auxiliary model that adds `reference` for the answers; required for GRPO with beta > 0.
@@ -75,7 +77,8 @@ class Rollouts(BatchTransform):
     def __init__(
         self,
         *,
-        reward: str | None = None,
+        reward: str | list[str] | None = None,
+        reward_weights: list[float] | None = None,
         scale: Literal["group", "batch", "none"] = "group",
         reference: Config | None = None,
         demonstrations: NonNegativeInt = 0,
@@ -83,7 +86,8 @@ class Rollouts(BatchTransform):
         table_every: PositiveInt = 100,
         table_rows: PositiveInt = 4,
     ):
-        self._reward: RewardFunction | None = None if reward is None else RewardFunction(reward)
+        names = [reward] if isinstance(reward, str) else reward
+        self._reward: RewardFunctions | None = None if names is None else RewardFunctions(names, reward_weights)
         self.scale: Literal["group", "batch", "none"] = scale
         self.reference: BatchTransform | None = None if reference is None else reference.instantiate()
         self.demonstrations = demonstrations
@@ -95,6 +99,7 @@ class Rollouts(BatchTransform):
         self._log: Log | None = None
         self._file: Path | None = None
         self._timer = SamplingTimer()
+        self._has_warned = False
 
     def join(self, experiment: Experiment) -> None:
         """See `BatchTransform`."""
@@ -102,8 +107,8 @@ class Rollouts(BatchTransform):
             self.reference.join(experiment)
 
     @property
-    def reward(self) -> RewardFunction:
-        """The reward function. Raises ValueError if batch_transform.reward is None."""
+    def reward(self) -> RewardFunctions:
+        """The reward functions. Raises ValueError if batch_transform.reward is None."""
         if self._reward is None:
             raise ValueError(
                 "batch_transform.reward is None; expected the function that scores answers: --reward=FILE.py:FUNCTION"
@@ -163,7 +168,9 @@ class Rollouts(BatchTransform):
         num_seq_shards = experiment.mesh.sizes["seq"]
         if num_seq_shards != 1:
             raise ValueError(f"mesh.seq = {num_seq_shards}: answers are sampled one token at a time; expected 1")
-        self.reward.check()
+        # A plan needs no reward; `check_files` refuses a run without one.
+        if self._reward is not None:
+            self._reward.check()
         if self.reference is None:
             return
         if isinstance(self.reference, Reference) and self.reference.choice.kind in ("stored", "none"):
@@ -182,7 +189,8 @@ class Rollouts(BatchTransform):
         rows = [data.row(0, index) for index in range(min(_TRIED_ROWS, len(data.sets[0].rows)))]
         prompts = [prompt_text(row["prompt"]) for row in rows]
         answers = [str(row.get("answer", "")) for row in rows]
-        self.reward(prompts, answers, rows, data.sets[0].locations)
+        tokens = [[*encoded.tolist(), data.end_id] for encoded in data.tokenizer.encode_batch(answers)]
+        self.reward(JudgedAnswers(prompts, answers, rows, tokens, data.sets[0].locations))
         if self.reference is not None:
             self.reference.check_files(program, workdir, is_new_run=is_new_run)
 
@@ -261,21 +269,33 @@ class Rollouts(BatchTransform):
         answers = jax.device_get(sampler((weights, state.buffer), batch["prompts"], batch["lengths"], draws))
         self._timer.lap("sampling")
         texts = decode_answers(data, host_batch, answers)
-        # Rows without a prompt get reward 0 without calling the reward function.
-        rewards_B = np.zeros(len(texts), np.float32)
+        # Rows without a prompt get reward 0 without calling the reward functions.
+        rewards_FB = np.zeros((len(self.reward.functions), len(texts)))
         judged = np.flatnonzero(host_batch["lengths"]).tolist()
         if judged:
             rows = [get_row(data, host_batch, index) for index in judged]
             prompts = [prompt_text(row["prompt"]) for row in rows]
             locations = [get_location(data, host_batch, index) for index in judged]
-            rewards_B[judged] = self.reward(prompts, [texts[index] for index in judged], rows, locations)
+            tokens = [get_answer_tokens(answers, index) for index in judged]
+            judged_texts = [texts[index] for index in judged]
+            rewards_FB[:, judged] = self.reward(JudgedAnswers(prompts, judged_texts, rows, tokens, locations))
         self._timer.lap("rewards")
-        self._show(program, step, host_batch, texts, rewards_B)
+        self._show(program, step, host_batch, texts, rewards_FB)
+        rewards_B = sum_rewards(rewards_FB)
         group_size = data.group_size if is_training else 1
         arrays = build_answer_rows(host_batch, answers)
         advantages_B, spreads_B = compute_advantages(rewards_B, group_size, self.scale)
         arrays["advantages"] = arrays["weights"] * advantages_B[:, None]
-        arrays["rewards"] = arrays["ends"] * rewards_B[:, None]
+        # The mean over the batch is then that of the answers with a reward, which TRL also reports.
+        has_reward_B = ~np.isnan(rewards_B)
+        has_reward_B[host_batch["lengths"] == 0] = False
+        mean = rewards_B[has_reward_B].mean() if has_reward_B.any() else 0.0
+        if judged and not has_reward_B.any() and not self._has_warned and self._log is not None:
+            self._log(
+                "warning: batch_transform.reward: returned None for all answers of a batch, which then teaches nothing"
+            )
+            self._has_warned = True
+        arrays["rewards"] = arrays["ends"] * np.where(np.isnan(rewards_B), mean, rewards_B).astype(np.float32)[:, None]
         arrays["spreads"] = arrays["ends"] * spreads_B[:, None]
         self._timer.end()
         return arrays
@@ -325,7 +345,7 @@ class Rollouts(BatchTransform):
         step: int | None,
         host_batch: dict[str, np.ndarray],
         texts: list[str],
-        rewards_B: np.ndarray,
+        rewards_FB: np.ndarray,
     ) -> None:
         """Print some answers and append them to the file, if they are due at this step."""
         data = _prompts(program.experiment)
@@ -342,12 +362,20 @@ class Rollouts(BatchTransform):
         if self._log is None or self._file is None or not host_batch["lengths"].any() or not chosen:
             return
         name = data.sets[set_number].name
+        rewards_B = sum_rewards(rewards_FB)
         records = []
+        table = [""]
         for index in chosen:
             prompt = prompt_text(get_row(data, host_batch, index)["prompt"])
-            reward = float(rewards_B[index])
-            records.append({"step": step, "set": name, "prompt": prompt, "answer": texts[index], "reward": reward})
-        table = ["", *(f"  {r['prompt']!r} -> {r['answer']!r}  reward {r['reward']:.3g}" for r in records)]
+            reward = _to_json(rewards_B[index])
+            record = {"step": step, "set": name, "prompt": prompt, "answer": texts[index], "reward": reward}
+            line = f"  {prompt!r} -> {texts[index]!r}  reward {_show_reward(reward)}"
+            if len(rewards_FB) > 1:
+                each = dict(zip(self.reward.short_names, map(_to_json, rewards_FB[:, index]), strict=True))
+                record["rewards"] = each
+                line += " (" + ", ".join(f"{one} {_show_reward(value)}" for one, value in each.items()) + ")"
+            records.append(record)
+            table.append(line)
         after = "" if step is None else f" after {step} steps"
         self._log(f"answers{after}, {name}{self._timer.shares()}:" + "\n".join(table))
         # Evaluating a finished run does not add to its file.
@@ -355,6 +383,15 @@ class Rollouts(BatchTransform):
             return
         with self._file.open("a") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def _to_json(reward: float) -> float | None:
+    """Return a reward as JSON has it: None for NaN."""
+    return None if np.isnan(reward) else float(reward)
+
+
+def _show_reward(reward: float | None) -> str:
+    return "none" if reward is None else f"{reward:.3g}"
 
 
 def _prompts(experiment: Experiment) -> Prompts:

@@ -104,6 +104,12 @@ def check(config: Config) -> None:
         raise ConfigError(f"{error.args[0]}; the config of the run could not be read again", path=error.path) from None
 
 
+def _is_builtin_reward(name: str) -> bool:
+    """Return whether a reward function is one of `framework.batch_transforms.rewards`, which are safe."""
+    # A path could start with that prefix too.
+    return name.startswith(_BUILTIN_REWARDS) and name.removeprefix(_BUILTIN_REWARDS).isidentifier()
+
+
 def drop_machine_settings(config: Config, log: Callable[[str], None]) -> None:
     """Remove, in place, the settings that name a location on the run's machine, or code stored there."""
     trainer = config.trainer
@@ -123,10 +129,9 @@ def drop_machine_settings(config: Config, log: Callable[[str], None]) -> None:
     part = config.batch_transform if config.takes("batch_transform") else None
     while isinstance(part, Config):
         reward = part.reward if part.takes("reward") else None
-        # A reward function is executable code, so an untrusted config must not choose it. Those of
-        # framework.batch_transforms.rewards are safe; a path could start with that prefix too.
-        name = reward.removeprefix(_BUILTIN_REWARDS) if isinstance(reward, str) else None
-        if name is not None and (name == reward or not name.isidentifier()):
+        # A reward function is executable code, so an untrusted config must not choose it.
+        names = [reward] if isinstance(reward, str) else list(reward or [])
+        if not all(map(_is_builtin_reward, names)):
             del part["reward"]
             shown = printable(f"{path}.reward={reward}")
             log(

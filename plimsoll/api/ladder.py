@@ -183,6 +183,13 @@ class Ladder:
             raise ConfigError(f"workdir={os.fspath(workdir)}: expected a local folder")
         limits = _check_limits(device_memory_gib, host_memory_gib)
         folder = Path(workdir).expanduser()
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"workdir={os.fspath(workdir)}: a file; expected a folder")
+        # Every run stores its config.
+        if (folder / "config.json").exists():
+            raise ConfigError(
+                f"workdir={os.fspath(workdir)}: holds a run that is no ladder; expected a new folder, or a ladder"
+            )
         choose_metric(self._requests[0].config, self._options)
         # Refuse the folder of another ladder early; rules of the machine may change the rungs before the second check.
         if not any(request.config.accelerator_rules for request in self._requests):

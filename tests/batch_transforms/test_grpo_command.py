@@ -2,18 +2,25 @@
 
 import json
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import pytest
 
 from plimsoll import configs
 from plimsoll.configs.data_flag import with_data
-from plimsoll.framework.batch_transforms.reward_function import RewardFunction
-from plimsoll.launch import train
+from plimsoll.framework.batch_transforms.answers import compute_advantages
+from plimsoll.framework.batch_transforms.reward_function import JudgedAnswers, RewardFunction, RewardFunctions
+from plimsoll.launch import plan, train
 from tests.support import pretrained, small
 from tests.support.runs import rows
 
 REWARDS = '''
+from __future__ import annotations
+
+import asyncio
 import re
+from dataclasses import dataclass
 
 def share(completions, letter, **kwargs):
     """TRL's form: columns as lists by keyword; a conversation's completion is a list of messages."""
@@ -29,8 +36,32 @@ def plain(a, b, c):
     return [len(answer) for answer in b]
 
 def everything(prompts, completions, **kwargs):
-    assert sorted(kwargs) == ["letter", "n"], sorted(kwargs)
+    assert sorted(kwargs) == ["completion_ids", "letter", "n"], sorted(kwargs)
     return kwargs["n"]
+
+def any_name(**kwargs):
+    return [len(ids) for ids in kwargs["completion_ids"]]
+
+async def judge(completions, letter, **kwargs):
+    """Judges all answers at the same time: the last one ends first."""
+    ended = []
+    async def one(number):
+        await asyncio.sleep(0.05 * (len(completions) - number))
+        ended.append(number)
+        return float(letter[number] in completions[number])
+    found = await asyncio.gather(*map(one, range(len(completions))))
+    assert ended == sorted(ended, reverse=True)
+    return found
+
+async def judge_fails(completions, n, **kwargs):
+    await asyncio.sleep(0)
+    return [1 / (number - 2) for number in n]
+
+def reads_messages(completions, **kwargs):
+    return [float("x" in completion[0]["content"]) for completion in completions]
+
+def needs_state(completions, trainer_state, **kwargs):
+    return [0.0] * len(completions)
 
 def chats(prompts, completions, **kwargs):
     assert prompts[0][-1]["role"] == "user"
@@ -67,11 +98,31 @@ def nan(completions, **kwargs):
 def some_none(completions, **kwargs):
     return [1.0, None]
 
+def odd_only(completions, n, **kwargs):
+    return [3.0 if number % 2 else None for number in n]
+
 def scalar(completions, **kwargs):
     return 1.0
 
 def needs(completions, ground_truth):
     return [0.0] * len(completions)
+
+@dataclass
+class Limit:
+    """Its annotations are text, which Python looks up in the module."""
+
+    length: int
+
+    def __call__(self, completion_ids, **kwargs):
+        return [min(0, self.length - len(ids)) for ids in completion_ids]
+
+overlong = Limit(1)
+
+def get_limit(length, cache):
+    return Limit(length)
+
+def get_overlong(a=1, b=2, c=3):
+    return Limit(a)
 '''
 ROWS = [{"prompt": "a", "letter": "x", "n": 1}, {"prompt": "b", "letter": "y", "n": 2}]
 CHATS = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
@@ -93,10 +144,54 @@ def rewards(tmp_path: Path) -> Path:
         ("everything", ROWS, [1, 2]),
         ("chats", CHATS, [1, 2]),
         ("graded", [{**row, "answers": "x"} for row in ROWS], [1.0, 0.0]),
+        ("any_name", ROWS, [1, 2]),
+        ("overlong", ROWS, [0, -1]),
+        ("judge", ROWS, [1.0, 1.0]),
+        ("some_none", ROWS, [1.0, np.nan]),
     ],
 )
 def test_a_reward_function_gets_the_arguments_that_it_names(name: str, data: list, expected: list, rewards: Path):
-    assert RewardFunction(f"{rewards}:{name}")(["a", "b"], ["x", "zy"], data) == expected
+    np.testing.assert_array_equal(RewardFunction(f"{rewards}:{name}")(judged(data)), expected)
+
+
+def judged(data: list, locations: tuple[str, ...] = ()) -> JudgedAnswers:
+    return JudgedAnswers(["a", "b"], ["x", "zy"], data, [[5], [6, 7]], locations)
+
+
+def test_rewards_of_several_functions_are_weighted(rewards: Path):
+    functions = RewardFunctions([f"{rewards}:{name}" for name in ("judge", "some_none", "overlong")], [2.0, 0.5, 1.0])
+    np.testing.assert_array_equal(functions(judged(ROWS)), [[2.0, 2.0], [0.5, np.nan], [0.0, -1.0]])
+    assert functions.short_names == ["judge", "some_none", "overlong"]
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_answers_without_a_reward_are_left_out_of_their_group(scale: Literal["group", "batch", "none"]):
+    """The advantages of the others are those of smaller groups without that answer."""
+    full = np.asarray([1.0, np.nan, 3.0, 8.0, 2.0, 2.5, np.nan, 4.0], np.float32)
+    known = ~np.isnan(full)
+    advantages, spreads = compute_advantages(full, 4, scale)
+    fewer, fewer_spreads = compute_advantages(full[known], 3, scale)
+    np.testing.assert_allclose(advantages[known], fewer, rtol=1e-6)
+    np.testing.assert_allclose(spreads[known], fewer_spreads, rtol=1e-6)
+    assert not advantages[~known].any()
+    # Of a group with one reward or none, nothing can be learned.
+    advantages, spreads = compute_advantages(np.asarray([5.0, np.nan, np.nan, np.nan], np.float32), 2, scale)
+    assert not advantages.any()
+    assert not spreads.any()
+
+
+@pytest.mark.parametrize(
+    ("names", "weights", "message"),
+    [
+        ([], None, "expected the names of different functions"),
+        (["a.b", "a.b"], None, "expected the names of different functions"),
+        (["a.b"], [1.0, 2.0], "expected one for each of the 1 functions"),
+        (["a.b"], [float("inf")], "expected finite numbers"),
+    ],
+)
+def test_wrong_lists_of_rewards(names: list[str], weights: list[float] | None, message: str):
+    with pytest.raises(ValueError, match=message):
+        RewardFunctions(names, weights)
 
 
 @pytest.mark.parametrize(
@@ -109,15 +204,19 @@ def test_a_reward_function_gets_the_arguments_that_it_names(name: str, data: lis
         ("nothing", r"expected a list of 2 numbers, given None; does it end with a return\?"),
         ("short", r"expected 2 rewards, one for each answer, given 1"),
         ("nan", r"expected finite numbers, given nan for the answer 'x' to 'a'"),
-        ("some_none", r"expected finite numbers, given None for the answer 'zy' to 'b'"),
+        ("judge_fails", r"line \d+: ZeroDivisionError: .* \(file.jsonl, line 2, for the answer 'zy' to 'b'\)"),
+        ("reads_messages", r"line \d+: TypeError: string indices .*: expected prompts that are lists of messages\Z"),
+        ("needs_state", r"the function needs trainer_state, .*; trainer_state: of TRL's trainer, not passed here"),
+        ("get_limit", r"expected parameters \(prompts, answers, rows\) or .*, given \(length, cache\)"),
+        ("get_overlong", r'given a function; write "reward = get_overlong\(...\)" in a file, and name that'),
         ("scalar", r"expected a list of 2 numbers, given 1.0"),
         ("needs", r"the function needs ground_truth, but the rows have only letter, n"),
     ],
 )
 def test_a_wrong_reward_is_one_line_with_its_row(name: str, message: str, rewards: Path):
-    locations = ["file.jsonl, line 1", "file.jsonl, line 2"]
+    locations = ("file.jsonl, line 1", "file.jsonl, line 2")
     with pytest.raises(ValueError, match=message) as raised:
-        RewardFunction(f"{rewards}:{name}")(["a", "b"], ["x", "zy"], ROWS, locations)
+        RewardFunction(f"{rewards}:{name}")(judged(ROWS, locations))
     assert "\n" not in str(raised.value)
     assert str(raised.value).startswith(f"batch_transform.reward = {rewards}:{name}: ")
 
@@ -183,6 +282,29 @@ def test_adapters_and_few_conversations_shrink_the_batch(base: Path, rewards: Pa
     assert config.model.lora.dropout == 0
 
 
+def test_several_rewards_of_which_one_is_sometimes_none(base: Path, rewards: Path, tmp_path: Path, capsys):
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 20)
+    argv = [f"--config=grpo:{base}", f"--data={prompts}", f"--workdir={tmp_path}/run"]
+    argv += [f"--reward={rewards}:{name}" for name in ("judge", "odd_only")]
+    argv += ["--config.batch_transform.reward_weights=0,1", "--config.data.global_batch_size=16"]
+    assert train.main([*argv, *SMALL, "--config.trainer.max_steps=2"]) == 0
+    records = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    for record in records:
+        is_odd = int(record["prompt"].rstrip(":")) % 2
+        assert record["rewards"]["odd_only"] == (3.0 if is_odd else None)
+        assert record["reward"] == (3.0 if is_odd else 0.0)
+    assert "judge 0, odd_only 3" in capsys.readouterr().out
+    # Of prompts without a reward, the reward is left out.
+    argv = [*argv[:2], f"--workdir={tmp_path}/other", f"--reward={rewards}:odd_only", argv[-1]]
+    assert train.main([*argv, *SMALL, "--config.trainer.max_steps=2"]) == 0
+    assert {row["train/head/reward"] for row in rows(tmp_path / "other") if "train/head/reward" in row} <= {0.0, 3.0}
+
+
+def test_a_plan_needs_no_reward(base: Path, capsys):
+    assert plan.main([f"--config=grpo:{base}", "--target=h100", "--estimate", "--config.data.seq_len=64"]) == 0
+    assert "fits: " in capsys.readouterr().out
+
+
 def test_one_prompt_is_enough(base: Path, tmp_path: Path):
     prompts = write_prompts(tmp_path / "one.jsonl", 1)
     config, (line,) = with_data(configs.load(f"grpo:{base}"), str(prompts), [])
@@ -199,7 +321,12 @@ def test_one_prompt_is_enough(base: Path, tmp_path: Path):
         ('{"messages": "a"}', ["--reward={r}:share"], 'field "messages": expected a list of messages, given str'),
         ("no JSON", ["--reward={r}:share"], "not JSON"),
         ('{"prompt": "a"}', ["--reward={r}:shares"], "expected a function of my_rewards.py: share"),
-        ('{"prompt": "a"}', ["--reward=gone.py:share"], "gone.py does not exist"),
+        ('{"prompt": "a"}', ["--reward={r}:share", "--reward=gone.py:share"], "gone.py does not exist"),
+        (
+            '{"prompt": "a", "letter": "e"}',
+            ["--reward={r}:share", "--reward={r}:nothing"],
+            "expected a list of 1 numbers",
+        ),
         ('{"prompt": "a"}', ["--reward={r}:share", "--data_weights=1"], "prompts have no weights"),
     ],
 )

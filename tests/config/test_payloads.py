@@ -461,12 +461,18 @@ def test_stored_config_sets_no_cache_and_no_compiler_files(folder, experiment):
 
 
 @pytest.mark.parametrize(
-    "reward", ["{dir}/evil.py:exact", "os.system", "plimsoll.framework.batch_transforms.rewards.x/../evil.py:exact"]
+    "reward",
+    [
+        "{dir}/evil.py:exact",
+        "os.system",
+        "plimsoll.framework.batch_transforms.rewards.x/../evil.py:exact",
+        ["plimsoll.framework.batch_transforms.rewards.exact", "{dir}/evil.py:exact"],
+    ],
 )
 def test_stored_config_cannot_choose_a_reward_function(folder, experiment, reward):
     from plimsoll.framework.program import stored_config
 
-    reward = reward.format(dir=folder)
+    reward = [one.format(dir=folder) for one in reward] if isinstance(reward, list) else reward.format(dir=folder)
     rollouts = {"$class": "plimsoll.Rollouts"}
     batch_transform = {**rollouts, "reward": reward, "reference": {**rollouts, "reward": reward}}
     (folder / "config.json").write_text(json.dumps({**experiment, "batch_transform": batch_transform}))

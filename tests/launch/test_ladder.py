@@ -149,6 +149,17 @@ def test_wrong_use_starts_nothing(
     assert not (tmp_path / "ladder").exists()
 
 
+def test_folders_of_other_things_are_refused(text: Path, tmp_path: Path, trained: Trained, capsys):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    for name, message in (("file", "a file; expected a folder"), ("run", "holds a run that is no ladder")):
+        assert ladder.main([TINY, "--heads=2,4", f"--workdir={tmp_path / name}"]) == 2
+        assert f"workdir={tmp_path / name}: {message}" in capsys.readouterr().err
+    assert not trained.names
+    assert not (tmp_path / "run" / "ladder.json").exists()
+
+
 def test_a_workdir_is_required(text: Path, trained: Trained, capsys: pytest.CaptureFixture[str]):
     assert ladder.main([TINY, "--heads=2,4"]) == 2
     assert "--workdir=DIR is required" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from plimsoll.framework.plan import targets
 from plimsoll.framework.terminal.exit_codes import ExitCode
 from plimsoll.launch import plan
 from tests.support.runs import ROOT
@@ -110,6 +111,14 @@ def test_wrong_command_lines(job: Path, words: list[str], message: str, capsys: 
     assert code == ExitCode.USAGE
     assert message in error
     assert len(error.strip().splitlines()) == 1
+
+
+def test_compiling_without_a_compiler(job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    monkeypatch.setattr(targets, "installed_compiler", lambda platform: "")
+    assert plan.main(["--from", str(job), "--target=h100x8", "--compiled"]) == ExitCode.USAGE
+    error = capsys.readouterr().err
+    assert "--compiled: no compiler for h100x8: pip install" in error
+    assert "without it, the plan is an estimate" in error
 
 
 def test_a_section_that_contains_itself(tmp_path: Path, capsys: pytest.CaptureFixture):

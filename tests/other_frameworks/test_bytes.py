@@ -1,5 +1,6 @@
 """Memory of runs of other frameworks, against figures that others published or measured."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,47 @@ def test_a_reference_model_and_saved_tables_are_counted(folder: Path):
     tables = plan(make(folder, adapters + "lora_modules_to_save: [embed_tokens, lm_head]\n"), "h100x1")
     more = tables.breakdown["optimizer_state"] - without.breakdown["optimizer_state"]
     assert more == 2 * 49152 * 576 * 16
+
+
+def test_scales_that_are_quantized_too(folder: Path):
+    """Double quantization saves 0.373 bits per weight (QLoRA, arXiv 2305.14314, section 3)."""
+    text = (folder / "recipe.yaml").read_text() + "use_peft: true\nlora_r: 8\nload_in_4bit: true\n"
+    text = text.replace("mistralai/Mistral-7B-v0.1", "meta-llama/Llama-2-7b-hf")
+    once = plan(make(folder, text), "h100x1")
+    twice = plan(make(folder, text + "bnb_4bit_use_double_quant: true\n"), "h100x1")
+    weights = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    assert once.breakdown["frozen"] - twice.breakdown["frozen"] == pytest.approx(weights * 0.373 / 8, rel=2e-3)
+    assert once.device_allocated_bytes > twice.device_allocated_bytes
+
+
+# Bytes that PyTorch allocates in a step of LLaMA-Factory's QLoRA (rank 8, one row), without CUDA's own: printed by
+# `python -m tools.bench.torch_reserved` for torch 2.13, transformers 5.23 and peft 0.21.
+@pytest.mark.parametrize(("seq_len", "gigabytes"), [(1024, 4.71), (8192, 9.52)])
+def test_a_qlora_step_is_that_of_pytorch(tmp_path: Path, seq_len: int, gigabytes: float):
+    path = tmp_path / "sft.yaml"
+    path.write_text(
+        "model_name_or_path: meta-llama/Llama-2-7b-hf\nquantization_bit: 4\nstage: sft\nfinetuning_type: lora\n"
+        f"lora_rank: 8\ncutoff_len: {seq_len}\nper_device_train_batch_size: 1\ngradient_accumulation_steps: 4\n"
+        "bf16: true\n"
+    )
+    assert plan(read_run([path]), "a100-40").device_allocated_bytes / GB == pytest.approx(gigabytes, rel=0.04)
+
+
+def test_the_estimate_of_a_compiled_plan_is_adjusted_like_the_plan(folder: Path):
+    run = read_run([folder / "recipe.yaml"])
+    _, config = build_experiment(run)
+    machine = targets.resolve("h100x1")
+    ours = estimate_report("run", config, machine, machine.limit_bytes, suggests=False)
+    assert ours.estimate is not None
+    compiled = replace(
+        ours, estimated=False, device_peak_bytes=2 * ours.device_peak_bytes, estimate=replace(ours.estimate, error=-0.5)
+    )
+    adjusted = adjust_report(compiled, run, config, machine)
+    assert adjusted.estimate is not None
+    change = adjusted.device_peak_bytes - compiled.device_peak_bytes
+    assert change
+    assert adjusted.estimate.device_peak_bytes == ours.estimate.device_peak_bytes + change
+    assert adjusted.estimate.error == adjusted.estimate.device_peak_bytes / adjusted.device_peak_bytes - 1
 
 
 def make(folder: Path, text: str) -> ForeignRun:

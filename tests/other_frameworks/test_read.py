@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from plimsoll.extras.other_frameworks.foreign_run import ForeignConfigError, ForeignMesh
+from plimsoll.extras.other_frameworks.foreign_run import Adapter, ForeignConfigError, ForeignMesh
 from plimsoll.extras.other_frameworks.mapping import build_flags
 from plimsoll.extras.other_frameworks.read import read_run
 from plimsoll.extras.other_frameworks.shell_script import parse_flags, read_script
@@ -163,6 +163,46 @@ datasets: []
 sequence_len: 512
 micro_batch_size: 1
 """
+
+
+def test_llama_factory(tmp_path: Path):
+    path = tmp_path / "sft.yaml"
+    path.write_text(
+        "model_name_or_path: meta-llama/Llama-2-7b-hf\nquantization_bit: 4\nstage: sft\nfinetuning_type: lora\n"
+        "lora_rank: 16\nlora_target: q_proj,v_proj\ndataset: identity\ntemplate: llama2\ncutoff_len: 4096\n"
+        "per_device_train_batch_size: 2\ngradient_accumulation_steps: 8\nbf16: true\n"
+    )
+    run = read_run([path])
+    assert run.framework == "LLaMA-Factory"
+    assert (run.method, run.seq_len, run.rows, run.accumulate, run.remat) == ("qlora", 4096, 2, 8, "full")
+    # Its default quantizes the scales too.
+    assert run.adapter == Adapter(16, "attention/query|attention/value", double_quantized=True)
+    assert run.unknown == ()
+    plain = read_run([path], ["--double_quantization=false", "--lora_target=all", "--disable_gradient_checkpointing"])
+    assert plain.adapter == Adapter(16)
+    assert plain.remat == "none"
+    full = read_run([path], ["--finetuning_type=full"])
+    assert (full.method, full.precision) == ("full", "float32 weights, bfloat16 products")
+    assert read_run([path], ["--finetuning_type=full", "--pure_bf16"]).precision == "all bfloat16"
+    assert read_run([path], ["--stage=dpo"]).global_rows == 2 * 16
+    full_dpo = read_run([path], ["--stage=dpo", "--finetuning_type=full"])
+    assert full_dpo.objective == "pairs with a reference"
+    assert read_run([path], ["--stage=dpo", "--finetuning_type=full", "--pref_loss=simpo"]).objective == "pairs"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--finetuning_type=freeze", "finetuning_type = 'freeze'; read are full and lora"),
+        ("--stage=ppo", "stage = 'ppo'; read are pt, sft, rm, dpo, kto"),
+        ("--quantization_bit=3", "quantization_bit = 3; read are 4 and 8"),
+    ],
+)
+def test_runs_of_llama_factory_that_are_not_read(tmp_path: Path, words: str, message: str):
+    path = tmp_path / "sft.yaml"
+    path.write_text("model_name_or_path: meta-llama/Llama-2-7b-hf\nstage: sft\nfinetuning_type: lora\n")
+    with pytest.raises(ForeignConfigError, match=message):
+        read_run([path], [words])
 
 
 def test_maxtext_script(folder: Path):

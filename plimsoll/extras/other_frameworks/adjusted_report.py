@@ -16,7 +16,7 @@ from plimsoll.extras.other_frameworks.foreign_run import OUR_LOGIT_BYTES, Foreig
 from plimsoll.framework.config import Config
 from plimsoll.framework.layout import StateLayout
 from plimsoll.framework.plan.estimate import Estimate, PassBytes, estimate_pass
-from plimsoll.framework.plan.plan_report import PhaseReport, PlanReport
+from plimsoll.framework.plan.plan_report import EstimateReport, PhaseReport, PlanReport
 from plimsoll.framework.plan.suggest import check_target, estimate_for_target
 from plimsoll.framework.plan.targets import Target
 from plimsoll.framework.program.experiment import Experiment
@@ -24,6 +24,8 @@ from plimsoll.framework.terminal.tables import human_bytes
 
 # Bytes of a token table that an adapter's run trains as a whole: a float32 copy, its gradient, two moments.
 _SAVED_TABLE_BYTES = 16
+# Bytes of a scale that is quantized too: one in 8 bits, and a float32 for each 256 of them (section 3 of QLoRA).
+_DOUBLE_QUANTIZED_SCALE_BYTES = 1 + 4 / 256
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,15 @@ def _extra_bytes(run: ForeignRun, experiment: Experiment, target: Target) -> dic
         model = experiment.language_model
         table = model.vocab_size * model.dim
         extra["optimizer_state"] = round(run.adapter.saved_tables * table * _SAVED_TABLE_BYTES / shards)
+    if run.adapter is not None and run.adapter.double_quantized:
+        scales = sum(
+            leaf.bytes_per_device
+            // leaf.spec.dtype.itemsize
+            * (leaf.spec.dtype.itemsize - _DOUBLE_QUANTIZED_SCALE_BYTES)
+            for leaf in _build_layout(experiment, sizes)
+            if leaf.group == "frozen" and leaf.path.endswith("/scales")
+        )
+        extra["frozen"] = -round(scales)
     if run.objective == "pairs with a reference" and run.method == "full":
         count = count_local(experiment, sizes)
         width = 2 if run.precision != "float32" else 4
@@ -202,11 +213,15 @@ def _extra_bytes(run: ForeignRun, experiment: Experiment, target: Target) -> dic
 
 def _count_elements(experiment: Experiment, sizes: dict[str, int]) -> dict[str, int]:
     """Return {path: elements on one device} of the trainable parameters, on a mesh of these sizes."""
-    mesh = cast(Mesh, AbstractMesh(tuple(sizes.values()), tuple(sizes)))
-    layout = StateLayout(experiment.state_specs(), mesh)
+    layout = _build_layout(experiment, sizes)
     return {
         leaf.path: leaf.bytes_per_device // leaf.spec.dtype.itemsize for leaf in layout if leaf.group == "parameter"
     }
+
+
+def _build_layout(experiment: Experiment, sizes: dict[str, int]) -> StateLayout:
+    """Return the layout of the state on a mesh of these sizes."""
+    return StateLayout(experiment.state_specs(), cast(Mesh, AbstractMesh(tuple(sizes.values()), tuple(sizes))))
 
 
 def _is_expert(path: str) -> bool:
@@ -232,13 +247,23 @@ def _apply(report: PlanReport, changes: dict[str, int], run: ForeignRun) -> Plan
     compared = ", ".join(differences) or "the same"
     note = f"memory is counted as {run.framework} uses it; compared with our program: {compared}"
     phases = {"train": PhaseReport(allocated, report.host_peak_bytes)} if report.phases else {}
+    peak = report.device_peak_bytes + total
+    estimate = report.estimate
+    if estimate is not None:
+        estimated = estimate.device_peak_bytes + total
+        estimate = EstimateReport(
+            device_peak_bytes=estimated,
+            breakdown={group: max(0, size + changes.get(group, 0)) for group, size in estimate.breakdown.items()},
+            error=None if estimate.error is None else estimated / peak - 1,
+        )
     return replace(
         report,
         breakdown=breakdown,
-        device_peak_bytes=report.device_peak_bytes + total,
+        device_peak_bytes=peak,
         device_allocated_bytes=allocated,
         device_temp_bytes=max(0, report.device_temp_bytes + total),
         phases=phases,
+        estimate=estimate,
         fits=not report.message and host_fits and (limit is None or allocated <= limit),
         # They describe our program, of which another amount is needed.
         suggestions=[],

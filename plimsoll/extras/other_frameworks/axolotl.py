@@ -92,7 +92,7 @@ def read(values: Mapping[str, Any], source: str, devices: int | None, sharding: 
     )
     for note in divided.notes:
         settings.note(note)
-    note_adapter(settings, adapter, method)
+    note_adapter(settings, adapter)
     if settings.flag("relora"):
         settings.note("ReLoRA's merges between steps are not counted")
     overrides = {}
@@ -172,9 +172,12 @@ def _read_adapter(settings: Settings) -> tuple[Any, Adapter | None, str | None]:
         settings.note("lora_target_parameters (adapters of experts) are not counted")
     saved = settings.raw("lora_modules_to_save", []) or []
     tables = sum(str(one) in ("embed_tokens", "lm_head") for one in saved)
-    adapter = Adapter(settings.positive("lora_r", 8), pattern, tables)
     # Without load_in_4bit, qlora would be refused by axolotl.
     method = "qlora" if in_4_bits or name == "qlora" else "lora"
+    bitsandbytes = settings.section("bnb_config_kwargs")
+    # axolotl's own settings for bitsandbytes quantize the scales too.
+    is_double = method == "qlora" and bool(bitsandbytes.get("bnb_4bit_use_double_quant", True))
+    adapter = Adapter(settings.positive("lora_r", 8), pattern, tables, double_quantized=is_double)
     return method, adapter, "int8" if in_8_bits and method == "lora" else None
 
 

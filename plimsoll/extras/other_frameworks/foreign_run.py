@@ -153,11 +153,13 @@ class Adapter:
         rank: inner size of an adapter.
         targets: regex of our layers that have adapters; None for all linear layers.
         saved_tables: token tables that are trained as a whole next to the adapters (modules_to_save): 0, 1 or 2.
+        double_quantized: the scales of the frozen weights' blocks are quantized too (QLoRA, arXiv 2305.14314).
     """
 
     rank: int
     targets: str | None = None
     saved_tables: int = 0
+    double_quantized: bool = False
 
 
 @dataclass(frozen=True)

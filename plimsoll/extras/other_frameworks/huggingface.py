@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from plimsoll.extras.other_frameworks import llama_factory
 from plimsoll.extras.other_frameworks.foreign_run import (
     Adapter,
     ForeignConfigError,
@@ -78,6 +79,7 @@ OPTIMIZERS = {
     "lion_pytorch": "lion",
     "adafactor": "adafactor",
     "muon": "muon",
+    "adam_mini": "adam_mini",
     "dion": "muon",
     "adalomo": "adalomo",
     "apollo_adamw": "apollo",
@@ -127,9 +129,9 @@ _LAYERS = {
     "dense_h_to_4h": "mlp/up",
     "dense_4h_to_h": "mlp/down",
 }
-# Bytes per logit of the loss in transformers: logits as float32, log-softmax and its gradient in float32, and the
-# gradient in 16 bits.
-LOGIT_BYTES = 14.0
+# Bytes per logit at the peak of the loss in transformers: the log-softmax, its gradient and that of the logits, all in
+# float32. The logits are freed before the backward pass (tools/bench/torch_reserved.py traces such a step).
+LOGIT_BYTES = 12.0
 _TABLES = ("embed_tokens", "lm_head", "embed_in", "embed_out", "wte")
 
 
@@ -159,7 +161,11 @@ def read(values: Mapping[str, Any], source: str, devices: int | None, sharding: 
     Raises:
         ForeignConfigError: a setting is missing, or has an invalid value.
     """
-    settings = Settings({_ALIASES.get(name, name): value for name, value in values.items()}, source, _SKIPPED)
+    framework, skipped = NAME, _SKIPPED
+    if llama_factory.is_config(values):
+        framework, skipped = llama_factory.NAME, f"{_SKIPPED}|{llama_factory.SKIPPED}"
+        values = llama_factory.translate(values, source)
+    settings = Settings({_ALIASES.get(name, name): value for name, value in values.items()}, source, skipped)
     if "num_generations" in settings:
         raise ForeignConfigError(f"{source}: a run that generates answers between its steps (PPO, GRPO) is not read")
     if settings.text("model_name_or_path") in ("", "True"):
@@ -198,12 +204,12 @@ def read(values: Mapping[str, Any], source: str, devices: int | None, sharding: 
     )
     for note in divided.notes:
         settings.note(note)
-    note_adapter(settings, adapter, method)
+    note_adapter(settings, adapter)
     if "ref_model" in settings:
         # `_read_objective` decides whether a reference exists; its name changes no bytes, but it counts as read.
         settings.raw("ref_model")
     return ForeignRun(
-        framework=NAME,
+        framework=framework,
         model=model,
         mesh=divided.mesh,
         seq_len=settings.positive("max_length", 1024),
@@ -265,11 +271,12 @@ def count_devices(settings: Settings, sharding: Sharding, devices: int | None) -
 def _read_objective(settings: Settings) -> Objective:
     """Return the kind of loss, by the settings that only one trainer has."""
     trainer = settings.text("trainer_type", settings.text("rl")).lower()
-    name = settings.source.lower()
-    if "orpo" in name or trainer == "orpo" or "reward" in trainer:
+    # A recipe does not name its trainer; its folder or its file does.
+    words = set() if trainer else set(re.split(r"[^a-z0-9]+", settings.source.lower()))
+    if "orpo" in words or trainer == "orpo" or "reward" in trainer:
         settings.note("pairs of answers: twice the rows")
         return "pairs"
-    is_pair = "dpo" in name or "apo" in name or trainer in ("dpo", "kto", "ipo", "simpo")
+    is_pair = bool(words & {"dpo", "apo"}) or trainer in ("dpo", "kto", "ipo", "simpo")
     is_pair = is_pair or "max_prompt_length" in settings or ("beta" in settings and "num_generations" not in settings)
     if not is_pair:
         return "tokens"
@@ -301,7 +308,13 @@ def read_adapter(settings: Settings) -> Adapter | None:
     saved = saved if isinstance(saved, list) else str(saved).split()
     tables = sum(str(name) in _TABLES for name in saved)
     targets = settings.raw("lora_target_modules", settings.raw("lora_module_name"))
-    return Adapter(settings.positive("lora_r", 16), read_lora_targets(settings, targets), tables)
+    double = settings.flag("use_bnb_nested_quant") or settings.flag("bnb_4bit_use_double_quant")
+    return Adapter(
+        settings.positive("lora_r", 16),
+        read_lora_targets(settings, targets),
+        tables,
+        double_quantized=double and settings.flag("load_in_4bit"),
+    )
 
 
 def read_lora_targets(settings: Settings, targets: Any) -> str | None:
@@ -327,12 +340,8 @@ def read_lora_targets(settings: Settings, targets: Any) -> str | None:
     return "|".join(dict.fromkeys(patterns)) or None
 
 
-def note_adapter(settings: Settings, adapter: Adapter | None, method: str) -> None:
+def note_adapter(settings: Settings, adapter: Adapter | None) -> None:
     """Add notes about adapters."""
-    if method == "qlora":
-        double = settings.flag("use_bnb_nested_quant") or settings.flag("bnb_4bit_use_double_quant")
-        if double:
-            settings.note("double quantization: our scales stay in float32, 0.37 bits per weight more")
     if adapter is not None and adapter.saved_tables:
         settings.note(
             f"{adapter.saved_tables} token table(s) trained next to the adapters: counted with 16 bytes per element"

@@ -60,7 +60,11 @@ def find_model(name: str, source: str) -> ForeignModel:
     from plimsoll.framework.files.hub_cache import find_snapshot
     from plimsoll.framework.files.hub_names import parse_model_id
 
-    model_id = parse_model_id(original)
+    try:
+        model_id = parse_model_id(original)
+    except ValueError:
+        # A local folder that is not here may have a name that no model of the Hub can have.
+        model_id = None
     snapshot = None if model_id is None else find_snapshot(model_id)
     if snapshot is not None and snapshot.has("config.json"):
         return ForeignModel(name, hub_id=original)
