@@ -319,13 +319,7 @@ def build_bomb(first: str, level: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        build_bomb("[1]", "[{}]"),
-        build_bomb("{x: 1}", "{{<<: [{}]}}"),
-        "model_name_or_path: gpt2\nmax_length: &a [*a]\n",
-    ],
-    ids=["lists", "merged", "itself"],
+    "text", [build_bomb("[1]", "[{}]"), build_bomb("{x: 1}", "{{<<: [{}]}}")], ids=["lists", "merged"]
 )
 def test_yaml_that_expands_without_end_is_refused(text: str, tmp_path: Path):
     path = tmp_path / "bomb.yaml"

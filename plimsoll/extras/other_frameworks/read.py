@@ -180,8 +180,8 @@ def _count_nodes(node: Any, counts: dict[int, int]) -> int:
         # A mapping has pairs of nodes.
         return sum(_count_nodes(part, counts) for part in node) if isinstance(node, tuple) else 1
     if id(node) not in counts:
-        # A node that contains itself has no end.
-        counts[id(node)] = _LARGEST_YAML
+        # Readers stop where a node contains itself.
+        counts[id(node)] = 1
         counts[id(node)] = 1 + sum(_count_nodes(part, counts) for part in node.value)
     return counts[id(node)]
 
