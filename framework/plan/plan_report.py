@@ -145,11 +145,13 @@ class Suggestion:
         setting: the settings in command-line syntax.
         device_peak_bytes: bytes of device memory that they need, per device.
         compiled: the compiler reported the bytes; otherwise they are estimated.
+        host_process_bytes: bytes of offloaded arrays that each process holds, estimated.
     """
 
     setting: str
     device_peak_bytes: int
     compiled: bool
+    host_process_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,10 @@ def time_cells(report: PlanReport) -> list[str]:
 def needs_text(suggestion: Suggestion) -> str:
     """Return the memory that a suggested setting needs, and whether it was compiled or only estimated."""
     size = human_bytes(suggestion.device_peak_bytes)
-    return f"{size}, compiled" if suggestion.compiled else f"about {size}, not compiled"
+    text = f"{size}, compiled" if suggestion.compiled else f"about {size}, not compiled"
+    if suggestion.host_process_bytes:
+        text += f"; offloads {human_bytes(suggestion.host_process_bytes)} to the host"
+    return text
 
 
 def _breakdown(report: PlanReport) -> list[list[str]]:

@@ -68,10 +68,17 @@ def state_bytes(need: Estimate) -> int:
 
 @dataclass(frozen=True)
 class _Trial:
-    """An experiment with other settings, and its estimated peak in bytes."""
+    """An experiment with other settings, and its estimate.
+
+    Attributes:
+        experiment: the experiment.
+        peak: bytes of device memory at the peak, per device.
+        host_bytes: bytes of the arrays that it offloads, per process.
+    """
 
     experiment: Experiment
     peak: int
+    host_bytes: int
 
 
 def suggestions(
@@ -144,7 +151,7 @@ class SettingsSearch:
                     continue
                 listed.add(frozenset(choice.items()))
                 trial = self._try(choice)
-                if trial is None or trial.peak > self._limit:
+                if trial is None or not self._fits(trial):
                     continue
                 peak = trial.peak
                 compiled = time.monotonic() - start < seconds
@@ -157,7 +164,7 @@ class SettingsSearch:
                         # The target does not support the schedule.
                         continue
                 if peak <= self._limit:
-                    fitting.append(Suggestion(_format_choice(choice), peak, compiled))
+                    fitting.append(Suggestion(_format_choice(choice), peak, compiled, trial.host_bytes))
                 if len(fitting) == 3:
                     return fitting
         return fitting
@@ -167,8 +174,13 @@ class SettingsSearch:
         for choice in reversed(series):
             trial = self._try(choice)
             if trial is not None:
-                return trial.peak <= self._limit
+                return self._fits(trial)
         return False
+
+    def _fits(self, trial: _Trial) -> bool:
+        """Return whether an experiment fits the device, and the host if its memory is known."""
+        host_limit = self._target.host_limit_bytes
+        return trial.peak <= self._limit and (host_limit is None or trial.host_bytes <= host_limit)
 
     def _try(self, choice: Settings) -> _Trial | None:
         """Return the estimate for other settings; None if they are not valid, or if their state exceeds the limit."""
@@ -185,7 +197,7 @@ class SettingsSearch:
             self._least_by_placement[placement] = least_bytes(experiment, check_target(experiment, self._target))
             if self._least_by_placement[placement] <= self._limit:
                 with phase(f"trying {_format_choice(choice)}", patience=SHORT):
-                    self._tried[key] = _Trial(experiment, self._estimate_peak(experiment))
+                    self._tried[key] = self._estimate(experiment)
         except ValueError:
             # The batch does not divide into the microbatches, or the target does not support the schedule.
             pass
@@ -211,14 +223,14 @@ class SettingsSearch:
                         experiment = self._build(trial)
                         if least_bytes(experiment, check_target(experiment, self._target)) > self._limit:
                             break
-                        peak = self._estimate_peak(experiment)
+                        estimated = self._estimate(experiment)
                 except ValueError:
                     # So few rows do not divide over the devices and microbatches.
                     rows *= 2
                     continue
-                if peak > self._limit:
+                if not self._fits(estimated):
                     break
-                best = Suggestion(_format_choice(trial), peak, compiled=False)
+                best = Suggestion(_format_choice(trial), estimated.peak, False, estimated.host_bytes)
                 rows *= 2
             if best is not None:
                 return best
@@ -231,10 +243,12 @@ class SettingsSearch:
             trial.set_path(path, value)
         return trial.instantiate()
 
-    def _estimate_peak(self, experiment: Experiment) -> int:
+    def _estimate(self, experiment: Experiment) -> _Trial:
         need = estimate_for_target(experiment, self._target, self._traces)
         state = state_bytes(need)
-        return int(state + self._scale * (need.peak_bytes - state))
+        # A process holds the shards of all of its devices.
+        host_bytes = need.host_bytes * self._target.num_devices // self._target.num_processes
+        return _Trial(experiment, int(state + self._scale * (need.peak_bytes - state)), host_bytes)
 
 
 def _format_choice(choice: Settings) -> str:
