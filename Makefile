@@ -18,13 +18,13 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loa
 test: $(VENV)/.dev  ## every invariant once, in 6 minutes on 2 cores
 	$(PYTEST) -m "not pairs and not slow and not peers"
 
-test-pairs: $(VENV)/.dev  ## a third of the other cases, drawn by the commit: settings in pairs, real processes, compilers
-	$(PYTEST) -m "pairs and not slow and not peers" --third
+test-pairs: $(VENV)/.dev  ## a sixth of the other cases, drawn by the commit: settings in pairs, real processes, compilers
+	$(PYTEST) -m "pairs and not slow and not peers" --draw=6
 
 test-all: $(VENV)/.dev  ## every test, whole products of settings too (hours); -m "not slow" leaves those out
 	$(PYTEST) -m "not peers"
 
-test-peers: $(VENV)/.peers  ## against torch and transformers, live; PEERS=--third for a third, drawn by the commit
+test-peers: $(VENV)/.peers  ## against torch and transformers, live; PEERS=--draw=3 for a third, drawn by the commit
 	$(PYTEST) -m peers $(PEERS)
 
 wheel: $(VENV)/.train  ## dist/plimsoll_train-*.whl, which `pip install` takes anywhere

@@ -38,53 +38,55 @@ def git(monkeypatch: pytest.MonkeyPatch) -> Iterator[Git]:
 
 
 def forget() -> None:
-    selection.get_commit_third.cache_clear()
+    selection.get_commit_number.cache_clear()
     selection.list_changed_files.cache_clear()
 
 
-def draw(ids: list[str]) -> list[str]:
-    """Return the ids that --third keeps."""
+def draw(ids: list[str], count: int = 3) -> list[str]:
+    """Return the ids that --draw=COUNT keeps."""
     items: list[Any] = [SimpleNamespace(nodeid=nodeid) for nodeid in ids]
     deselected: list[Any] = []
-    config: Any = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items)))
+    hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
+    config: Any = SimpleNamespace(hook=hook, getoption={"--draw": count}.__getitem__)
     forget()
-    selection.select_third(config, items)
+    selection.select_part(config, items)
     selected = [item.nodeid for item in items]
     assert sorted(selected + [item.nodeid for item in deselected]) == sorted(ids)
     return selected
 
 
-def test_three_consecutive_commits_run_every_case_once(git: Git) -> None:
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_consecutive_commits_run_every_case_once(git: Git, count: int) -> None:
     drawn = []
-    for count in ("7", "8", "9"):
-        git.count = count
-        drawn.append(draw(IDS))
+    for number in range(7, 7 + count):
+        git.count = str(number)
+        drawn.append(draw(IDS, count))
     assert sorted(nodeid for ids in drawn for nodeid in ids) == sorted(IDS)
-    assert all(70 < len(ids) < 130 for ids in drawn)
+    mean = len(IDS) / count
+    assert all(0.65 * mean < len(ids) < 1.35 * mean for ids in drawn)
 
 
 def test_tests_for_changed_files_are_added(git: Git) -> None:
-    third = draw(IDS)
+    part = draw(IDS)
     git.changed = "framework/plan/page/page.py\nframework/data/page.py"
-    assert draw(IDS) == third, "neither is framework/plan/page.py"
+    assert draw(IDS) == part, "neither is framework/plan/page.py"
     git.changed = "framework/plan/page.py"
     assert draw(IDS) == IDS
 
 
 def test_rename_touching_everything_stays_bounded(git: Git, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durations, "estimate_seconds", lambda nodeid: selection.CHANGED_SECONDS / 10)
-    third = draw(IDS)
+    part = draw(IDS)
     git.changed = "tests/plan/test_page.py"
-    assert len(draw(IDS)) == len(third) + 10
+    assert len(draw(IDS)) == len(part) + 10
 
 
 def test_shallow_clone_selects_by_the_commit_hash(git: Git) -> None:
     git.count, git.shallow = "1", "true"
-    thirds = set()
+    drawn = set()
     for git.head in ("a1", "a2", "a3"):
-        forget()
-        thirds.add(selection.get_commit_third())
-    assert thirds == {0, 1, 2}
+        drawn.update(draw(IDS))
+    assert drawn == set(IDS)
 
 
 def test_without_git_it_is_refused(git: Git) -> None:

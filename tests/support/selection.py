@@ -7,7 +7,7 @@
 `make test` shows every invariant once, in minutes. The pairs show it again in other settings: two axes that meet
 nowhere else, real processes, compilers for other machines.
 
-`--third` runs a third of what -m selects. Consecutive commits draw different thirds, so any three of them run every
+`--draw=6` runs a sixth of what -m selects. Consecutive commits draw different sixths, so any six of them run every
 case. Tests that belong to a file that the last commit changed run in addition.
 """
 
@@ -24,7 +24,7 @@ import pytest
 from tests.support import durations
 
 ROOT = Path(__file__).parents[2]
-# Processor seconds that the tests of changed files may add to a third: a rename changes nearly every file.
+# Processor seconds that the tests of changed files may add to a drawn part: a rename changes nearly every file.
 CHANGED_SECONDS = 300.0
 
 
@@ -46,11 +46,16 @@ def slow(cases: Iterable[Any]) -> list[Any]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the flag."""
-    parser.addoption("--third", action="store_true", help="run the third of the tests that the last commit draws")
+    parser.addoption(
+        "--draw", type=int, metavar="N", help="run one Nth of the tests, which the number of the last commit draws"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marks."""
+    """Register the marks. Raises UsageError if --draw is not positive."""
+    count = config.getoption("--draw")
+    if count is not None and count < 1:
+        raise pytest.UsageError(f"--draw={count}: expected at least 1")
     Selection.has_slow_tests = "not slow" not in config.getoption("markexpr")
     config.addinivalue_line("markers", "first(count): `make test` runs this many cases of the test")
     config.addinivalue_line("markers", "once(*ids): the cases of this test that `make test` runs")
@@ -58,19 +63,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Report which third runs."""
-    if not config.getoption("--third"):
+    """Report which part runs."""
+    count = config.getoption("--draw")
+    if count is None:
         return None
-    return f"third {get_commit_third() + 1} of 3, and the tests of {len(list_changed_files())} changed files"
+    part = get_commit_number() % count
+    return f"part {part + 1} of {count}, and the tests of {len(list_changed_files())} changed files"
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Mark the pairs before -m selects. Afterwards draw a third, and sort what is left."""
+    """Mark the pairs before -m selects. Afterwards draw a part, and sort what is left."""
     mark_pairs(config, items)
     yield
-    if config.getoption("--third"):
-        select_third(config, items)
+    if config.getoption("--draw") is not None:
+        select_part(config, items)
     durations.sort_longest_first(items)
 
 
@@ -107,15 +114,16 @@ def mark_pairs(config: pytest.Config, items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{function} has no cases {sorted(unknown)}; it has {sorted(all_ids[function])}")
 
 
-def select_third(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the drawn third of the items, and items that belong to changed files."""
-    third = get_commit_third()
+def select_part(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the drawn part of the items, and items that belong to changed files."""
+    count = config.getoption("--draw")
+    part = get_commit_number() % count
     files = list_changed_files()
     seconds_left = CHANGED_SECONDS
     selected = []
     dropped = []
     for item in items:
-        is_selected = zlib.crc32(item.nodeid.encode()) % 3 == third
+        is_selected = zlib.crc32(item.nodeid.encode()) % count == part
         if not is_selected and seconds_left > 0 and belongs_to(item.nodeid, files):
             seconds_left -= durations.estimate_seconds(item.nodeid)
             is_selected = True
@@ -140,19 +148,21 @@ def belongs_to(nodeid: str, files: Iterable[str]) -> bool:
 
 
 @functools.cache
-def get_commit_third() -> int:
-    """Return 0, 1 or 2: the third that HEAD draws.
+def get_commit_number() -> int:
+    """Return a number that consecutive commits have consecutively.
 
     Raises:
         pytest.UsageError: the tests are not in a git checkout.
     """
     count = _git("rev-list", "--count", "--first-parent", "HEAD")
     if not count:
-        raise pytest.UsageError("--third draws by the commit, but this is no git checkout; run all cases without it")
+        raise pytest.UsageError(
+            "--draw needs the number of the commit, but this is no git checkout; run all cases without it"
+        )
     if _git("rev-parse", "--is-shallow-repository") == "true":
         # A shallow clone does not have the history to count.
-        return int(_git("rev-parse", "HEAD"), 16) % 3
-    return int(count) % 3
+        return int(_git("rev-parse", "HEAD"), 16)
+    return int(count)
 
 
 @functools.cache
