@@ -1,5 +1,6 @@
 """The whole plan for CPU devices, compared with real arrays and real runs."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -170,7 +171,11 @@ def test_weights_go_to_the_host_when_nothing_else_is_enough():
     target, trial = resolve("v5e-1"), configs.load("llama2-13b")
     for path, value in (("data.global_batch_size", 1), ("data.seq_len", 2048), ("memory.remat", "full")):
         trial.set_path(path, value)
+    assert suggestions(trial, target, limit=15 << 30, peak=200 << 30, seconds=0.0) == [], "this host has 48 GiB"
+    target = dataclasses.replace(target, host_bytes=256 << 30)
     (found,) = suggestions(trial, target, limit=15 << 30, peak=200 << 30, seconds=0.0)
+    # At least the AdamW moments and master weights of 13B parameters, in float32.
+    assert 13e9 * 12 < found.host_process_bytes < 256 << 30
     assert "--config.memory.parameters=pinned_host --config.memory.activations=pinned_host" in found.setting
     assert "--config.memory.update=streamed" in found.setting
     assert not found.compiled
