@@ -266,7 +266,8 @@ def test_plans_of_runs_are_those_of_plan(text: Path, tmp_path: Path, monkeypatch
 def test_a_killed_sweep_continues(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def start(folder: Path) -> subprocess.Popen:
         words = [sys.executable, "-m", "plimsoll", "sweep", TINY, f"--workdir={folder}", f"--grid={RATE}=0.001,0.002"]
-        words += [*support.LONG, "--config.trainer.max_steps=60"]
+        # Enough steps after the 25th for the signal to arrive.
+        words += [*support.LONG, "--config.trainer.max_steps=300"]
         environment = {**os.environ, "XLA_FLAGS": support.xla_flags(1), "JAX_PLATFORMS": "cpu"}
         environment["PYTHONPATH"] = str(support.ROOT)
         with open(f"{folder}.out", "ab") as out:
@@ -291,5 +292,6 @@ def test_a_killed_sweep_continues(text: Path, tmp_path: Path, monkeypatch: pytes
     for run in ("000", "001"):
         assert support.losses(broken / run) == support.losses(whole / run)
     log = (broken / "000.log").read_text()
-    assert "resumed from step 20" in log
+    # Which step depends on how far the run came before the signal arrived.
+    assert re.search(r"resumed from step [1-9]", log)
     assert "1 of 2 runs have ended and are skipped" in support.output(broken)
