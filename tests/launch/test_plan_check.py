@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import re
 import subprocess
 from pathlib import Path
@@ -144,7 +145,7 @@ if [[ "$2" == */tarball/* ]]; then tar --create --gzip --directory="$RUNNER_TEMP
 # Writes the comment and ends with CODE.
 FAKE_PLAN = """#!/bin/bash
 echo "$@" "${GH_TOKEN:+with the token}" >> "$RUNNER_TEMP/plans.calls"
-echo table > "$RUNNER_TEMP/plans/comment.md"
+echo table > "$FOLDER/comment.md"
 exit "$CODE"
 """
 
@@ -153,6 +154,7 @@ def run_step(name: str, temporary: Path, **environment: str) -> int:
     """Run the script of a step of the action as GitHub does, with fakes of gh and of plimsoll."""
     (script,) = (step["run"] for step in ACTION["runs"]["steps"] if step.get("name") == name)
     programs = {"bin/gh": FAKE_GH, "plimsoll/bin/plimsoll": FAKE_PLAN}
+    programs |= dict.fromkeys(("bin/python", "plimsoll/bin/python"), "#!/bin/bash\n")
     for path, text in programs.items():
         program = temporary / path
         program.parent.mkdir(parents=True, exist_ok=True)
@@ -161,6 +163,7 @@ def run_step(name: str, temporary: Path, **environment: str) -> int:
     variables = {
         "PATH": f"{temporary / 'bin'}:{os.environ['PATH']}",
         "RUNNER_TEMP": str(temporary),
+        "FOLDER": str(temporary / "plans"),
         "GITHUB_REPOSITORY": "org/name",
         "GITHUB_OUTPUT": str(temporary / "output"),
         "GITHUB_STEP_SUMMARY": str(temporary / "summary"),
@@ -211,16 +214,23 @@ def test_the_action_plans_the_base_without_the_token(tmp_path: Path) -> None:
     (tmp_path / "repository").mkdir()
     (tmp_path / "repository" / "plans.toml").write_text("")
     (tmp_path / "plans").mkdir()
-    # Of another use in the same job.
-    (tmp_path / "plans" / "base.json").write_text("{}")
     assert run_step("Plan the base", tmp_path, PLANS="plans.toml", CODE="4", BASE="abc", GH_TOKEN="secret") == 0
     assert (tmp_path / "calls").read_text() == "api repos/org/name/tarball/abc\n"
     assert (tmp_path / "plans.calls").read_text() == f"plan --check=plans.toml --json={tmp_path}/plans/base.json \n"
-    assert not (tmp_path / "plans" / "base.json").exists()
     # A base without the file is not planned.
+    shutil.rmtree(tmp_path / "plans" / "base")
     (tmp_path / "repository" / "plans.toml").unlink()
     assert run_step("Plan the base", tmp_path, PLANS="plans.toml", CODE="4", BASE="abc", GH_TOKEN="secret") == 0
     assert len((tmp_path / "plans.calls").read_text().splitlines()) == 1
+
+
+def test_each_use_of_the_action_has_a_folder(tmp_path: Path) -> None:
+    """The JSON of the first use is still there after the second one."""
+    for _ in range(2):
+        assert run_step("Install", tmp_path) == 0
+    folders = [line.removeprefix("folder=") for line in (tmp_path / "output").read_text().splitlines()]
+    assert len(set(folders)) == 2
+    assert all(Path(folder).is_dir() for folder in folders)
 
 
 def test_a_token_that_may_not_read_comments_is_a_warning(tmp_path: Path) -> None:
