@@ -56,6 +56,7 @@ def main(argv: list[str]) -> int:
         workers = default_workers()
     if workers < 1:
         raise cli.UsageError(f"--workers={workers}: expected at least 1")
+    cli.check_output("out", command.args.out, is_folder=True)
     out = Path(command.args.out).expanduser()
     try:
         prepare(command.config.data, out, force=command.args.force, workers=workers)
@@ -135,8 +136,6 @@ def _write_sources(pipeline: DataPipeline, folder: Path, encode: Encode) -> dict
 
 def _check_replaceable(out: Path, force: bool) -> None:
     """Raise FileExistsError for files without --force, or for files that this verb did not write."""
-    if out.exists() and not out.is_dir():
-        raise FileExistsError(f"--out={out} is a file; give a folder")
     names = sorted(path.name for path in out.iterdir()) if out.exists() else []
     if names and not force:
         raise FileExistsError(

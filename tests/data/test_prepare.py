@@ -53,7 +53,8 @@ def test_user_errors_exit_with_2_and_leave_no_files(tmp_path: Path, flags: list[
     for change, message in [
         ("--froce", "unknown flag '--froce'; did you mean '--force'"),
         ('--config.data.source.paths=["/nowhere/x"]', "data.source: the folder /nowhere of /nowhere/x does not exist"),
-        (f"--out={tmp_path}/corpus/0000.txt", "is a file; give a folder"),
+        (f"--out={tmp_path}/corpus/0000.txt", "is a file; expected a folder"),
+        (f"--out={tmp_path}/corpus/0000.txt/out", "0000.txt is a file; expected a folder"),
         (f"--out={tmp_path}/corpus", "already contains 40 files; --force replaces files that this verb wrote"),
     ]:
         assert prepare.main([*flags, change]) == 2

@@ -2,8 +2,8 @@
 
 import json
 import os
-import shutil
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
