@@ -78,19 +78,21 @@ def _show_estimates(commands: dict[str, cli.Command], target_by_name: dict[str, 
     from plimsoll.framework.plan import report_tables
 
     width = max(map(len, target_by_name))
-    has_heading = False
+    heading = ""
     for name, target in target_by_name.items():
         try:
             plan_report = make_report(commands[name], name, target, None, True, suggests=False)
         except ValueError:
             # The table at the end has the reason.
             continue
-        if not has_heading and plan_report.batch is not None:
+        if plan_report.batch is not None:
             batch = report_tables.batch_text(plan_report, plan_report.batch, per_device=False)
-            print(f"estimates of {batch}")
-            has_heading = True
+            # The rules of a target may change the batch.
+            if batch != heading:
+                print(f"estimates of {batch}")
+                heading = batch
         print(f"  {name:{width}}   {report_tables.verdict(plan_report)}", flush=True)
-    if has_heading:
+    if heading:
         print()
 
 

@@ -91,8 +91,10 @@ def table(reports: Sequence[PlanReport], left_out: dict[str, str]) -> list[Table
         first, *others = reports
         shared = [setting for setting in first.settings if all(setting in report.settings for report in others)]
         title = " ".join([first.config, *shared])
-        if first.batch is not None:
-            title += f": {batch_text(first, first.batch, per_device=False)}"
+        # The rules of a target may change the batch.
+        batches = [batch_text(report, report.batch, per_device=False) for report in reports if report.batch is not None]
+        if batches:
+            title += f": {' or '.join(dict.fromkeys(batches))}"
         sections.append(TableSection(title, rows))
     if impossible:
         sections.append(TableSection("not possible", impossible))

@@ -1,6 +1,7 @@
 """Several targets in one table, the smallest that fits a config, and models that are known only by their shape."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,16 @@ def test_several_targets_share_one_table(isolated_folder: Path, capsys: pytest.C
     assert [report["target"] for report in reports] == ["4090", "v5e-8", "t4"]
     # The printed settings are those of the report.
     assert reports[0]["suggestions"][0]["setting"] in captured.out
+
+
+def test_batches_that_differ_by_target_are_both_shown(capsys: pytest.CaptureFixture):
+    rule = '{"$class": "plimsoll.AcceleratorRule", "pattern": "cpu-2", "set": {"data.global_batch_size": 4}}'
+    flags = ["--target=cpu:1,cpu:2", "--estimate", "--step_only", f"--config.accelerator_rules=[{rule}]"]
+    assert plan.main([TINY, *flags]) == 0
+    printed = capsys.readouterr().out
+    first, second = re.findall(r"^estimates of (.*)$", printed, re.MULTILINE)
+    assert (first.split()[0], second.split()[0]) == ("8", "4")
+    assert f": {first} or {second}\n" in printed
 
 
 @pytest.mark.pairs
