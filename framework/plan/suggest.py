@@ -25,7 +25,7 @@ from plimsoll.framework.terminal.phases import SHORT, phase
 # Settings to change together, by config path.
 Settings = dict[str, str | int]
 # Settings that do not affect `least_bytes`, because they move neither state nor gradients.
-_MOVES_NO_STATE = ("memory.remat", "memory.activations", "learner.accumulate")
+_MOVES_NO_STATE = ("memory.remat", "memory.activations", "learner.accumulate", "data.global_batch_size")
 
 
 def check_target(experiment: Experiment, target: Target) -> dict[str, int]:
@@ -143,6 +143,7 @@ class SettingsSearch:
         fitting: list[Suggestion] = []
         listed: set[frozenset[tuple[str, str | int]]] = set()
         for series in _choices(self._config, self._target):
+            # Trying the last one first saves time only where it stands for several others.
             if len(series) > 2 and not self._last_fits(series):
                 continue
             for choice in series:
@@ -217,20 +218,13 @@ class SettingsSearch:
             # The need grows with the batch, so double it from the smallest one until it does not fit.
             rows = 1
             while rows < self._config.data.global_batch_size:
-                trial = {"data.global_batch_size": rows} | choice
-                try:
-                    with phase(f"trying {_format_choice(trial)}", patience=SHORT):
-                        experiment = self._build(trial)
-                        if least_bytes(experiment, check_target(experiment, self._target)) > self._limit:
-                            break
-                        estimated = self._estimate(experiment)
-                except ValueError:
-                    # So few rows do not divide over the devices and microbatches.
-                    rows *= 2
-                    continue
-                if not self._fits(estimated):
-                    break
-                best = Suggestion(_format_choice(trial), estimated.peak, False, estimated.host_bytes)
+                settings = {"data.global_batch_size": rows} | choice
+                trial = self._try(settings)
+                # None: so few rows do not divide over the devices and microbatches.
+                if trial is not None:
+                    if not self._fits(trial):
+                        break
+                    best = Suggestion(_format_choice(settings), trial.peak, False, trial.host_bytes)
                 rows *= 2
             if best is not None:
                 return best
