@@ -257,6 +257,9 @@ def _plan_one_target(command: cli.Command, name: str, stage_commands: list[cli.C
         print(f"largest stage: {describe_shape(stage_command)}, which {verdict}")
         return ExitCode.DONE if fits else ExitCode.TOO_BIG
     fits = any(plan_report.fits for plan_report in reports)
+    found = any(plan_report.suggestions or plan_report.smaller_batch for plan_report in reports)
+    if len(reports) == 1 and not (fits or found or args.verdict_only):
+        print("no other settings or batch sizes were found that fit")
     return ExitCode.DONE if fits else ExitCode.TOO_BIG
 
 
