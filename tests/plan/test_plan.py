@@ -13,8 +13,10 @@ from plimsoll.framework.layers.mlp import MLP
 from plimsoll.framework.plan import suggest
 from plimsoll.framework.plan.buffer_names import describe_operation
 from plimsoll.framework.plan.build_report import compile_report, estimate_report
+from plimsoll.framework.plan.estimate import Estimate
 from plimsoll.framework.plan.suggest import suggestions
 from plimsoll.framework.plan.targets import resolve
+from plimsoll.framework.program.experiment import Experiment
 from plimsoll.framework.program.program import Program
 from tests.support import small
 
@@ -151,6 +153,23 @@ def test_nothing_fits_into_less_than_the_state():
     trial = config(mesh__data=1, data__global_batch_size=2)  # few rows, so few microbatch counts to try
     peak = estimate_report("small", trial, resolve("cpu:1"), None).device_peak_bytes
     assert suggestions(trial, resolve("cpu:1"), limit=1000, peak=peak) == []
+
+
+def test_only_the_most_microbatches_are_tried_if_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = config(mesh__data=1, data__global_batch_size=64)
+    need = suggest.estimate_for_target(trial.instantiate(), resolve("cpu:1"))
+    # More than the state without an optimizer, so that choices are not refused by their state.
+    limit = suggest.state_bytes(need) + 1000
+    counts = []
+
+    def record(experiment: Experiment, *args: Any) -> Estimate:
+        counts.append(experiment.learner.accumulate)
+        return estimate(experiment, *args)
+
+    estimate = suggest.estimate_for_target
+    monkeypatch.setattr(suggest, "estimate_for_target", record)
+    assert suggestions(trial, resolve("cpu:1"), limit, need.peak_bytes, present=need, seconds=0.0) == []
+    assert set(counts) == {1, 8, 64}
 
 
 @pytest.mark.pairs
