@@ -62,7 +62,7 @@ class LastCheckpoint:
         is_rule = isinstance(self.stop_reason, str) and "trainer.stop." in self.stop_reason
         return is_rule and self.complete and not config_changes(rules, config.trainer.to_dict()["stop"])
 
-    def may_be_of_another_run(self, config: Config) -> bool:
+    def may_belong_to_another_run(self, config: Config) -> bool:
         """Return whether the model or the source of the data differs from that of the run that wrote the checkpoint.
 
         Many fields of a model do not change its leaves, and the same text may have another path. So `resuming.check`

@@ -55,12 +55,12 @@ def execute(request: RunRequest, cluster: distributed.Cluster | None) -> int:
     # Check this before JAX starts, so that a finished run reports it immediately.
     end = None if last is None else get_run_length(request.config)
     # A finished run of another model or of other data is an error. `train` compares them before it compiles.
-    may_be_of_another_run = last is not None and last.may_be_of_another_run(request.config)
-    if last is not None and end is not None and last.ends(end) and not may_be_of_another_run:
+    may_belong_to_another_run = last is not None and last.may_belong_to_another_run(request.config)
+    if last is not None and end is not None and last.ends(end) and not may_belong_to_another_run:
         if cluster is None or cluster.process_id == 0:
             print("\n".join(last.lines(end, request.config, request.override_paths)))
         return ExitCode.DONE
-    if last is not None and last.has_stopped(request.config) and not may_be_of_another_run:
+    if last is not None and last.has_stopped(request.config) and not may_belong_to_another_run:
         if cluster is None or cluster.process_id == 0:
             print("\n".join(last.stop_lines()))
         return ExitCode.STOPPED_EARLY
@@ -87,7 +87,7 @@ def execute(request: RunRequest, cluster: distributed.Cluster | None) -> int:
             if message:
                 print(message, file=sys.stderr)
         _check_workdir_is_shared(workdir)
-        if last is not None and not may_be_of_another_run and _epochs_are_over(last, request, workdir):
+        if last is not None and not may_belong_to_another_run and _epochs_are_over(last, request, workdir):
             return ExitCode.DONE
         # Seen by `finally` if `_train_and_record` raises.
         code = ExitCode.FAILED
