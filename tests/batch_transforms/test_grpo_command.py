@@ -151,16 +151,16 @@ def rewards(tmp_path: Path) -> Path:
     ],
 )
 def test_a_reward_function_gets_the_arguments_that_it_names(name: str, data: list, expected: list, rewards: Path):
-    np.testing.assert_array_equal(RewardFunction(f"{rewards}:{name}")(judged(data)), expected)
+    np.testing.assert_array_equal(RewardFunction(f"{rewards}:{name}")(build_answers(data)), expected)
 
 
-def judged(data: list, locations: tuple[str, ...] = ()) -> JudgedAnswers:
+def build_answers(data: list, locations: tuple[str, ...] = ()) -> JudgedAnswers:
     return JudgedAnswers(["a", "b"], ["x", "zy"], data, [[5], [6, 7]], locations)
 
 
 def test_rewards_of_several_functions_are_weighted(rewards: Path):
     functions = RewardFunctions([f"{rewards}:{name}" for name in ("judge", "some_none", "overlong")], [2.0, 0.5, 1.0])
-    np.testing.assert_array_equal(functions(judged(ROWS)), [[2.0, 2.0], [0.5, np.nan], [0.0, -1.0]])
+    np.testing.assert_array_equal(functions(build_answers(ROWS)), [[2.0, 2.0], [0.5, np.nan], [0.0, -1.0]])
     assert functions.short_names == ["judge", "some_none", "overlong"]
 
 
@@ -216,7 +216,7 @@ def test_wrong_lists_of_rewards(names: list[str], weights: list[float] | None, m
 def test_a_wrong_reward_is_one_line_with_its_row(name: str, message: str, rewards: Path):
     locations = ("file.jsonl, line 1", "file.jsonl, line 2")
     with pytest.raises(ValueError, match=message) as raised:
-        RewardFunction(f"{rewards}:{name}")(judged(ROWS, locations))
+        RewardFunction(f"{rewards}:{name}")(build_answers(ROWS, locations))
     assert "\n" not in str(raised.value)
     assert str(raised.value).startswith(f"batch_transform.reward = {rewards}:{name}: ")
 
@@ -282,7 +282,7 @@ def test_adapters_and_few_conversations_shrink_the_batch(base: Path, rewards: Pa
     assert config.model.lora.dropout == 0
 
 
-def test_several_rewards_of_which_one_is_sometimes_none(base: Path, rewards: Path, tmp_path: Path, capsys):
+def test_a_run_with_several_rewards_and_some_none(base: Path, rewards: Path, tmp_path: Path, capsys):
     prompts = write_prompts(tmp_path / "prompts.jsonl", 20)
     argv = [f"--config=grpo:{base}", f"--data={prompts}", f"--workdir={tmp_path}/run"]
     argv += [f"--reward={rewards}:{name}" for name in ("judge", "odd_only")]

@@ -149,7 +149,7 @@ def test_wrong_use_starts_nothing(
     assert not (tmp_path / "ladder").exists()
 
 
-def test_folders_of_other_things_are_refused(text: Path, tmp_path: Path, trained: Trained, capsys):
+def test_a_workdir_that_holds_no_ladder_is_refused(text: Path, tmp_path: Path, trained: Trained, capsys):
     (tmp_path / "file").write_text("")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")

@@ -194,7 +194,7 @@ def test_rates_are_planned_once(text: Path, tmp_path: Path, trained: Trained, mo
     assert not (tmp_path / "sweep").exists()
 
 
-def test_each_run_has_its_own_size_of_images(tmp_path: Path, trained: Trained, monkeypatch, capsys):
+def test_runs_may_differ_in_their_image_size(tmp_path: Path, trained: Trained, monkeypatch, capsys):
     """The shape of the model follows the size of the images, as in `plimsoll train`."""
     (tmp_path / "images").mkdir()
     for index in range(40):

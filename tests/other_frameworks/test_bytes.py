@@ -143,7 +143,7 @@ def test_scales_that_are_quantized_too(folder: Path):
 # Bytes that PyTorch allocates in a step of LLaMA-Factory's QLoRA (rank 8, one row), without CUDA's own: printed by
 # `python -m tools.bench.torch_reserved` for torch 2.13, transformers 5.23 and peft 0.21.
 @pytest.mark.parametrize(("seq_len", "gigabytes"), [(1024, 4.71), (8192, 9.52)])
-def test_a_qlora_step_is_that_of_pytorch(tmp_path: Path, seq_len: int, gigabytes: float):
+def test_a_qlora_step_equals_the_simulated_pytorch_step(tmp_path: Path, seq_len: int, gigabytes: float):
     path = tmp_path / "sft.yaml"
     path.write_text(
         "model_name_or_path: meta-llama/Llama-2-7b-hf\nquantization_bit: 4\nstage: sft\nfinetuning_type: lora\n"

@@ -212,7 +212,7 @@ def test_a_plan_covers_every_stage(flags: list[str], tmp_path: Path, capsys):
     assert (data.seq_len, data.global_batch_size) == (32, 64)
 
 
-def test_several_targets_have_the_stages_of_their_own_rules(tmp_path: Path, capsys):
+def test_each_target_resolves_stages_by_its_rules(tmp_path: Path, capsys):
     rule = {"$class": "plimsoll.AcceleratorRule", "pattern": "h100*", "set": {"data.global_batch_size": 128}}
     flags = [f"--config.accelerator_rules={json.dumps([rule])}", "--data_at=9:global_batch_size=64"]
     argv = [f"--config={CONFIG}:tiny", *flags, "--estimate", f"--json={tmp_path}/plan.json"]
